@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import signal
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -389,6 +390,54 @@ def test_the_best_of_a_run_that_moved_over_is_loaded(ranks: Ranks, tmp_path: Pat
         end = journal.read()[-1]
         assert end["step"] == 12 and end["end"] == best
     assert holdfast.steps(tmp_path / "run" / "holdfast") == [9, 12]
+
+
+@pytest.mark.soak
+def test_names_of_a_trainer_class_are_its_own(tmp_path: Path) -> None:
+    """TRL's Trainers keep what they log in `_metrics`, by mode."""
+    transformers = pytest.importorskip("transformers")
+    from holdfast.integrations.transformers import HoldfastTrainer, _Holdfast
+
+    args = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+    ours, plain = (one(Net(), args) for one in (HoldfastTrainer, transformers.Trainer))
+    assert vars(ours).keys() - vars(plain).keys() == {"_holdfast"}
+    for name in vars(_Holdfast):
+        own = name.startswith(("_holdfast_", "__"))
+        assert own or hasattr(transformers.Trainer, name), name
+
+
+@pytest.mark.soak
+def test_a_trainer_class_with_metrics_of_its_own(tmp_path: Path) -> None:
+    """It also writes more than the Trainer into a checkpoint's folder, which is told once."""
+    transformers = pytest.importorskip("transformers")
+    from holdfast.integrations.transformers import with_holdfast
+
+    class Tuned(transformers.Trainer):  # type: ignore[misc, name-defined]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._metrics: dict[str, list[float]] = {"train": [], "eval": []}
+            self._pass = self._options = self._root = self._draws = "mine"
+
+        def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(model, *args, **kwargs)
+            self._metrics["train" if model.training else "eval"].append(1.0)
+            return loss
+
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            raise AssertionError
+
+    given = {"report_to": [], "use_cpu": True, "max_steps": 4, "save_steps": 2}
+    args = transformers.TrainingArguments(str(tmp_path), eval_strategy="epoch", **given)
+    kind = with_holdfast(Tuned)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer = kind(Net(), args, train_dataset=Data(32), eval_dataset=Data(8))
+        trainer.train()
+    texts = [str(one.message) for one in told]
+    assert len([t for t in texts if "Tuned._save_checkpoint() is not called" in t]) == 1
+    assert len(trainer._metrics["train"]) == 4 and trainer._metrics["eval"]
+    assert trainer._pass == trainer._options == trainer._root == trainer._draws == "mine"
+    assert holdfast.steps(tmp_path / "holdfast") == [2, 4]
 
 
 @pytest.mark.soak

@@ -74,28 +74,39 @@ class _Holdfast(_Mixin):
         """Arguments as of the Trainer, and `holdfast`: a dict of `root` and options of a Checkpointer, such
         as `memory`, `delta`, `keep`."""
         super().__init__(*args, **kwargs)
-        self._options = dict(holdfast or {})
-        root = self._options.pop("root", None)
-        self._root = os.fspath(root or os.path.join(self.args.output_dir, "holdfast"))
-        self._checkpointer: Any = None
-        self._found: Any = None
-        self._must_save = self._is_restored = self._has_begun = False
-        self._last_step = self._last_saved = 0
-        self._pass = _PassOverData()
-        self._metrics: dict[str, float] = {}
-        self._metrics_step = 0
+        self._holdfast = _HoldfastRun(self.args.output_dir, dict(holdfast or {}))
         if self.args.enable_jit_checkpoint:
-            self._take_over_sigterm()
-        self._check_usable()
+            self._holdfast_take_over_sigterm()
+        self._holdfast_check_usable()
+        self._holdfast_tell_what_is_not_called()
 
-    def _check_usable(self) -> None:
+    def _holdfast_tell_what_is_not_called(self) -> None:
+        """Warn of a Trainer class, such as TRL's, that does more where the Trainer writes its folder."""
+        if not self.args.should_save or self.args.save_strategy == SaveStrategy.NO:
+            return
+        after = iter(type(self).__mro__)
+        for base in after:
+            if base is _Holdfast:
+                break
+        for base in after:
+            if base is Trainer:
+                break
+            if "_save_checkpoint" in vars(base):
+                warn_user(
+                    f"{base.__name__}._save_checkpoint() is not called: it is for the folder of a "
+                    "checkpoint, and there is none",
+                    hint="do what it adds in a callback's on_save(), or in a subclass of with_holdfast("
+                    f"{base.__name__})",
+                )
+
+    def _holdfast_check_usable(self) -> None:
         if self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END:
             raise UsageError(
                 f"HoldfastTrainer: hub_strategy={self.args.hub_strategy.value!r} pushes the folder of each "
                 "checkpoint, and there is none",
                 hint="use hub_strategy='end', which pushes the trained model",
             )
-        every = self._options.get("every")
+        every = self._holdfast.options.get("every")
         if self.args.save_strategy != SaveStrategy.NO and (
             every is not None and getattr(every, "durable", every) is not None
         ):
@@ -105,14 +116,14 @@ class _Holdfast(_Mixin):
                 "save_strategy='no'",
             )
 
-    def _take_over_sigterm(self) -> None:
+    def _holdfast_take_over_sigterm(self) -> None:
         """Have the Checkpointer stop all ranks after one and the same step; the Trainer's own handler lets
         each rank save when it is told."""
         from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
         callback = self.pop_callback(JITCheckpointCallback)
         signal.signal(signal.SIGTERM, callback.jit_manager._original_sigterm_handler)
-        self._options.setdefault("sigterm_s", SIGTERM_S)
+        self._holdfast.options.setdefault("sigterm_s", SIGTERM_S)
 
     # -- a run --------------------------------------------------------------------------------------
 
@@ -122,72 +133,82 @@ class _Holdfast(_Mixin):
         """As the Trainer's.  `resume_from_checkpoint=True` goes on from the newest step, and begins if
         there is none; a number, or a name that ends with one as `checkpoint-500`, is that step.  A folder
         that the Trainer itself has written is resumed from as ever."""
+        run = self._holdfast
         if trial is not None:
             raise UsageError(
                 "HoldfastTrainer: a search for hyperparameters has many runs, not one root"
             )
         if self.args.save_total_limit:
-            self._options.setdefault("keep", Keep(last=self.args.save_total_limit))
-        self._losses, self._draws = _Losses(self), LoaderDraws(self.accelerator)
-        state = {"trainer": _TrainerProgress(self), "losses": self._losses, "draws": self._draws}
-        with Checkpointer(self._root, **self._options) as checkpointer:
+            run.options.setdefault("keep", Keep(last=self.args.save_total_limit))
+        run.losses, run.draws = _Losses(self), LoaderDraws(self.accelerator)
+        state = {"trainer": _TrainerProgress(self), "losses": run.losses, "draws": run.draws}
+        with Checkpointer(run.root, **run.options) as checkpointer:
             checkpointer.state.update(state)
-            self._checkpointer = self.accelerator.holdfast = checkpointer
+            run.checkpointer = self.accelerator.holdfast = checkpointer
             try:
-                return self._train(resume_from_checkpoint or None, trial, *args, **kwargs)
+                return self._holdfast_train(resume_from_checkpoint or None, trial, *args, **kwargs)
             finally:
-                self._draws.forget()
-                self._checkpointer = self.accelerator.holdfast = None
+                run.draws.forget()
+                run.checkpointer = self.accelerator.holdfast = None
 
-    def _train(self, resume: Any, *args: Any, **kwargs: Any) -> Any:
+    def _holdfast_train(self, resume: Any, *args: Any, **kwargs: Any) -> Any:
+        run = self._holdfast
         while True:
-            self._found, self._is_restored = None, False
+            run.found, run.is_restored = None, False
             try:
                 with tempfile.TemporaryDirectory() as folder:
-                    return super().train(self._resumed_from(resume, folder), *args, **kwargs)
+                    return super().train(
+                        self._holdfast_resumed_from(resume, folder), *args, **kwargs
+                    )
             except NotRecoverable as error:
-                if self._found is None or self._is_restored or resume is not True:
+                if run.found is None or run.is_restored or resume is not True:
                     raise
-                self._forget_the_engine(error)
-                warn_user(f"step {self._found.step} is damaged, and passed over: {error}")
+                self._holdfast_forget_the_engine(error)
+                warn_user(f"step {run.found.step} is damaged, and passed over: {error}")
 
-    def _forget_the_engine(self, error: NotRecoverable) -> None:
+    def _holdfast_forget_the_engine(self, error: NotRecoverable) -> None:
         """Let the next attempt make another engine of DeepSpeed's, which stage 3 does once for a model."""
         if not self.is_deepspeed_enabled:
             return
         if self.deepspeed.zero_optimization_partition_weights():
-            step = self._found.step
+            step = self._holdfast.found.step
             raise NotRecoverable(
                 f"step {step} is damaged, and at ZeRO stage 3 no other one is taken in the same process: "
                 f"{error}",
                 hint="train(resume_from_checkpoint=N) with an older step N: "
-                f"holdfast ls {self._root}",
+                f"holdfast ls {self._holdfast.root}",
             ) from error
         self.model_wrapped = self.model
 
-    def _resumed_from(self, resume: Any, folder: str) -> Any:
+    def _holdfast_resumed_from(self, resume: Any, folder: str) -> Any:
         """Return the folder that the Trainer shall resume from, which has its state; None to begin."""
+        run = self._holdfast
         if resume is None:
             return None
-        if isinstance(resume, (str, os.PathLike)) and (own := self._own_folder(resume)) is not None:
+        if (
+            isinstance(resume, (str, os.PathLike))
+            and (own := self._holdfast_own_folder(resume)) is not None
+        ):
             return own
-        self._found = self._checkpointer.find(None if resume is True else _step_in(resume))
-        if self._found is not None and self.args.save_only_model:
+        run.found = run.checkpointer.find(None if resume is True else _step_in(resume))
+        if run.found is not None and self.args.save_only_model:
             raise UsageError(
                 f"train(resume_from_checkpoint={resume!r}): with save_only_model=True no step has an "
                 "optimizer",
-                hint=f"load the model: holdfast.load({self._root!r}, {{'model': model}})",
+                hint=f"load the model: holdfast.load({run.root!r}, {{'model': model}})",
             )
-        if self._found is None:
+        if run.found is None:
             there = os.path.isdir(self.args.output_dir)
-            return self._own_folder(get_last_checkpoint(self.args.output_dir) if there else None)
-        saved = json.loads(self._found.extras["trainer"]["json"])
+            return self._holdfast_own_folder(
+                get_last_checkpoint(self.args.output_dir) if there else None
+            )
+        saved = json.loads(run.found.extras["trainer"]["json"])
         Path(folder, TRAINER_STATE_NAME).write_text(
             json.dumps({**saved, "best_model_checkpoint": None})
         )
         return folder
 
-    def _own_folder(self, folder: Any) -> Any:
+    def _holdfast_own_folder(self, folder: Any) -> Any:
         """Return the first rank's folder of the Trainer's own, for all ranks; None if it has none."""
         is_there = folder is not None and os.path.isdir(folder)
         (found,) = broadcast_object_list([folder if is_there else None])
@@ -201,36 +222,38 @@ class _Holdfast(_Mixin):
     def _init_training_state(
         self, max_steps: int, steps_per_pass: int, num_passes: int, *args: Any, **kwargs: Any
     ) -> Any:
+        run = self._holdfast
         position = super()._init_training_state(
             max_steps, steps_per_pass, num_passes, *args, **kwargs
         )
-        if self._found is not None:
-            found = self._found.extras["trainer"]
+        if run.found is not None:
+            found = run.found.extras["trainer"]
             saved = json.loads(found["json"])
             self.state.best_model_checkpoint = saved["best_model_checkpoint"]
             if saved["global_step"] < max_steps:
-                self._tell_of_callbacks(saved)
+                self._holdfast_tell_of_callbacks(saved)
             if num_passes == sys.maxsize and "position" in found:
                 number, done = found["position"]
                 done *= self.args.gradient_accumulation_steps
                 position = number, 0 if self.args.ignore_data_skip else done
-        self._must_save = self._has_begun = False
-        self._last_step, self._last_saved = self.state.global_step, -1
-        self._pass = _PassOverData(is_stream=num_passes == sys.maxsize)
-        self._begin_pass(*position)
+        run.must_save = run.has_begun = False
+        run.last_step, run.last_saved = self.state.global_step, -1
+        run.data_pass = _PassOverData(is_stream=num_passes == sys.maxsize)
+        self._holdfast_begin_pass(*position)
         return position
 
-    def _begin_pass(self, number: int, num_batches: int) -> None:
+    def _holdfast_begin_pass(self, number: int, num_batches: int) -> None:
         """Note that a pass goes on after so many batches."""
         done = num_batches // self.args.gradient_accumulation_steps
-        self._pass.begin(number, self.state.global_step - done)
+        self._holdfast.data_pass.begin(number, self.state.global_step - done)
 
     @property
-    def _position(self) -> list[int]:
+    def _holdfast_position(self) -> list[int]:
         """The pass over the data, and the number of updates made in it."""
-        return [self._pass.number, self.state.global_step - self._pass.began]
+        run = self._holdfast
+        return [run.data_pass.number, self.state.global_step - run.data_pass.began]
 
-    def _tell_of_callbacks(self, saved: dict[str, Any]) -> None:
+    def _holdfast_tell_of_callbacks(self, saved: dict[str, Any]) -> None:
         """Warn of callbacks whose state the Trainer leaves behind, and of a run that one had ended."""
         if not self.args.should_save:
             return
@@ -248,15 +271,16 @@ class _Holdfast(_Mixin):
             )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any) -> Any:
-        if self._found is None:  # else all is restored at once, when all is there
+        if self._holdfast.found is None:  # else all is restored at once, when all is there
             super()._load_from_checkpoint(resume_from_checkpoint, *args)
 
     def _prepare_for_training(self, max_steps: int, loader: Any, resume: str | None) -> Any:
+        run = self._holdfast
         prepared = super()._prepare_for_training(
-            max_steps, loader, None if self._found is not None else resume
+            max_steps, loader, None if run.found is not None else resume
         )
-        self._pass.data = prepared[1].dataset
-        is_read_by_each = self._pass.is_stream and self.args.world_size > 1
+        run.data_pass.data = prepared[1].dataset
+        is_read_by_each = run.data_pass.is_stream and self.args.world_size > 1
         dispatches = isinstance(prepared[1], DataLoaderDispatcher)
         if is_read_by_each and not dispatches and self.args.should_save:
             warn_user(
@@ -264,25 +288,25 @@ class _Holdfast(_Mixin):
                 "the middle of a pass has others there than the uninterrupted one",
                 hint="accelerator_config={'dispatch_batches': True}, which is the default for streams",
             )
-        checkpointer = self._checkpointer
-        checkpointer.state.update(self._parts())
+        checkpointer = run.checkpointer
+        checkpointer.state.update(self._holdfast_parts())
         if self.args.should_save:
-            for name, content in self._side_files().items():
+            for name, content in self._holdfast_side_files().items():
                 checkpointer.files.setdefault(name, content)
         if self.args.save_strategy == SaveStrategy.STEPS:
             checkpointer.every = replace(checkpointer.every, durable=int(self.state.save_steps))
-        if self._found is not None:
-            checkpointer.restore(self._found)
-            self._is_restored = True
-            if (best := self._best_step()) is not None:
+        if run.found is not None:
+            checkpointer.restore(run.found)
+            run.is_restored = True
+            if (best := self._holdfast_best_step()) is not None:
                 with suppress(NotFound):  # it is gone, which the end of the training tells
                     checkpointer.pin(best, "best")  # the run may have ended before it did
         return prepared
 
-    def _parts(self) -> dict[str, Any]:
+    def _holdfast_parts(self) -> dict[str, Any]:
         """The part of the state that exists once all is prepared."""
         if _is_peft_model(self.model):
-            self._leave_out_frozen()
+            self._holdfast_leave_out_frozen()
         if self.args.save_only_model:
             return {"model": self.model_wrapped}
         if self.is_deepspeed_enabled:
@@ -292,7 +316,7 @@ class _Holdfast(_Mixin):
         scaler = getattr(self.accelerator, "scaler", None)
         return parts if scaler is None else {**parts, "scaler": scaler}
 
-    def _leave_out_frozen(self) -> None:
+    def _holdfast_leave_out_frozen(self) -> None:
         if self.is_deepspeed_enabled and self.deepspeed.zero_optimization_partition_weights():
             warn_user(
                 "ZeRO stage 3: the weights that the adapter leaves frozen are saved all the same"
@@ -300,7 +324,7 @@ class _Holdfast(_Mixin):
         else:
             trainable_only(self.model)
 
-    def _side_files(self) -> dict[str, bytes]:
+    def _holdfast_side_files(self) -> dict[str, bytes]:
         """The files that `from_pretrained` needs beside weights: configurations, and the tokenizer's."""
         model = self.accelerator.unwrap_model(self.model)
         peft = getattr(model, "peft_config", {}).values() if _is_peft_model(model) else ()
@@ -313,89 +337,96 @@ class _Holdfast(_Mixin):
             return {p.name: p.read_bytes() for p in Path(folder).iterdir() if p.is_file()}
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if self._found is None:
+        if self._holdfast.found is None:
             super()._load_rng_state(checkpoint)
         else:
-            self._draws.put_back()
+            self._holdfast.draws.put_back()
 
     def _run_epoch(self, *args: Any, epoch: int, **kwargs: Any) -> None:
-        if self._found is not None and self.state.global_step >= self.state.max_steps:
+        run = self._holdfast
+        if run.found is not None and self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = (
                 True  # it had ended; the Trainer would take a step more
             )
             return
-        self._losses.put_back()
+        run.losses.put_back()
         goes_on = epoch == kwargs["epochs_trained"] and kwargs["resume_from_checkpoint"] is not None
-        self._begin_pass(epoch, kwargs["steps_trained_in_current_epoch"] if goes_on else 0)
-        self._has_begun = True
+        self._holdfast_begin_pass(epoch, kwargs["steps_trained_in_current_epoch"] if goes_on else 0)
+        run.has_begun = True
         super()._run_epoch(*args, epoch=epoch, **kwargs)
-        if self._pass.is_over or self.control.should_epoch_stop:
-            self._begin_pass(epoch + 1, 0)
-        self._between_steps()
+        if run.data_pass.is_over or self.control.should_epoch_stop:
+            self._holdfast_begin_pass(epoch + 1, 0)
+        self._holdfast_between_steps()
 
     def get_batch_samples(self, iterator: Any, num_batches: int, *args: Any, **kwargs: Any) -> Any:
-        if not self._pass.is_over:  # else the epoch ends first, evaluates, and may save
-            self._between_steps()
+        run = self._holdfast
+        if not run.data_pass.is_over:  # else the epoch ends first, evaluates, and may save
+            self._holdfast_between_steps()
         found = super().get_batch_samples(iterator, num_batches, *args, **kwargs)
         loaders = self.accelerator.gradient_state.dataloader_references
-        self._pass.go_on(len(found[0]) == num_batches, loaders)
+        run.data_pass.go_on(len(found[0]) == num_batches, loaders)
         return found
 
     # -- saving -------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.store_flos()
-        self._must_save = True
-        self._name_the_best()
+        self._holdfast.must_save = True
+        self._holdfast_name_the_best()
 
-    def _name_the_best(self) -> None:
+    def _holdfast_name_the_best(self) -> None:
         """Have the state name the step that is being saved as the best one, if it is."""
         if self.state.best_global_step == self.state.global_step:
-            self.state.best_model_checkpoint = f"{self._root}@{self.state.best_global_step}"
+            self.state.best_model_checkpoint = (
+                f"{self._holdfast.root}@{self.state.best_global_step}"
+            )
 
-    def _best_step(self) -> int | None:
+    def _holdfast_best_step(self) -> int | None:
         """Return the best of the steps that were saved here; None if a folder of the Trainer's has it."""
         number = re.search(r"@(\d+)$", self.state.best_model_checkpoint or "")
         return None if number is None else int(number[1])
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        run = self._holdfast
         metrics = super()._evaluate(*args, **kwargs)
-        if self._metrics_step != self.state.global_step:
-            self._metrics, self._metrics_step = {}, self.state.global_step
-        if self._has_begun:  # else it is the one before the first step
-            self._metrics |= {k: v for k, v in metrics.items() if isinstance(v, (int, float))}
+        if run.metrics_step != self.state.global_step:
+            run.metrics, run.metrics_step = {}, self.state.global_step
+        if run.has_begun:  # else it is the one before the first step
+            run.metrics |= {k: v for k, v in metrics.items() if isinstance(v, (int, float))}
         return metrics
 
-    def _between_steps(self) -> None:
+    def _holdfast_between_steps(self) -> None:
         """Save if a save is due, or was asked for in the step that has ended."""
-        step, checkpointer = self.state.global_step, self._checkpointer
-        if checkpointer is None or not (self._must_save or step != self._last_step):
+        run = self._holdfast
+        step, checkpointer = self.state.global_step, run.checkpointer
+        if checkpointer is None or not (run.must_save or step != run.last_step):
             return
-        is_new, self._last_step = step != self._last_step, step
-        must_save, self._must_save = self._must_save, False
-        metrics = self._metrics if self._metrics_step == step else {}
+        is_new, run.last_step = step != run.last_step, step
+        must_save, run.must_save = run.must_save, False
+        metrics = run.metrics if run.metrics_step == step else {}
         if must_save:  # once more: an epoch that ends with this step was evaluated after it
-            self._name_the_best()
+            self._holdfast_name_the_best()
         durable = checkpointer.every.durable
         if is_new:
             checkpointer.step(step)
             if durable is not None and step % durable == 0:
-                self._last_saved = step
-        if must_save and self._last_saved != step:
-            self._tell_of_gradients(step)
+                run.last_saved = step
+        if must_save and run.last_saved != step:
+            self._holdfast_tell_of_gradients(step)
             checkpointer.save(step)
-            self._last_saved = step
+            run.last_saved = step
         with suppress(NotFound):  # the save was left out, which has been told
             if must_save and metrics:
                 checkpointer.metrics(step, **metrics)
             if must_save and self.state.best_global_step == step:
                 checkpointer.pin(step, "best")
 
-    def _tell_of_gradients(self, step: int) -> None:
+    def _holdfast_tell_of_gradients(self, step: int) -> None:
         """Warn, once, of a save at the end of a pass whose last batches have made no update."""
-        if self.accelerator.gradient_state.sync_gradients or self._pass.has_told_of_gradients:
+        run = self._holdfast
+        if self.accelerator.gradient_state.sync_gradients or run.data_pass.has_told_of_gradients:
             return
-        self._pass.has_told_of_gradients = True
+        run.data_pass.has_told_of_gradients = True
         warn_user(
             f"step {step} is saved while gradients are accumulated, which no checkpoint has: the last "
             "batches of a pass over the stream make no update, and runs that go on from it take the next "
@@ -405,25 +436,43 @@ class _Holdfast(_Mixin):
         )
 
     def _load_best_model(self) -> None:
-        best = self._best_step()
+        best = self._holdfast_best_step()
         if best is None:
             super()._load_best_model()
             return
-        self._checkpointer.wait()
+        self._holdfast.checkpointer.wait()
         try:
-            load(self._root, {"model": self.model_wrapped}, step=best)
+            load(self._holdfast.root, {"model": self.model_wrapped}, step=best)
         except NotFound as error:
             warn_user(f"the best model, of step {best}, is not loaded: {error}")
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         limit = self.args.save_total_limit
-        if self._best_step() is not None:
+        if self._holdfast_best_step() is not None:
             # the Trainer would look for it among its own folders, to delete the others
             self.args.save_total_limit = None
         try:
             return super()._finalize_training(*args, **kwargs)
         finally:
             self.args.save_total_limit = limit
+
+
+class _HoldfastRun:
+    """All that the overrides keep.  A Trainer has one attribute more, for subclasses have theirs."""
+
+    def __init__(self, output_dir: str, options: dict[str, Any]) -> None:
+        self.root = os.fspath(options.pop("root", None) or os.path.join(output_dir, "holdfast"))
+        self.options = options
+        self.checkpointer: Any = None
+        self.found: Any = None
+        """The step that `train` goes on from, before it is restored."""
+        self.must_save = self.is_restored = self.has_begun = False
+        self.last_step = self.last_saved = 0
+        self.data_pass = _PassOverData()
+        self.metrics: dict[str, float] = {}
+        self.metrics_step = 0
+        self.losses: Any = None
+        self.draws: Any = None
 
 
 class _PassOverData:
@@ -504,7 +553,10 @@ class _TrainerProgress:
         self._logged += [json.dumps(entry) for entry in state.log_history[len(self._logged) :]]
         text = json.dumps(values)
         log = ", ".join(self._logged)
-        return {"json": f'{text[:-1]}, "log_history": [{log}]}}', "position": self._of._position}
+        return {
+            "json": f'{text[:-1]}, "log_history": [{log}]}}',
+            "position": self._of._holdfast_position,
+        }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Nothing: the Trainer has had it before the model was made."""
