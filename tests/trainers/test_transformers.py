@@ -393,6 +393,36 @@ def test_the_best_of_a_run_that_moved_over_is_loaded(ranks: Ranks, tmp_path: Pat
 
 
 @pytest.mark.soak
+def test_a_step_has_the_weights_that_were_evaluated(tmp_path: Path) -> None:
+    """With an optimizer that exchanges weights for an evaluation, and back before the next step."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("schedulefree")
+    from holdfast.integrations.transformers import HoldfastTrainer
+
+    evaluated: dict[int, str] = {}
+
+    class Evaluated(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_evaluate(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            evaluated[state.global_step] = digest(more["model"])
+
+    given: dict[str, Any] = {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant"}
+    given |= {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "learning_rate": 0.01}
+    args = transformers.TrainingArguments(
+        str(tmp_path), max_steps=6, report_to=[], use_cpu=True, **given
+    )
+    model = Net(hidden=4096)
+    trainer = HoldfastTrainer(
+        model, args, train_dataset=Data(64), eval_dataset=Data(8), callbacks=[Evaluated()]
+    )
+    trainer.train()
+    assert len(set(evaluated.values())) == 3
+    for step in holdfast.steps(tmp_path / "holdfast"):
+        saved = Net(hidden=4096)
+        holdfast.load(tmp_path / "holdfast", {"model": saved}, step=step)
+        assert digest(saved) == evaluated[step], step
+
+
+@pytest.mark.soak
 def test_names_of_a_trainer_class_are_its_own(tmp_path: Path) -> None:
     """TRL's Trainers keep what they log in `_metrics`, by mode."""
     transformers = pytest.importorskip("transformers")

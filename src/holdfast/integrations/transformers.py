@@ -44,6 +44,7 @@ from holdfast.errors import NotFound, NotRecoverable, UsageError, warn_user
 from holdfast.integrations.accelerate import LoaderDraws, bare, check_engine
 from holdfast.once import load
 from holdfast.state.trainable import trainable_only
+from holdfast.state.window import wait_for_copies
 
 __all__ = ["HoldfastCallback", "HoldfastTrainer", "with_holdfast"]
 
@@ -415,6 +416,8 @@ class _Holdfast(_Mixin):
             self._holdfast_tell_of_gradients(step)
             checkpointer.save(step)
             run.last_saved = step
+        if _exchanges_weights(self.optimizer):
+            wait_for_copies()
         with suppress(NotFound):  # the save was left out, which has been told
             if must_save and metrics:
                 checkpointer.metrics(step, **metrics)
@@ -508,6 +511,13 @@ def with_holdfast(trainer_class: type[Trainer]) -> type[Trainer]:
             "with_holdfast", "trainer_class", trainer_class, "a class of transformers' Trainers"
         )
     return type(f"Holdfast{trainer_class.__name__}", (_Holdfast, trainer_class), {})
+
+
+def _exchanges_weights(optimizer: Any) -> bool:
+    """True for an optimizer, such as a schedule-free one, whose `train()` changes weights in place: the
+    Trainer calls it after an evaluation, before the next step."""
+    inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate's has such a method in any case
+    return callable(getattr(inner, "train", None))
 
 
 def _step_in(resume: Any) -> int:
