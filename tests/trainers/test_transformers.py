@@ -423,6 +423,39 @@ def test_a_step_has_the_weights_that_were_evaluated(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("root", ["out/holdfast", "out/a[1]/root", "out", "elsewhere"])
+def test_a_push_to_the_hub_leaves_the_root_out(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
+
+    from holdfast.integrations.transformers import HoldfastTrainer
+
+    pushed: list[str] = []
+
+    def upload_folder(api: Any, *, folder_path: str, ignore_patterns: Any, **_: Any) -> None:
+        files = [
+            str(p.relative_to(folder_path)) for p in Path(folder_path).rglob("*") if p.is_file()
+        ]
+        pushed.extend(filter_repo_objects(files, ignore_patterns=ignore_patterns))
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", upload_folder)
+    args = transformers.TrainingArguments(
+        str(tmp_path / "out"), max_steps=2, save_steps=1, report_to=[], use_cpu=True
+    )
+    given = {} if root == "out/holdfast" else {"root": tmp_path / root}
+    trainer = HoldfastTrainer(Net(), args, train_dataset=Data(16), holdfast=given)
+    trainer.train()
+    assert holdfast.steps(tmp_path / root) == [1, 2]
+    trainer.hub_model_id = "me/net"
+    monkeypatch.setattr(trainer, "create_model_card", lambda **_: None)
+    trainer.push_to_hub()
+    assert sorted(pushed) == ["model.safetensors", "training_args.bin"]
+
+
+@pytest.mark.soak
 def test_names_of_a_trainer_class_are_its_own(tmp_path: Path) -> None:
     """TRL's Trainers keep what they log in `_metrics`, by mode."""
     transformers = pytest.importorskip("transformers")

@@ -25,14 +25,16 @@ import re
 import signal
 import sys
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
+from glob import escape
 from pathlib import Path
 from typing import Any
 
 from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.utils import broadcast_object_list, gather_object
-from transformers import Trainer, TrainerCallback, TrainerState
+from transformers import Trainer, TrainerCallback, TrainerState, trainer
 from transformers.trainer import TRAINER_STATE_NAME, _is_peft_model, nested_gather
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import HubStrategy, SaveStrategy, get_last_checkpoint
@@ -45,6 +47,7 @@ from holdfast.integrations.accelerate import LoaderDraws, bare, check_engine
 from holdfast.once import load
 from holdfast.state.trainable import trainable_only
 from holdfast.state.window import wait_for_copies
+from holdfast.store import keys_below, open_store
 
 __all__ = ["HoldfastCallback", "HoldfastTrainer", "with_holdfast"]
 
@@ -449,6 +452,11 @@ class _Holdfast(_Mixin):
         except NotFound as error:
             warn_user(f"the best model, of step {best}, is not loaded: {error}")
 
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Push as the Trainer does, which leaves its own checkpoints out; the root is left out, too."""
+        with _left_out(self._holdfast.root, self.args.output_dir):
+            return super().push_to_hub(*args, **kwargs)
+
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         limit = self.args.save_total_limit
         if self._holdfast_best_step() is not None:
@@ -458,6 +466,46 @@ class _Holdfast(_Mixin):
             return super()._finalize_training(*args, **kwargs)
         finally:
             self.args.save_total_limit = limit
+
+
+@contextmanager
+def _left_out(root: str, folder: str) -> Iterator[None]:
+    """Have the Trainer upload `folder` without a root that lies in it.  It names what to ignore itself, and
+    takes no more names."""
+    patterns = _patterns_of(root, folder)
+    if not patterns:
+        yield
+        return
+    own = trainer.hf_api
+
+    class Api:
+        """Calls of the Hub as the Trainer has them, but for uploads of folders, which ignore more."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(own(), name)
+
+        def upload_folder(self, *, ignore_patterns: Any = None, **options: Any) -> Any:
+            ignored = [ignore_patterns] if isinstance(ignore_patterns, str) else ignore_patterns
+            return own().upload_folder(ignore_patterns=[*(ignored or ()), *patterns], **options)
+
+    trainer.hf_api = Api
+    try:
+        yield
+    finally:
+        trainer.hf_api = own
+
+
+def _patterns_of(root: str, folder: str) -> list[str]:
+    """Return patterns, relative to `folder`, of all that lies in a root; none if it lies elsewhere."""
+    if "://" in root:
+        return []
+    place, within = Path(root).resolve(), Path(folder).resolve()
+    if place == within:  # beside what is uploaded
+        tops = {key.partition("/")[0] for key in keys_below(open_store(root), [""])}
+        return [pattern for top in sorted(map(escape, tops)) for pattern in (top, f"{top}/*")]
+    if not place.is_relative_to(within):
+        return []
+    return [f"{escape(place.relative_to(within).as_posix())}/*"]
 
 
 class _HoldfastRun:
