@@ -169,6 +169,23 @@ def test_steps_of_torchtitans_own_are_gone_on_from(tmp_path: Path, ranks: Ranks)
     assert value(found, "BEGIN").split() == ["BEGIN", "8", "True", *ends[3:]]
 
 
+@pytest.mark.parametrize("is_whole", [False, True], ids=["weights", "all"])
+def test_torchtitans_own_last_step_is_begun_with(
+    is_whole: bool, tmp_path: Path, ranks: Ranks
+) -> None:
+    """That is of weights alone by default."""
+    own = tmp_path / "own"
+    given = {"steps": 6, "last_save_model_only": not is_whole}
+    theirs = settings(tmp_path, theirs=True, folder=str(own), **given)
+    ends = value(ranks.printed(theirs.text()), "END").split()
+    begun = settings(tmp_path, initial_load_path=str(own / "step-6"), steps=8)
+    begun.config["initial_load_model_only"] = not is_whole
+    found = ranks.printed(begun.text())
+    at = "6" if is_whole else "0"
+    assert value(found, "BEGIN").split() == ["BEGIN", at, "True", *ends[3:]]
+    assert value(found, "END").split()[1] == "8"
+
+
 def test_torchft_is_refused_by_name() -> None:
     config = HoldfastCheckpointManager.Config(enable=True)
     with pytest.raises(UsageError, match="ft_manager"):

@@ -29,6 +29,7 @@ from holdfast.checkpoint.tidying import Keep
 from holdfast.checkpointer import Checkpointer
 from holdfast.delta.options import Delta
 from holdfast.errors import UsageError
+from holdfast.interop.detect import detect
 from holdfast.looking import steps
 from holdfast.memory.options import Memory
 from holdfast.once import load, save
@@ -124,8 +125,11 @@ class HoldfastCheckpointManager(CheckpointManager):
 
     def _load_initial(self) -> bool:
         path = self.initial_load_path
-        if path is None or self.initial_load_in_hf or not steps(path):
-            return bool(super()._load())
+        is_other = path is None or self.initial_load_in_hf or detect(path) is not None
+        if is_other or not steps(path):
+            return bool(
+                super()._load()
+            )  # also torchtitan's last step, which names weights otherwise
         if self.initial_load_model_only:
             load(path, {MODEL: self._live[MODEL]})
         else:
