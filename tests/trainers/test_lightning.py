@@ -19,7 +19,7 @@ pytest.importorskip("lightning")
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import BackboneFinetuning, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader
@@ -341,6 +341,63 @@ def test_what_a_save_has_not_got_is_told(tmp_path: Path) -> None:
     assert told(expected="the gradients", **amid) == 1
     each = {"every_n_train_steps": 1}
     assert told(expected=r"what on_train_batch_end\(\)", module=Hooked(), saves=each) == 1
+
+
+class Layered(Noted):
+    """Has a backbone, which is frozen at first, and an optimizer for its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+        self.net = torch.nn.Sequential(self.backbone, self.net)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.net[1].parameters(), lr=1e-2, foreach=False)
+
+
+@pytest.mark.parametrize("step", [8, 30], ids=["frozen", "unfrozen"])
+@pytest.mark.parametrize("from_", ["own root", "another root", "file of Lightning's"])
+def test_what_a_callback_has_unfrozen_goes_on(from_: str, step: int, tmp_path: Path) -> None:
+    """The groups that it has added to the optimizer have their states, and the backbone is trained; not so
+    from a file of Lightning's, which does not tell of that."""
+    is_own, is_lightnings = from_ == "own root", from_.startswith("file")
+
+    def fit(name: str, *fails: Any, ckpt_path: str | None = None) -> dict[str, Any]:
+        run, module = settings(tmp_path / name, epochs=4), Layered()
+        if is_lightnings and fails:
+            run.root = ""
+        unfreezes = BackboneFinetuning(1, lambda epoch: 1.5, initial_denom_lr=5.0)
+        saves = ModelCheckpoint(run.paths, "{step}", save_top_k=-1, every_n_train_steps=1)
+        train, valid = lit.loaders()
+        trainer = lit.trainer_of(run, *fails, unfreezes, saves)
+        try:
+            trainer.fit(module, train, valid, ckpt_path=ckpt_path)
+        except Failed:
+            assert fails
+        assert not unfreezes._restarting
+        (optimizer,) = trainer.optimizers
+        return {
+            "digest": lit.digest(module),
+            "losses": module.losses,
+            "rates": [group["lr"] for group in optimizer.param_groups],
+            "trained": [name for name, p in module.named_parameters() if p.requires_grad],
+        }
+
+    L.seed_everything(4, verbose=False)
+    whole = fit("whole")
+    L.seed_everything(4, verbose=False)
+    fit("in parts", Fails("on_train_batch_start", step))
+    L.seed_everything(5, verbose=False)
+    path = f"{settings(tmp_path / 'in parts').paths}/step={step}.ckpt"
+    rest = fit("in parts" if is_own else "next", ckpt_path="newest" if is_own else path)
+    assert rest["rates"] == whole["rates"] and len(rest["rates"]) == 2
+    is_trained = "net.0.0.weight" in rest["trained"]
+    assert is_trained == (not is_lightnings or step == 8)
+    if is_own:  # else it draws other masks and orders
+        losses = whole.pop("losses")
+        for epoch, found in rest.pop("losses").items():
+            assert found == losses[epoch][-len(found) :]
+        assert rest == whole
 
 
 def test_paths_that_a_killed_run_left_are_settled_by_the_next(

@@ -60,6 +60,12 @@ from holdfast.errors import (
     warn_user,
 )
 from holdfast.format import extras
+from holdfast.integrations.lightning_finetuning import (
+    TRAINED,
+    callbacks_of,
+    names_of_trained,
+    prepare,
+)
 from holdfast.integrations.lightning_loops import (
     IN_EPOCH,
     LoopPlace,
@@ -201,6 +207,8 @@ class _Saving:
         for one in (self.lightning_module, self.lightning_module.trainer.datamodule):
             extras.encode(dict(getattr(one, "hparams", {})), _any_tensor, "hyper_parameters")
         self._step = self.lightning_module.trainer.global_step
+        for callback in callbacks_of(self.lightning_module.trainer):
+            callback._restarting = False  # else its next fit would take the groups of this one
         if self._resumed is not None:
             self._begin_pass(self._resumed)
         later = [s for s in steps(self._root) if s > self._step] if self._is_first else []
@@ -293,6 +301,8 @@ class _Saving:
         checkpoint.pop("optimizer_states", None)
         if "callbacks" in checkpoint:
             checkpoint[METRICS] = Metrics(self.lightning_module.trainer).state_dict()
+            if callbacks_of(self.lightning_module.trainer):
+                checkpoint[TRAINED] = names_of_trained(self.lightning_module)
         if changed := self._changed(checkpoint.pop("state_dict")):
             raise UsageError(
                 f"on_save_checkpoint() of the LightningModule or of a callback changed {changed!r} in the "
@@ -437,13 +447,19 @@ class _Saving:
         self._is_foreign = pointer is None and path != NEWEST
         if self._is_foreign:
             self._begins_anew = False
-            return super().load_checkpoint(checkpoint_path, weights_only)  # type: ignore[misc]
+            loaded = super().load_checkpoint(checkpoint_path, weights_only)  # type: ignore[misc]
+            if self._homes is not None:
+                prepare(self.lightning_module.trainer, loaded)
+            return loaded
         root, step = (self._root, None) if pointer is None else (pointer["root"], pointer["step"])
         if self._homes is not None and root == self._root:
             rest = self._restore(path, step)
         else:
             own, module = _Rest(), self.lightning_module
             all_of_it = self._homes is not None and not (pointer or {}).get("weights_only")
+            if all_of_it and callbacks_of(module.trainer):
+                with open_step(root, step=step) as saved:
+                    prepare(module.trainer, saved.extras["lightning"])
             state = self._state(own, weights_only=not all_of_it)
             load(root, state, step=step, strict=module.strict_loading)
             rest = own.take()
@@ -484,6 +500,9 @@ class _Saving:
                     f"{newest.tier}",
                     hint=f'fit(ckpt_path="{NEWEST}") takes the newest of all tiers',
                 )
+        trainer = self.lightning_module.trainer
+        if callbacks_of(trainer) and (found := home.ckpt.find(step)) is not None:
+            prepare(trainer, found.extras["lightning"])
         restored = home.ckpt.restore(step)
         rest = home.rest.take()
         if not restored.found:
@@ -790,7 +809,7 @@ def _plain(callbacks: Any) -> Any:
 
 def _own_parts(rest: dict[str, Any]) -> dict[str, Any]:
     """Return the plain values that hooks, and not loops and callbacks, have in a checkpoint, as JSON."""
-    moving = ("callbacks", "loops", "lr_schedulers", "epoch", METRICS)
+    moving = ("callbacks", "loops", "lr_schedulers", "epoch", METRICS, TRAINED)
     return {name: _plain(value) for name, value in rest.items() if name not in moving}
 
 
