@@ -20,6 +20,7 @@ pytest.importorskip("lightning")
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader
@@ -398,6 +399,36 @@ def test_what_a_callback_has_unfrozen_goes_on(from_: str, step: int, tmp_path: P
         for epoch, found in rest.pop("losses").items():
             assert found == losses[epoch][-len(found) :]
         assert rest == whole
+
+
+def test_a_logger_that_uploads_paths_is_told_once(tmp_path: Path) -> None:
+    """It would upload a pointer for a model."""
+
+    class Uploads(CSVLogger):
+        def __init__(self, *, log_model: bool | str) -> None:
+            super().__init__(str(tmp_path / "logs"))
+            self._log_model = log_model
+
+    def texts(*, log_model: bool | str) -> list[str]:
+        run = settings(tmp_path, epochs=1)
+        trainer = lit.trainer_of(run)
+        trainer.loggers = [Uploads(log_model=log_model)]
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            trainer.fit(lit.Net(), *lit.loaders())
+        return [str(one.message) for one in told if "uploads the small file" in str(one.message)]
+
+    (text,) = texts(log_model="all")
+    assert "Uploads(log_model='all')" in text
+    assert not texts(log_model=False)
+
+
+def test_the_loggers_that_upload_are_known() -> None:
+    """By the attribute that the warning above goes by."""
+    pytest.importorskip("wandb")
+    from lightning.pytorch.loggers import WandbLogger
+
+    assert WandbLogger(log_model="all")._log_model == "all"
 
 
 def test_paths_that_a_killed_run_left_are_settled_by_the_next(

@@ -188,6 +188,7 @@ class _Saving:
             self._homes, self._resumed, self._begins_anew = {}, None, True
             self._has_begun, self._place = False, LoopPlace.OTHER
             self._metrics, self._told = None, ()
+            self._tell_of_uploads(trainer.loggers)
             # what callbacks save comes after the one and before the other
             trainer.callbacks = [_Begin(), *trainer.callbacks, _Steps()]
 
@@ -383,6 +384,16 @@ class _Saving:
                 f"{begin}the sum of {name!r} over the epoch so far, as it is a torchmetrics.Metric or of a "
                 "group of ranks: runs that go on from it have that of the rest of the epoch",
             )
+
+    def _tell_of_uploads(self, loggers: Any) -> None:
+        """Warn, once of each, of loggers that upload the file at a path."""
+        for logger in loggers:
+            if getattr(logger, "_log_model", False):
+                self._tell_once(
+                    f"{type(logger).__name__}(log_model={logger._log_model!r}) uploads the small file that "
+                    "names a step, and not the model",
+                    hint="log_model=False; upload= of the strategy copies steps to a bucket",
+                )
 
     def _tell_once(self, text: str, hint: str | None = None) -> None:
         what = text.partition(" has not got ")[2] or text
