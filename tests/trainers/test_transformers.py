@@ -12,6 +12,7 @@ import signal
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -453,6 +454,45 @@ def test_a_push_to_the_hub_leaves_the_root_out(
     monkeypatch.setattr(trainer, "create_model_card", lambda **_: None)
     trainer.push_to_hub()
     assert sorted(pushed) == ["model.safetensors", "training_args.bin"]
+
+
+UPLOADS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
+    "WandbCallback": ({"WANDB_LOG_MODEL": "checkpoint"}, {}),
+    "MLflowCallback": (
+        {"HF_MLFLOW_LOG_ARTIFACTS": "1"},
+        {"_ml_flow": None, "_auto_end_run": False},
+    ),
+    "NeptuneCallback": ({}, {"_log_checkpoints": "last", "_run": None}),
+    "ClearMLCallback": ({}, {}),
+    "FlyteCallback": ({}, {"sync_checkpoints": True}),
+    "DVCLiveCallback": ({}, {"_log_model": "all"}),
+}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", UPLOADS)
+def test_a_callback_that_uploads_checkpoints_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By name and before anything is saved: it would not find the folder of the first one."""
+    pytest.importorskip("transformers")
+    from transformers.integrations import integration_utils
+
+    variables, attributes = UPLOADS[name]
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    kind = getattr(integration_utils, name)
+    if name == "WandbCallback":
+        pytest.importorskip("wandb")
+        callback = kind()
+    else:  # the packages are not installed
+        callback = kind.__new__(kind)
+    vars(callback).update(
+        attributes, _clearml=SimpleNamespace(Task=SimpleNamespace(current_task=dict))
+    )
+    with pytest.raises(holdfast.errors.UsageError, match=f"{name} uploads the folder"):
+        trained(tmp_path, Data(8), callback, max_steps=2, save_steps=1)
+    assert not (tmp_path / "holdfast").exists()
 
 
 @pytest.mark.soak

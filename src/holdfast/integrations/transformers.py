@@ -25,7 +25,7 @@ import re
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from glob import escape
@@ -138,6 +138,9 @@ class _Holdfast(_Mixin):
         there is none; a number, or a name that ends with one as `checkpoint-500`, is that step.  A folder
         that the Trainer itself has written is resumed from as ever."""
         run = self._holdfast
+        if self.args.save_strategy != SaveStrategy.NO:
+            for callback in self.callback_handler.callbacks:
+                _refuse_upload(callback)
         if trial is not None:
             raise UsageError(
                 "HoldfastTrainer: a search for hyperparameters has many runs, not one root"
@@ -559,6 +562,36 @@ def with_holdfast(trainer_class: type[Trainer]) -> type[Trainer]:
             "with_holdfast", "trainer_class", trainer_class, "a class of transformers' Trainers"
         )
     return type(f"Holdfast{trainer_class.__name__}", (_Holdfast, trainer_class), {})
+
+
+_UPLOADS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "WandbCallback": (lambda c: c._log_model == "checkpoint", "WANDB_LOG_MODEL=end"),
+    "MLflowCallback": (lambda _: _is_true("HF_MLFLOW_LOG_ARTIFACTS"), "HF_MLFLOW_LOG_ARTIFACTS=0"),
+    "NeptuneCallback": (lambda c: c._log_checkpoints, "NeptuneCallback(log_checkpoints=None)"),
+    "ClearMLCallback": (
+        lambda c: _is_true("CLEARML_LOG_MODEL", default=not c._clearml.Task.current_task()),
+        "CLEARML_LOG_MODEL=FALSE",
+    ),
+    "FlyteCallback": (lambda c: c.sync_checkpoints, "FlyteCallback(sync_checkpoints=False)"),
+    "DVCLiveCallback": (lambda c: c._log_model == "all", "HF_DVCLIVE_LOG_MODEL=TRUE, not all"),
+}
+"""The callbacks that upload a checkpoint's folder in on_save(): whether this one does, and the way out."""
+
+
+def _is_true(variable: str, *, default: bool = False) -> bool:
+    return os.environ.get(variable, str(default)).upper() in {"1", "ON", "YES", "TRUE"}
+
+
+def _refuse_upload(callback: Any) -> None:
+    """UsageError for a callback that would look for the folder of a checkpoint at the first save."""
+    for kind in type(callback).__mro__:
+        uploads, way_out = _UPLOADS.get(kind.__name__, (None, ""))
+        if uploads is not None and uploads(callback):
+            raise UsageError(
+                f"HoldfastTrainer: {kind.__name__} uploads the folder of each checkpoint, and there is "
+                "none",
+                hint=f"{way_out}; holdfast={{'upload': 's3://bucket/run'}} copies steps to a bucket",
+            )
 
 
 def _exchanges_weights(optimizer: Any) -> bool:
