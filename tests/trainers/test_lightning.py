@@ -24,6 +24,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import holdfast
 from holdfast.checkpoint import notes
@@ -124,6 +125,35 @@ def test_each_rank_has_its_own_sums_and_data(
     assert losses(seen) == losses(own)
     assert {"mean 0", "mean 1"} <= losses(own).keys()
     assert value(seen, "END") == value(own, "END")
+
+
+class Endless(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from torch.randn(8, 1, 8, generator=lit.seeded(0))
+
+
+def test_data_without_a_length_is_told_of(tmp_path: Path) -> None:
+    trainer = lit.trainer_of(settings(tmp_path), limit_val_batches=0)
+    with pytest.warns(holdfast.HoldfastWarning, match="one batch too far") as told:
+        trainer.fit(lit.Net(), StatefulDataLoader(Endless(), batch_size=4))
+    assert sum("too far" in str(one.message) for one in told) == 1
+
+
+def test_a_step_without_parts_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of earlier versions have none: they load."""
+
+    def without(self: Any, rest: Any, *, weights_only: bool) -> dict[str, Any]:
+        state = whole(self, rest, weights_only=weights_only)
+        state.pop("lightning_rank", None)
+        return state
+
+    whole = integration._Saving._state
+    with monkeypatch.context() as patch:
+        patch.setattr(integration._Saving, "_state", without)
+        fitted(settings(tmp_path, epochs=2))
+    begun = Begun()
+    fitted(settings(tmp_path, epochs=3, ckpt_path="newest"), begun)
+    assert begun.step == 24
 
 
 @pytest.mark.timeout(1800)

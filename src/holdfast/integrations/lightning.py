@@ -212,12 +212,24 @@ class _Saving:
             callback._restarting = False  # else its next fit would take the groups of this one
         if self._resumed is not None:
             self._begin_pass(self._resumed)
+        self._tell_of_streams()
         later = [s for s in steps(self._root) if s > self._step] if self._is_first else []
         if later and self._begins_anew:
             warn_user(
                 f"{self._root} has steps of another run, up to {later[-1]}, and this one begins at "
                 f"{self._step}: a step of the same number takes the place of the old one",
                 hint=f'fit(ckpt_path="{NEWEST}") goes on from them; or give the run a root of its own',
+            )
+
+    def _tell_of_streams(self) -> None:
+        loop = self.lightning_module.trainer.fit_loop
+        loaders = loop._combined_loader.flattened
+        if loop._data_fetcher.length is None and any(hasattr(x, "state_dict") for x in loaders):
+            self._tell_once(
+                "of data without a length Lightning fetches one batch ahead, so the loader's place in a "
+                "step is one batch too far: a run that goes on in mid-epoch leaves that batch out, as with "
+                "Lightning's own checkpoints",
+                hint="give the dataset a __len__()",
             )
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
