@@ -35,7 +35,7 @@ def test_a_peer_that_is_lost_is_to_blame_and_not_who_noticed_it() -> None:
     assert blamed({0: first, 1: EndOfRound([])}, []) == (0, noticed)
     assert blamed({0: first}, [1]) is None  # a node is lost
     assert blamed({0: EndOfRound([]), 1: EndOfRound([])}, []) is None  # a node joins
-    late = replace(failure("ValueError", 2), is_late=True)
+    late = replace(failure("ValueError", 2), is_late=True, is_of_script=True)
     assert blamed({0: first, 1: EndOfRound([late])}, []) == (
         1,
         late,
@@ -46,6 +46,22 @@ def test_a_peer_that_is_lost_is_to_blame_and_not_who_noticed_it() -> None:
     )
     both = {0: EndOfRound([noticed]), 1: EndOfRound([failure(GLOO, 2)], is_first=True)}
     assert blamed(both, []) == (1, failure(GLOO, 2))
+
+
+def test_a_round_that_a_node_ends_by_joining_has_nobody_to_blame() -> None:
+    """What the cut of collectives did to the ranks is not theirs; what the script raises is."""
+    cut = replace(failure(GLOO, 1), is_late=True, is_of_script=True)
+    slow = replace(failure("it was killed by SIGKILL", 2), is_late=True)
+    first = EndOfRound([cut, slow], is_first=True)
+    assert blamed({0: first, 1: EndOfRound([cut])}, []) is None
+    assert blamed({0: first, 1: EndOfRound([failure(GLOO, 3)])}, []) is None
+    assert (
+        blamed({0: EndOfRound([cut]), 1: EndOfRound([slow])}, []) is None
+    )  # nobody heard who was first
+    killed = failure("it was killed by SIGKILL", 3)
+    assert blamed({0: first, 1: EndOfRound([killed])}, []) == (1, killed)
+    raised = replace(failure("ValueError", 3), is_late=True, is_of_script=True)
+    assert blamed({0: first, 1: EndOfRound([cut, raised])}, []) == (1, raised)
 
 
 @pytest.mark.parametrize(

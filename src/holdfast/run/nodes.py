@@ -9,7 +9,8 @@
 A round is the time from one rendezvous to the next.  Whoever sees a reason for its end says so, and then
 every agent has its ranks leave and lays down a card with what failed at its node.  From the same cards all
 of them find the same failure to blame.  The errors of ranks whose peers are gone are of no account, nor is
-any failure where a node is lost.
+any failure where a node is lost.  A round may also end for no failure, since a node joins: then ranks fail
+by nothing but the end of it, and that must cost nobody a restart.
 """
 
 from __future__ import annotations
@@ -68,15 +69,29 @@ def blamed(cards: Mapping[int, EndOfRound], lost: Sequence[int]) -> tuple[int, R
     """Return the node and the failure behind the end of a round; None if no rank is to blame."""
     if lost:
         return None
+    has_failed = _ended_by_a_failure(cards)
     failures = [
         (not failure.is_sure, failure.is_late, not card.is_first, node, number)
         for node, card in cards.items()
         for number, failure in enumerate(card.failures)
+        if has_failed or _is_of_no_end(failure)
     ]
     if not failures:
         return None
     *_, node, number = min(failures)
     return node, cards[node].failures[number]
+
+
+def _ended_by_a_failure(cards: Mapping[int, EndOfRound]) -> bool:
+    """Tell whether who ended the round had seen a failure; else a node joins, or a process is ready."""
+    first = [card for card in cards.values() if card.is_first] or list(cards.values())
+    return any(not failure.is_late for card in first for failure in card.failures)
+
+
+def _is_of_no_end(failure: RankFailure) -> bool:
+    """Tell whether a rank would have failed without the end of its round: what was still there then may
+    have been cut off, or killed since it did not leave, unless the script itself raised or ended."""
+    return failure.is_sure and (failure.is_of_script or not failure.is_late)
 
 
 def may_be_of_a_peer(how: str) -> bool:

@@ -1,0 +1,92 @@
+"""Nodes join a run: it costs no restart, and no rank is blamed for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ports import free_port
+
+from .test_run import environment, until
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.soak]
+
+Begin = Callable[..., tuple["subprocess.Popen[Any]", Path]]
+
+TRAINS = """
+import os, sys, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+import holdfast
+
+root = Path(sys.argv[1])
+
+@holdfast.recoverable
+def main():
+    dist.init_process_group("gloo")
+    state = {"weights": torch.zeros(8)}
+    with holdfast.Checkpointer(root / "root", state, every=holdfast.Every(durable=5)) as ckpt:
+        step = int(ckpt.restore())
+        size = dist.get_world_size()
+        while True:
+            stop = torch.tensor([float((root / "stop").exists())])
+            dist.all_reduce(stop)
+            if stop.item():
+                break
+            step += 1
+            ckpt.step(step)
+            (root / f"trains on {size}").touch()
+            time.sleep(0.02)
+    dist.destroy_process_group()
+
+main()
+"""
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Begin]:
+    """Start launchers of one run, as of several nodes."""
+    where = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=one"]
+    launchers: list[subprocess.Popen[Any]] = []
+
+    def start(text: str, *options: str) -> tuple[subprocess.Popen[Any], Path]:
+        script, log = tmp_path / "script.py", tmp_path / f"log{len(launchers)}"
+        script.write_text(text)
+        command = [sys.executable, "-m", "holdfast", "run", "--local-addr=127.0.0.1", *where]
+        with log.open("w") as file:
+            launchers.append(
+                subprocess.Popen(
+                    [*command, *options, str(script), str(tmp_path)],
+                    env=environment(), stdout=file, stderr=file, start_new_session=True,
+                )
+            )  # fmt: skip
+        return launchers[-1], log
+
+    yield start
+    for launcher in launchers:
+        if launcher.poll() is None:
+            os.killpg(launcher.pid, signal.SIGKILL)
+            launcher.wait()
+
+
+def test_joining_costs_no_restart(begin: Begin, tmp_path: Path) -> None:
+    options = ("--nnodes=1:3", "--nproc-per-node=2", "--max-restarts=1")
+    options += ("--rdzv-conf=last_call_timeout=1",)
+    begun = []
+    for num_nodes in (1, 2, 3):
+        begun.append(begin(TRAINS, *options))
+        until((tmp_path / f"trains on {2 * num_nodes}").exists)
+    (tmp_path / "stop").touch()
+    said = "\n".join(log.read_text() for _, log in begun)
+    assert [launcher.wait(60) for launcher, _ in begun] == [0, 0, 0], said
+    said = "\n".join(log.read_text() for _, log in begun)
+    assert "a node waits to be taken in" in said
+    assert "failed after step" not in said
