@@ -1,4 +1,4 @@
-"""Nodes join a run: it costs no restart, and no rank is blamed for it."""
+"""Nodes join a run and are lost at its end: it costs no restart, and nobody waits for who is gone."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
     where = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=one"]
     launchers: list[subprocess.Popen[Any]] = []
 
-    def start(text: str, *options: str) -> tuple[subprocess.Popen[Any], Path]:
+    def start(text: str, *options: str, **variables: str) -> tuple[subprocess.Popen[Any], Path]:
         script, log = tmp_path / "script.py", tmp_path / f"log{len(launchers)}"
         script.write_text(text)
         command = [sys.executable, "-m", "holdfast", "run", "--local-addr=127.0.0.1", *where]
@@ -65,7 +66,7 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
             launchers.append(
                 subprocess.Popen(
                     [*command, *options, str(script), str(tmp_path)],
-                    env=environment(), stdout=file, stderr=file, start_new_session=True,
+                    env=environment() | variables, stdout=file, stderr=file, start_new_session=True,
                 )
             )  # fmt: skip
         return launchers[-1], log
@@ -90,3 +91,38 @@ def test_joining_costs_no_restart(begin: Begin, tmp_path: Path) -> None:
     said = "\n".join(log.read_text() for _, log in begun)
     assert "a node waits to be taken in" in said
     assert "failed after step" not in said
+
+
+LINGERS = """
+import os, sys, time
+from pathlib import Path
+import torch.distributed as dist
+import holdfast
+
+root = Path(sys.argv[1])
+
+@holdfast.recoverable
+def main():
+    dist.init_process_group("gloo")
+    dist.barrier()
+    dist.destroy_process_group()
+
+main()
+if "LINGERS" in os.environ:
+    (root / "lingers").write_text(f"{os.getpid()} ")
+    time.sleep(600)
+"""
+
+
+def test_a_node_that_is_lost_when_all_are_done_is_not_waited_for(
+    begin: Begin, tmp_path: Path
+) -> None:
+    options = ("--nnodes=2", "--nproc-per-node=1")
+    first, log = begin(LINGERS, *options, "--rdzv-conf=is_host=1")
+    lost, _ = begin(LINGERS, *options, "--rdzv-conf=is_host=0", LINGERS="1")
+    lingers = tmp_path / "lingers"
+    until(lambda: lingers.exists() and lingers.read_text().endswith(" "))
+    lost.kill()
+    with suppress(ProcessLookupError):  # as its fork server may have done
+        os.kill(int(lingers.read_text()), signal.SIGKILL)
+    assert first.wait(60) == 0, log.read_text()

@@ -44,6 +44,9 @@ from holdfast.run.workers import Launch, Workers
 UNSAVED_S = 60.0
 """Seconds that what can wait for a snapshot waits where nothing was ever saved."""
 
+LAST_S = 5.0
+"""Seconds that a node stays for others at the end where one was lost, for which torch would wait, too."""
+
 
 class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
     """Recovers in place where it can."""
@@ -190,6 +193,8 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
         """See what has become of the ranks of this node together with what became of the others'."""
         workers, of, view = self._running, nodes.current, nodes.view
         if result.state == WorkerState.SUCCEEDED and nodes.are_all("out"):
+            if of.lost(view):
+                self._exit_barrier_timeout = LAST_S
             return result
         failures, lost = self._failures(result), [] if view.are_done else of.lost(view)
         is_over = view.ends or bool(failures or lost)

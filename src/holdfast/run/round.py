@@ -12,6 +12,7 @@ connection, whose host may know nothing of it.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +35,7 @@ class RoundView:
     are_done: bool = False
     """The ranks of all nodes have done what there was to do."""
     are_out: bool = False
-    """They have ended, too."""
+    """They have ended, too, or their node was lost after that."""
     cards: dict[int, EndOfRound] = field(default_factory=dict)
 
 
@@ -82,18 +83,22 @@ class Round:
 
     def look(self, members: frozenset[Any], waiting: int) -> RoundView:
         """Return what is known now: `members` and `waiting` by torch, the rest from the store."""
+        everyone = range(len(self.members))
+        alive = [n for n in everyone if self.members[n] in members]
+        are_done = self._have_said("done", everyone)
         return RoundView(
             at_s=time.monotonic(),
             waiting=waiting,
             members=members,
-            are_done=self._have_all_said("done"),
-            are_out=self._have_all_said("out"),
+            are_done=are_done,
+            are_out=are_done and self._have_said("out", alive),
             ends=bool(self.store.check([ENDS])),
             cards=self._cards() if "card" in self.said else {},
         )
 
-    def _have_all_said(self, what: str) -> bool:
-        keys = [f"holdfast/{what}/{n}" for n in range(len(self.members))]
+    def _have_said(self, what: str, nodes: Sequence[int]) -> bool:
+        """Tell whether these nodes have said it, and this one."""
+        keys = [f"holdfast/{what}/{n}" for n in nodes]
         return what in self.said and bool(self.store.check(keys))
 
     def _cards(self) -> dict[int, EndOfRound]:
