@@ -180,6 +180,46 @@ def test_a_spare_prints_to_the_log_of_its_rank(redirected: tuple[int, ...], tmp_
     assert "[default0]:rank 0 in 1" in ran.stdout
 
 
+FOLDS = """
+import os, sys, time
+from pathlib import Path
+import torch.distributed as dist
+import holdfast
+
+@holdfast.recoverable
+def main(fold):
+    dist.init_process_group("gloo")
+    dist.barrier()
+    first = Path(f"{sys.argv[1]}/first")
+    if fold == 1 and os.environ["RANK"] == "1" and not first.exists():
+        first.touch()
+        os._exit(3)
+    dist.barrier()
+    dist.destroy_process_group()
+    return fold
+
+folds = [main(fold) for fold in range(3)]
+Path(f"{sys.argv[1]}/folds{os.environ['RANK']}").write_text(str(folds))
+"""
+"""Calls its function three times; a rank is lost in the second."""
+
+
+def test_a_function_that_is_called_after_it_has_returned_is_plain(tmp_path: Path) -> None:
+    """All processes begin anew when a rank is lost in it, and at once: none could be told to leave."""
+    script = tmp_path / "script.py"
+    script.write_text(FOLDS)
+    command = [sys.executable, "-m", "holdfast", "run", "--nproc-per-node=2"]
+    ran = subprocess.run(
+        [*command, str(script), str(tmp_path)],
+        env=environment(), capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    for rank in range(2):
+        assert (tmp_path / f"folds{rank}").read_text() == "[0, 1, 2]"
+    assert "it ended with 3" in ran.stderr
+    assert "did not leave within" not in ran.stderr
+
+
 @pytest.mark.parametrize("kind", ["raise", "exit"])
 def test_what_the_script_itself_does(kind: str, tmp_path: Path, expected: str) -> None:
     """An exception is recovered from in all processes; one that exits is replaced."""

@@ -102,7 +102,7 @@ def recoverable(function: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(function)
     def enter(*args: P.args, **kwargs: P.kwargs) -> T:
         launched = _launched
-        if launched is None or launched.is_inside:
+        if launched is None or launched.has_begun:
             return function(*args, **kwargs)
         return launched.run(lambda: function(*args, **kwargs))
 
@@ -135,8 +135,10 @@ class _Launched:
     """A worker between its launcher and its recoverable function."""
 
     def __init__(self, end: WorkerEnd) -> None:
-        self.is_inside = False
-        """The function has been called and has not come to its end; it calls others as it likes."""
+        self.has_begun = False
+        """The function has been called: what it calls, and what comes after it, is plain."""
+        self._is_over = False
+        """It has come to its end."""
         self._end = end
         self._words: SimpleQueue[Enter | End] = SimpleQueue()
         self._attempt = 0
@@ -165,7 +167,7 @@ class _Launched:
 
         refuse_a_group()
         share_heaps()
-        self.is_inside = True
+        self.has_begun = True
         os.environ.setdefault(*NO_WATCHDOG)
         self._before = before = Leftovers()
         signal.signal(INTERRUPT, self._interrupt)
@@ -204,7 +206,7 @@ class _Launched:
                 with _ends_within(DROP_S):
                     drop()
                     before.end()
-        self.is_inside = False
+        self._is_over = True
         if isinstance(result, Left):
             raise SystemExit(0 if result is _NEVER_ENTERED else 1)
         return result
@@ -305,7 +307,7 @@ class _Launched:
                 has_saved.set()
 
         with events.listen(note):
-            while self.is_inside:
+            while not self._is_over:
                 has_saved.clear()
                 beat, now = Beat(events.last_step, saved), time.monotonic()
                 if beat != said:

@@ -178,9 +178,10 @@ class Workers(PContext):  # type: ignore[misc]
         pids = [w.pid for w in self._workers.values()]
         inside = [w for w in self._workers.values() if w.status is None and not w.is_out]
         for worker in inside:
-            can_leave = worker.is_marked and not _is_stopped(worker.pid)
+            is_in_place = worker.is_marked and not worker.is_ending
+            can_leave = is_in_place and not _is_stopped(worker.pid)
             if not can_leave or not worker.end.say(Leave(self.attempt, pids, self.hosts)):
-                worker.is_put_down = not worker.is_marked
+                worker.is_put_down = not is_in_place
                 self._kill(worker, signal.SIGKILL)
         self._until(
             lambda: all(w.is_out or w.is_stuck or w.status is not None for w in inside),
