@@ -292,6 +292,50 @@ def test_nothing_is_left_when_the_launcher_ends(number: signal.Signals, tmp_path
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
+RETURNS = """
+import atexit, os, signal, sys, time
+from pathlib import Path
+import torch.distributed as dist
+import holdfast
+
+folder, is_told = Path(sys.argv[1]), []
+signal.signal(signal.SIGTERM, lambda *_: is_told.append(True))
+
+@holdfast.recoverable
+def main():
+    dist.init_process_group("gloo")
+    dist.barrier()
+    (folder / f"begun{os.environ['RANK']}").touch()
+    while not is_told:
+        time.sleep(0.01)
+    dist.destroy_process_group()
+
+main()
+rank = os.environ["RANK"]
+(folder / f"after{rank}").touch()
+atexit.register((folder / f"exit{rank}").touch)
+"""
+"""Handles SIGTERM: its function returns."""
+
+
+def test_who_returns_upon_a_signal_to_the_launcher_ends_as_it_likes(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(RETURNS)
+    command = [sys.executable, "-m", "holdfast", "run", "--nproc-per-node=2", "--spares=1"]
+    started = subprocess.Popen([*command, str(script), str(tmp_path)], env=environment())
+    try:
+        until(lambda: all((tmp_path / f"begun{rank}").exists() for rank in range(2)))
+        began = time.monotonic()
+        started.terminate()
+        assert started.wait(60) == 128 + signal.SIGTERM
+        assert time.monotonic() - began < 25  # torch's --shutdown-timeout is 30 s
+    finally:
+        started.kill()
+    for rank in range(2):
+        assert (tmp_path / f"after{rank}").exists()
+        assert (tmp_path / f"exit{rank}").exists()
+
+
 def test_what_the_page_prints(tmp_path: Path) -> None:
     """Its command, with its program as the script."""
     page = ROOT / "docs" / "how-to" / "in-place.md"

@@ -163,10 +163,20 @@ class Workers(PContext):  # type: ignore[misc]
             for number, limit_s in ((death_sig, timeout), (signal.SIGKILL, 5.0)):
                 for worker in everyone:
                     self._kill(worker, number)
-                self._until(lambda: all(w.status is not None for w in everyone), limit_s)
+                self._until(self._have_ended, limit_s)
         for worker in everyone:
             worker.end.close()
         self._spares.clear()
+
+    def _have_ended(self) -> bool:
+        """Tell whether every process has ended; let those go on that have saved and returned from their
+        function upon a signal, and wait for the others."""
+        for worker in self.everyone:
+            is_waiting = worker.is_out or (worker.is_spare and worker.is_marked)
+            if is_waiting and not worker.is_ending:
+                worker.end.say(End(False))
+                worker.is_ending = True
+        return all(worker.status is not None for worker in self.everyone)
 
     # -- from one attempt to the next -------------------------------------------------------------
 
