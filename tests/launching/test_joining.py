@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import holdfast
 from ports import free_port
 
 from .test_run import environment, until
@@ -20,6 +22,16 @@ from .test_run import environment, until
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.soak]
 
 Begin = Callable[..., tuple["subprocess.Popen[Any]", Path]]
+
+LAUNCHER = """
+import os, sys
+from holdfast.run import command
+if "UNSAVED_S" in os.environ:
+    from holdfast.run import agent
+    agent.UNSAVED_S = float(os.environ["UNSAVED_S"])
+sys.exit(command.main(sys.argv[1:]))
+"""
+"""`holdfast run`; it may wait less for what is never saved."""
 
 TRAINS = """
 import os, sys, time
@@ -61,7 +73,7 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
     def start(text: str, *options: str, **variables: str) -> tuple[subprocess.Popen[Any], Path]:
         script, log = tmp_path / "script.py", tmp_path / f"log{len(launchers)}"
         script.write_text(text)
-        command = [sys.executable, "-m", "holdfast", "run", "--local-addr=127.0.0.1", *where]
+        command = [sys.executable, "-c", LAUNCHER, "--local-addr=127.0.0.1", *where]
         with log.open("w") as file:
             launchers.append(
                 subprocess.Popen(
@@ -91,6 +103,69 @@ def test_joining_costs_no_restart(begin: Begin, tmp_path: Path) -> None:
     said = "\n".join(log.read_text() for _, log in begun)
     assert "a node waits to be taken in" in said
     assert "failed after step" not in said
+
+
+SAVES_WHEN_TOLD = """
+import os, sys, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+import holdfast
+
+root, is_marked = Path(sys.argv[1]), "MARKED" in os.environ
+
+def main():
+    dist.init_process_group("gloo")
+    every = holdfast.Every(durable=1_000_000)
+    state, grace_s = {"weights": torch.zeros(8)}, None if is_marked else 20
+    with holdfast.Checkpointer(root / "root", state, every=every, sigterm_s=grace_s) as ckpt:
+        step = int(ckpt.restore())
+        while True:
+            told = torch.tensor([float((root / name).exists()) for name in ("stop", "save")])
+            dist.all_reduce(told)
+            if told[0].item():
+                break
+            step += 1
+            if told[1].item() and is_marked and step not in holdfast.steps(root / "root"):
+                ckpt.save(step)
+            ckpt.step(step)
+            (root / f"trains on {dist.get_world_size()}").write_text(str(step))
+            time.sleep(0.02)
+    dist.destroy_process_group()
+
+(holdfast.recoverable(main) if is_marked else main)()
+"""
+"""Makes no save but upon a word: that of the test if it is marked, else SIGTERM."""
+
+
+def test_a_node_waits_for_a_save_of_a_script_that_counts_steps(
+    begin: Begin, tmp_path: Path
+) -> None:
+    """What was done since the last save would be lost, and none need come within a minute."""
+    options = ("--nnodes=1:2", "--rdzv-conf=last_call_timeout=1")
+    begun = [begin(SAVES_WHEN_TOLD, *options, MARKED="1", UNSAVED_S="1")]
+    until((tmp_path / "trains on 1").exists)
+    begun.append(begin(SAVES_WHEN_TOLD, *options, MARKED="1", UNSAVED_S="1"))
+    until(lambda: "a node waits to be taken in" in begun[0][1].read_text())
+    time.sleep(4)  # four times as long as a script without steps is waited for
+    assert not (tmp_path / "trains on 2").exists()
+    (tmp_path / "save").touch()
+    until((tmp_path / "trains on 2").exists)
+    (tmp_path / "stop").touch()
+    assert [launcher.wait(60) for launcher, _ in begun] == [0, 0], begun[0][1].read_text()
+    assert "attempt 2 begins with 2 ranks" in begun[0][1].read_text()
+
+
+def test_a_script_that_is_not_marked_saves_when_a_node_joins(begin: Begin, tmp_path: Path) -> None:
+    options = ("--nnodes=1:2", "--nproc-per-node=2", "--rdzv-conf=last_call_timeout=1")
+    begun = [begin(SAVES_WHEN_TOLD, *options)]
+    until((tmp_path / "trains on 2").exists)
+    begun.append(begin(SAVES_WHEN_TOLD, *options))
+    until((tmp_path / "trains on 4").exists)
+    before = int((tmp_path / "trains on 2").read_text())
+    assert max(holdfast.steps(tmp_path / "root")) in (before, before + 1)
+    (tmp_path / "stop").touch()
+    assert [launcher.wait(60) for launcher, _ in begun] == [0, 0], begun[0][1].read_text()
 
 
 LINGERS = """

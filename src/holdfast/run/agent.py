@@ -42,7 +42,7 @@ from holdfast.run.round import Round
 from holdfast.run.workers import Launch, Workers
 
 UNSAVED_S = 60.0
-"""Seconds that what can wait for a snapshot waits where nothing was ever saved."""
+"""Seconds that what can wait for a snapshot waits for a script that tells no step and saves nothing."""
 
 LAST_S = 5.0
 """Seconds that a node stays for others at the end where one was lost, for which torch would wait, too."""
@@ -206,8 +206,9 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
         if not is_over:
             return RunResult(state=WorkerState.HEALTHY)
         self._failed_at = time.monotonic()
-        is_first = nodes.end_round()
-        workers.leave()
+        is_calm = not failures and not lost and (view.is_calm or not view.ends)
+        is_first = nodes.end_round(is_calm=is_calm)
+        workers.leave(is_calm=is_calm)
         known = {failure.pid for failure in failures}
         late = [self._failure(rank) for rank in workers.failed()]
         failures += [structs.replace(f, is_late=True) for f in late if f.pid not in known]
@@ -237,15 +238,15 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
 
     def _is_saved(self, why: str) -> bool:
         """Tell whether a snapshot is complete that was not when this was asked first: what can wait, waits
-        for it.  Where nothing was ever saved, and where the script is not marked, for a while and for
-        nothing."""
+        for it.  A script that tells no step and has saved nothing may never do so: it is waited for a
+        while, and one that is not marked, not at all."""
         workers, now = self._running, time.monotonic()
         if self._waits_since is None:
             self._waits_since = now, workers.saved
             if workers.is_marked:
                 self._launch.say(f"{why}: at the next snapshot all ranks begin anew")
         since, saved = self._waits_since
-        is_late = workers.saved == 0 and now - since > UNSAVED_S
+        is_late = not workers.are_counting and now - since > UNSAVED_S
         return workers.saved > saved or is_late or not workers.is_marked
 
     # -- failures ---------------------------------------------------------------------------------

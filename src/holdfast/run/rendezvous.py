@@ -106,9 +106,10 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
             raise RuntimeError("the nodes have not met")
         return self.round
 
-    def end_round(self) -> Callable[[], bool]:
+    def end_round(self, *, is_calm: bool) -> Callable[[], bool]:
         """Say that the round is over; what is returned tells later if nobody had said so before."""
-        answer = self._asked(self.current.end)
+        of = self.current
+        answer = self._asked(lambda: of.end(is_calm))
         return lambda: answer.done() and answer.exception() is None and answer.result()
 
     def are_all(self, what: str) -> bool:

@@ -3,6 +3,7 @@
     holdfast/done/N     the ranks of node N have done what there was to do
     holdfast/out/N      they have ended, too
     holdfast/ends       number of nodes that have said that the round is over
+    holdfast/calm       it is so for no failure: a node joins, or a process is ready
     holdfast/card/N     what failed at node N, put there when its ranks have left
 
 A node says a thing once in a round.  What it has said is kept here, too, and said again over a new
@@ -19,7 +20,7 @@ from typing import Any
 from holdfast.run.nodes import EndOfRound, Introduction
 from holdfast.wire import decode_json
 
-ENDS = "holdfast/ends"
+ENDS, CALM = "holdfast/ends", "holdfast/calm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,8 @@ class RoundView:
     members: frozenset[Any] = frozenset()
     ends: bool = False
     """Some node has said that the round is over."""
+    is_calm: bool = False
+    """It has said so for no failure."""
     are_done: bool = False
     """The ranks of all nodes have done what there was to do."""
     are_out: bool = False
@@ -77,8 +80,10 @@ class Round:
         for what in list(self.said):  # more may be said meanwhile
             self.put(what)
 
-    def end(self) -> bool:
-        """Say that the round is over; return whether nobody had said so before."""
+    def end(self, is_calm: bool) -> bool:
+        """Say that the round is over, `is_calm`: for no failure.  Return whether nobody had said so."""
+        if is_calm:
+            self.store.set(CALM, b"1")
         return int(self.store.add(ENDS, 1)) == 1
 
     def look(self, members: frozenset[Any], waiting: int) -> RoundView:
@@ -93,6 +98,7 @@ class Round:
             are_done=are_done,
             are_out=are_done and self._have_said("out", alive),
             ends=bool(self.store.check([ENDS])),
+            is_calm=bool(self.store.check([CALM])),
             cards=self._cards() if "card" in self.said else {},
         )
 

@@ -46,6 +46,8 @@ SETTLE_S = 5.0
 """Seconds after an attempt has begun before a new spare is forked."""
 STACKS_S = 2.0
 """Seconds that a process may take to write its stacks."""
+SAVE_S = 30.0
+"""Seconds that a script that is not marked may take upon SIGTERM, when a node joins; torch's, too."""
 BAD_SPARES = 3
 """Number of spares that may end before they wait for a rank, until no more are forked."""
 
@@ -183,10 +185,24 @@ class Workers(PContext):  # type: ignore[misc]
     def worker(self, rank: int) -> RankProcess:
         return self._workers[self.slots[rank]]
 
-    def leave(self) -> None:
-        """Have every worker leave its function; those that cannot, or do not in time, are killed."""
-        pids = [w.pid for w in self._workers.values()]
+    def leave(self, *, is_calm: bool = False) -> None:
+        """Have every worker leave its function; those that cannot, or do not in time, are killed.
+
+        Where no rank has failed, `is_calm`, a script that is not marked may save first, as with torchrun.
+        """
         inside = [w for w in self._workers.values() if w.status is None and not w.is_out]
+        saving = [w for w in inside if is_calm and not w.is_marked]
+        for worker in saving:
+            worker.is_put_down = True
+            self._kill(worker, signal.SIGTERM)
+        self._leave_in_place([w for w in inside if w not in saving])
+        self._until(lambda: all(w.status is not None for w in saving), SAVE_S)
+        for worker in saving:
+            self._kill(worker, signal.SIGKILL)
+        self._until(lambda: all(w.status is not None for w in saving), 5.0)
+
+    def _leave_in_place(self, inside: list[RankProcess]) -> None:
+        pids = [w.pid for w in self._workers.values()]
         for worker in inside:
             is_in_place = worker.is_marked and not worker.is_ending
             can_leave = is_in_place and not _is_stopped(worker.pid)
@@ -255,6 +271,11 @@ class Workers(PContext):  # type: ignore[misc]
     def entered_s(self) -> float:
         """Seconds since this attempt began."""
         return time.monotonic() - self._entered
+
+    @property
+    def are_counting(self) -> bool:
+        """Some worker has told a step, or that one is saved: it has a Checkpointer, which will save."""
+        return self.saved > 0 or any(w.step > 0 for w in self._workers.values())
 
     @property
     def is_marked(self) -> bool:
