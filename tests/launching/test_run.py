@@ -18,6 +18,7 @@ import pytest
 
 from docs.commands import ROOT, commands_of
 from docs.test_docs import blocks
+from holdfast.run import recovery
 from holdfast.run.command import main
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -334,6 +335,39 @@ def test_who_returns_upon_a_signal_to_the_launcher_ends_as_it_likes(tmp_path: Pa
     for rank in range(2):
         assert (tmp_path / f"after{rank}").exists()
         assert (tmp_path / f"exit{rank}").exists()
+
+WATCHED = """
+import os
+import holdfast
+
+@holdfast.recoverable
+def main():
+    print("attempt", os.environ["HOLDFAST_ATTEMPT"], os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"])
+    if os.environ["HOLDFAST_ATTEMPT"] == "1":
+        raise ValueError("once")
+
+print("before", os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"])
+main()
+"""
+
+
+@pytest.mark.parametrize(("told", "expected"), [(None, "0"), ("3", "3")])
+def test_the_watchdog_of_nccl_lets_a_marked_function_leave(
+    told: str | None, expected: str, tmp_path: Path
+) -> None:
+    """torch's agent sets 1 for every rank, unless the user has set another."""
+    script = tmp_path / "script.py"
+    script.write_text(WATCHED)
+    given = environment() | ({} if told is None else {recovery.WATCHDOG: told})
+    command = [sys.executable, "-m", "holdfast", "run", "--nproc-per-node=1", str(script)]
+    ran = subprocess.run(command, env=given, capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert ran.stdout.splitlines() == [
+        f"before {told or 1}",
+        f"attempt 1 {expected}",
+        f"attempt 2 {expected}",
+    ]
+
 
 
 def test_what_the_page_prints(tmp_path: Path) -> None:

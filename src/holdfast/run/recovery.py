@@ -70,8 +70,9 @@ M_ARENA_MAX = -8
 INTERRUPT = signal.SIGRTMAX - 4
 """The signal with which a worker's own thread interrupts its main thread."""
 
-NO_WATCHDOG = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-"""Else NCCL's watchdog ends a process whose peer is gone, before it can leave its function."""
+WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+"""Unless this variable is 0, NCCL's watchdog ends a process whose peer is gone before it can leave its
+function.  torch's agent sets it for every rank: what a rank finds there need not be the user's choice."""
 
 
 class PeerLost(BaseException):
@@ -123,7 +124,7 @@ def kept(name: str, load: Callable[[], T]) -> T:
 
 
 def listen_to(end: WorkerEnd) -> None:
-    """From now on this process is a worker of `holdfast run`."""
+    """From now on this process is a worker of `holdfast run`, whose environment it has."""
     global _launched
     _launched = _Launched(end)
 
@@ -156,6 +157,8 @@ class _Launched:
         self._cutting = threading.Lock()
         """Held while connections are cut and groups aborted: none is ended then."""
         self._before: Leftovers | None = None
+        self._watchdog = os.environ.get(WATCHDOG, "0")
+        """The user's choice: it stands in the launcher's own environment."""
 
     def keep(self, load: Callable[[], T]) -> T:
         """Load something; processes that it begins are kept with it."""
@@ -168,7 +171,6 @@ class _Launched:
         refuse_a_group()
         share_heaps()
         self.has_begun = True
-        os.environ.setdefault(*NO_WATCHDOG)
         self._before = before = Leftovers()
         signal.signal(INTERRUPT, self._interrupt)
         threading.Thread(target=self._listen, name="holdfast-launcher", daemon=True).start()
@@ -224,6 +226,7 @@ class _Launched:
     def _enter(self, word: Enter) -> None:
         self._attempt = word.attempt
         os.environ.update(word.environment)
+        os.environ[WATCHDOG] = self._watchdog
         write_to(word.stdout, word.stderr)
 
     def _left(self, error: BaseException) -> Left:

@@ -35,6 +35,7 @@ them is another's, such as the RANK of a node, which Kubernetes' operators set."
 def become(start: Start, end: socket.socket, stacks: int) -> None:
     """Run the script; it raises what the script raises.  `stacks`: a file for the stacks of its threads."""
     os.setsid()
+    recovery.listen_to(WorkerEnd(end, is_spare=start.is_spare))
     recovery.write_to(start.stdout, start.stderr)
     if start.is_spare:
         for name in _OF_A_RANK:
@@ -42,7 +43,6 @@ def become(start: Start, end: socket.socket, stacks: int) -> None:
     os.environ.update(start.environment)
     faulthandler.register(STACKS, file=stacks, chain=False)
     _reseed()
-    recovery.listen_to(WorkerEnd(end, is_spare=start.is_spare))
     name, *arguments = start.words
     if start.is_module:
         _run_module(name, arguments)
