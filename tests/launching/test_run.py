@@ -336,6 +336,26 @@ def test_who_returns_upon_a_signal_to_the_launcher_ends_as_it_likes(tmp_path: Pa
         assert (tmp_path / f"after{rank}").exists()
         assert (tmp_path / f"exit{rank}").exists()
 
+
+def test_what_ranks_print_is_seen_at_once(tmp_path: Path) -> None:
+    """Not only when a buffer is full: torchrun starts `python -u`."""
+    script, stop = tmp_path / "script.py", tmp_path / "stop"
+    script.write_text(
+        "import pathlib, sys, time\nprint('no line yet', end='')\n"
+        "while not pathlib.Path(sys.argv[1]).exists():\n    time.sleep(0.05)\n"
+    )
+    given = {name: value for name, value in environment().items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-m", "holdfast", "run", str(script), str(stop)]
+    with (tmp_path / "printed").open("w") as file:
+        started = subprocess.Popen(command, env=given, stdout=file)
+    try:
+        until(lambda: (tmp_path / "printed").read_text() == "no line yet", 40)
+        stop.touch()
+        assert started.wait(60) == 0
+    finally:
+        started.kill()
+
+
 WATCHED = """
 import os
 import holdfast
@@ -367,7 +387,6 @@ def test_the_watchdog_of_nccl_lets_a_marked_function_leave(
         f"attempt 1 {expected}",
         f"attempt 2 {expected}",
     ]
-
 
 
 def test_what_the_page_prints(tmp_path: Path) -> None:
