@@ -356,6 +356,35 @@ def test_what_ranks_print_is_seen_at_once(tmp_path: Path) -> None:
         started.kill()
 
 
+@pytest.mark.parametrize("options", [(), ("-r", "3"), ("-t", "3")])
+def test_logs_that_were_asked_for_stay(options: tuple[str, ...], tmp_path: Path) -> None:
+    """As torchrun's do; without options nothing is left."""
+    script = tmp_path / "script.py"
+    script.write_text("print('a line')\n")
+    command = [sys.executable, "-m", "holdfast", "run", *options, str(script)]
+    given = environment() | {"TMPDIR": str(tmp_path)}
+    ran = subprocess.run(command, env=given, capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    logs = list(tmp_path.glob("torchelastic_*/**/stdout.log"))
+    assert [log.read_text() for log in logs] == ["a line\n"] * bool(options)
+    assert len(list(tmp_path.glob("torchelastic_*"))) == len(logs)
+    assert ("what ranks have logged is in" in ran.stderr) == bool(options)
+
+
+def test_the_file_that_a_failure_is_told_with_stays(tmp_path: Path) -> None:
+    """torch's report names it.  PET_MAX_RESTARTS is heeded, and options that do nothing here are named."""
+    script = tmp_path / "script.py"
+    script.write_text("raise ValueError('as ever')\n")
+    command = [sys.executable, "-m", "holdfast", "run", "--hang-s=60", "--spares=1", str(script)]
+    given = environment() | {"TMPDIR": str(tmp_path), "PET_MAX_RESTARTS": "1"}
+    ran = subprocess.run(command, env=given, capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 1
+    assert ran.stderr.count("failed after step 0: ValueError: as ever") == 2
+    (error,) = tmp_path.glob("torchelastic_*/**/error.json")
+    assert "as ever" in error.read_text() and str(error) in ran.stderr
+    assert ran.stderr.count("nothing comes of --spares and --hang-s") == 1
+
+
 WATCHED = """
 import os
 import holdfast

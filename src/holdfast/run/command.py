@@ -6,12 +6,14 @@ import argparse
 import gc
 import importlib
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from tempfile import TemporaryDirectory
+from pathlib import Path
+from tempfile import mkdtemp
 from typing import TYPE_CHECKING, NoReturn
 
 from holdfast.errors import HoldfastError, UsageError
@@ -120,12 +122,23 @@ def _hint_for_hosts(given: argparse.Namespace) -> str:
 
 @contextmanager
 def _log_dir(given: argparse.Namespace) -> Iterator[None]:
-    """Have a folder for the errors of ranks, which torch makes and leaves where none is given."""
+    """Have a folder for the errors and logs of ranks, and keep it where somebody may look for them.
+
+    torch would leave one for each run.
+    """
     if given.log_dir is not None:
         yield
         return
-    with TemporaryDirectory(prefix="torchelastic_") as given.log_dir:
+    given.log_dir = mkdtemp(prefix="torchelastic_")
+    is_kept = True
+    try:
         yield
+        is_kept = given.redirects != "0" or given.tee != "0"
+    finally:
+        if is_kept and any(path.is_file() for path in Path(given.log_dir).rglob("*")):
+            say(f"what ranks have logged is in {given.log_dir}")
+        else:
+            shutil.rmtree(given.log_dir, ignore_errors=True)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -137,7 +150,9 @@ def parser() -> argparse.ArgumentParser:
     found.usage = "%(prog)s [OPTIONS] SCRIPT [ARGUMENTS OF THE SCRIPT]"
     found.error = partial(_refuse, found)  # type: ignore[method-assign]
     found.description = "Run a script on several ranks, as torchrun does, and recover it in place."
-    found.set_defaults(max_restarts=RESTARTS, monitor_interval=0.02)
+    for name, value in (("max_restarts", RESTARTS), ("monitor_interval", 0.02)):
+        if f"PET_{name.upper()}" not in os.environ:  # else torch has taken it from there
+            found.set_defaults(**{name: value})
     ours = found.add_argument_group("holdfast")
     ours.add_argument("--spares", type=int, default=0, metavar="N", help=SPARES)
     ours.add_argument("--nproc-min", type=int, metavar="M", help=NPROC_MIN)

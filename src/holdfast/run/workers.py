@@ -48,6 +48,8 @@ STACKS_S = 2.0
 """Seconds that a process may take to write its stacks."""
 SAVE_S = 30.0
 """Seconds that a script that is not marked may take upon SIGTERM, when a node joins; torch's, too."""
+UNMARKED_S = 60.0
+"""Seconds after which a script that has not called a marked function may have none."""
 BAD_SPARES = 3
 """Number of spares that may end before they wait for a rank, until no more are forked."""
 
@@ -131,6 +133,8 @@ class Workers(PContext):  # type: ignore[misc]
         self._bad_spares = 0
         self._has_ended = False
         """All were done, and were told so, or the run is given up."""
+        self._has_complained = False
+        """It was said that options do nothing for a script that is not marked."""
 
     @property
     def everyone(self) -> list[RankProcess]:
@@ -147,6 +151,7 @@ class Workers(PContext):  # type: ignore[misc]
 
     def _poll(self) -> RunProcsResult | None:
         self._listen()
+        self._look_for_a_mark()
         failures = {self.slots.index(slot): failure for slot, failure in self._failures()}
         if failures:
             return RunProcsResult(failures=failures)
@@ -394,6 +399,20 @@ class Workers(PContext):  # type: ignore[misc]
         is_wanted = len(self._spares) < wanted and self._bad_spares < BAD_SPARES
         if is_wanted and self.is_marked and not self._has_ended:
             self._spares.append(self._fork(len(self._spares) % self.nprocs, is_spare=True))
+
+    def _look_for_a_mark(self) -> None:
+        """Say once if options were given that do nothing for a script that is not marked."""
+        given = {"--spares": self.launch.spares > 0, "--hang-s": self.launch.hang_s is not None}
+        named = [option for option, is_given in given.items() if is_given]
+        workers = self._workers.values()
+        is_late = self.entered_s > UNMARKED_S or any(w.status is not None for w in workers)
+        if not named or self._has_complained or not is_late or any(w.is_marked for w in workers):
+            return
+        self._has_complained = True
+        self.launch.say(
+            "no rank has called a function that is marked with @holdfast.recoverable: "
+            f"until one does, nothing comes of {' and '.join(named)}"
+        )
 
     def _tell_of_spare(self, worker: RankProcess) -> None:
         """Say that a spare has ended, and if so, that no more are forked."""
