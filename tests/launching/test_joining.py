@@ -156,6 +156,18 @@ def test_a_node_waits_for_a_save_of_a_script_that_counts_steps(
     assert "attempt 2 begins with 2 ranks" in begun[0][1].read_text()
 
 
+def test_a_node_that_waits_ends_with_the_run(begin: Begin, tmp_path: Path) -> None:
+    """It is to be taken in at the next save, which does not come."""
+    options = ("--nnodes=1:2", "--rdzv-conf=last_call_timeout=1")
+    begun = [begin(SAVES_WHEN_TOLD, *options, MARKED="1")]
+    until((tmp_path / "trains on 1").exists)
+    begun.append(begin(SAVES_WHEN_TOLD, *options, MARKED="1"))
+    until(lambda: "this node waits" in begun[1][1].read_text())
+    (tmp_path / "stop").touch()
+    assert [launcher.wait(60) for launcher, _ in begun] == [0, 0], begun[1][1].read_text()
+    assert not (tmp_path / "trains on 2").exists()
+
+
 def test_a_script_that_is_not_marked_saves_when_a_node_joins(begin: Begin, tmp_path: Path) -> None:
     options = ("--nnodes=1:2", "--nproc-per-node=2", "--rdzv-conf=last_call_timeout=1")
     begun = [begin(SAVES_WHEN_TOLD, *options)]

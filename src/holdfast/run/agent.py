@@ -22,7 +22,10 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.agent.server.api import Worker as Rank
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousClosedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousGracefulExitError,
+)
 from torch.distributed.launcher import api as launcher
 
 from holdfast.background import ending
@@ -110,7 +113,7 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
             self._nodes.introduction = Introduction(gethostname(), num_ranks, addresses())
         try:
             super()._rendezvous(worker_group)
-        except RendezvousClosedError:
+        except (RendezvousClosedError, RendezvousGracefulExitError):
             if self.workers is not None:
                 self.workers.give_up()
             raise
@@ -195,6 +198,7 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
         if result.state == WorkerState.SUCCEEDED and nodes.are_all("out"):
             if of.lost(view):
                 self._exit_barrier_timeout = LAST_S
+            nodes.say_it_ended_well()
             return result
         failures, lost = self._failures(result), [] if view.are_done else of.lost(view)
         is_over = view.ends or bool(failures or lost)

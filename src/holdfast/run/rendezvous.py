@@ -28,7 +28,9 @@ from typing import TypeVar
 import msgspec
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
     RendezvousConnectionError,
+    RendezvousGracefulExitError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
@@ -60,6 +62,8 @@ TOLD_S = 2.0
 ALONE_S = 30.0
 """Seconds that ranks that are done wait for the others, where the rendezvous is lost."""
 THREAD = "holdfast-rendezvous"
+WELL = "holdfast/well"
+"""A key of all rounds, set when the run has ended well, so that nodes that still wait may end well, too."""
 _LOST = (RendezvousConnectionError, RendezvousStateError, dist.DistError, OSError)
 
 
@@ -163,6 +167,11 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
             return answer.result(SILENT_S)
         return False
 
+    def say_it_ended_well(self) -> None:
+        """Say so to nodes that wait, before the rendezvous is closed."""
+        store, key = self._torchs.store, f"{WELL}/{self.get_run_id()}"
+        self._asked(lambda: store.set(key, b"1"))
+
     def leave(self) -> None:
         """Leave the others at once, who go on: nobody need find out."""
         self.is_left = True
@@ -191,7 +200,14 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
         """Meet the others, and exchange introductions; None if one was lost before that."""
         if self.problem:
             self._reconnect()
-        info = self._torchs.meet()
+        try:
+            info = self._torchs.meet()
+        except RendezvousClosedError:
+            if self._torchs.is_waiting and self._torchs.store.check(
+                [f"{WELL}/{self.get_run_id()}"]
+            ):
+                raise RendezvousGracefulExitError("the run has ended well") from None
+            raise
         if info is None:
             return None
         state = self._torchs.state
