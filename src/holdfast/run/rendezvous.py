@@ -154,9 +154,11 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
 
     @property
     def num_others(self) -> int:
-        """Number of nodes that there are without this one, those that wait included."""
+        """Number of nodes that there are without this one: those that wait included, and those on their way
+        from the round that has ended to the next."""
         state = self._torchs.state
-        return len({*state.participants, *state.wait_list, *state.redundancy_list}) - 1
+        there = len({*state.participants, *state.wait_list, *state.redundancy_list})
+        return max(there, self._torchs.expected) - 1
 
     def is_new(self, cause: str) -> bool:
         """Note why something is left out; False if it was noted before, by any node."""
