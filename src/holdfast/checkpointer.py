@@ -538,20 +538,13 @@ class Checkpointer:
         )
         generators = Rng().state_dict()
         if must_save or (is_lasting and restart.is_unsaved(is_recording=records is not None)):
-            had = restart.attached(self._files or (), self._notices.warn)
-            self._begin(int(restored), must=True, added=self._attached(*had))
+            added = restart.attached(self._attached, self._files or (), self._notices.warn)
+            self._begin(int(restored), must=True, added=added)
         elif memory is not None and restart.needs_protection():
             self._snapshot(int(restored), memory)
         if records is not None:
             records.prepare()
         Rng().load_state_dict(generators)  # a loader that was not loaded may draw when it is asked
-
-    def _went_back(self, to_step: int) -> None:
-        """Go on as a new run if this one has saved a newer step than the live state, which came by other
-        calls than `restore`: else what is saved now would sort before it.  Collective; blocks."""
-        here = self._tiers.run, to_step
-        if any(one.end > here for one in self._restart("load").survey.candidates):
-            self._tiers.leave_behind(to_step)
 
     # -- ending -----------------------------------------------------------------------------------
 

@@ -183,13 +183,13 @@ class _Conversion:
         """The mark, and the folder of what is written."""
         self.work = LocalStore(os.path.join(self.partial.root, "files"), durable=False)
 
-    def _identity_now(self) -> str:
-        return _identity(self.source, self.target, self.to, self.options)
+    def _identity_now(self, *, is_stamped: bool = True) -> str:
+        return _identity(self.source, self.target, self.to, self.options, is_stamped=is_stamped)
 
     def run(self) -> Converted:
         begin = time.monotonic()
         with converting_ranks() as ranks:
-            ranks.check_same(self.source.step, self.identity)
+            ranks.check_same(self.source.step, self._identity_now(is_stamped=False))
             plan = self._plan()
             files = plan.outfiles if isinstance(plan, Consolidation) else list(plan.files)
             there = len(files)
@@ -457,9 +457,12 @@ def _has(store: LocalStore, file: Outfile) -> bool:
         return False
 
 
-def _identity(source: Checkpoint, target: str, to: str, options: WriteOptions) -> str:
-    """Return a digest of the source's state and what is asked: a begun conversion with it is this one.  Of
-    the source's folder what is the target's does not count."""
+def _identity(
+    source: Checkpoint, target: str, to: str, options: WriteOptions, *, is_stamped: bool
+) -> str:
+    """Return a digest of the source's state and what is asked: a begun conversion with it is this one; what
+    that writes into the source's folder does not count.  `is_stamped`: also of the times and numbers that
+    files have on this host."""
     manifest = hexdigest(encode(source.manifest))
     files: list[Any] = []
     if isinstance(source.store, Sections):  # listed anew: they may have changed since it was opened
@@ -472,7 +475,8 @@ def _identity(source: Checkpoint, target: str, to: str, options: WriteOptions) -
         folder = inner.root if isinstance(inner, LocalStore) else inner.url
         own = target.removeprefix(f"{folder.rstrip('/')}/")
         below = f"{own}/", f"{own}{PARTIAL}/"
-        files = [(k, *_stamp(origin, k)) for k in keys if k != own and not k.startswith(below)]
+        theirs = [k for k in keys if k != own and not k.startswith(below)]
+        files = [(k, *(_stamp(origin, k) if is_stamped else (origin.size(k),))) for k in theirs]
     asked = (options.max_file_bytes, options.dtype, options.key)
     names = [(w.name, w.also) for w in weights(source, options)] if options.rename else []
     told = repr((source.store.url, manifest, files, to, asked, names, __version__))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from holdfast.checkpoint.names import read_manifest
 from holdfast.checkpoint.notes import read_notes
@@ -39,6 +39,7 @@ from holdfast.survey import Survey, gone
 if TYPE_CHECKING:
     from holdfast.delta.log import RecordedStep
     from holdfast.delta.segment import Identity
+    from holdfast.saving.attaching import Attached
     from holdfast.tiers import Tiers
 
 
@@ -297,20 +298,32 @@ class Restart:
     # -- what follows -----------------------------------------------------------------------------
 
     def attached(
-        self, declared: Collection[str], warn: Callable[[str], object]
-    ) -> tuple[dict[str, float] | None, dict[str, bytes] | None]:
-        """Return, on rank 0, the metrics and files of the step that is live now, for a save of it anew,
-        which keeps its labels.  `declared`: files that such a save has anyway; `warn` is called with a text
-        about others that cannot be read."""
-        step = self._elsewhere() if self.tiers.group.rank == 0 else None
-        if step is None:
-            return None, None
+        self,
+        make: Callable[[Any, Any], Attached | None],
+        declared: Collection[str],
+        warn: Callable[[str], object],
+    ) -> Attached | None:
+        """Return what a save anew of the step that is live now adds to it, on rank 0: `make(metrics,
+        files)` of those that it had.  It keeps its labels, too.  `declared`: files that such a save has
+        anyway.
+
+        Nothing is raised, for the other ranks would not know: `warn` is called with a text instead.
+        """
+        if self.tiers.group.rank != 0:
+            return None
         from holdfast.saving import labels
         from holdfast.saving.attaching import attached_to
 
-        labels.adopt(self.tiers.durable.steps, step.manifest.step)
-        metrics, files = attached_to(step, declared, warn)
-        return metrics or None, files or None
+        try:
+            step = self._elsewhere()
+            if step is None:
+                return None
+            metrics, files = attached_to(step, declared, warn)
+            labels.adopt(self.tiers.durable.steps, step.manifest.step)
+            return make(metrics or None, files or None)
+        except HoldfastError as error:
+            warn(f"the restored step is saved anew, and may lack labels, metrics or files: {error}")
+            return None
 
     def _elsewhere(self) -> Checkpoint | None:
         """The step that is live now, if it was read from memory or from the home behind the root; None if
@@ -322,6 +335,13 @@ class Restart:
             return Checkpoint(self.tiers.store, snapshots.find(taken.attempt))
         store = self.survey.home(taken)
         return Checkpoint(store, read_manifest(store, taken.step)) if taken.home else None
+
+    def leave_behind(self, loaded: int) -> None:
+        """Go on as a new run if this one has saved a newer step than the one that was loaded by other calls
+        than `restore`: else what is saved now would sort before it.  Collective; blocks."""
+        here = self.tiers.run, loaded
+        if any(one.end > here for one in self.survey.candidates):
+            self.tiers.leave_behind(loaded)
 
     def leaves_behind(self) -> bool:
         """True if there is anything newer than the state that was reached."""

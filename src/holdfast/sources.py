@@ -121,7 +121,7 @@ class Source(Protocol):
         return
 
     def lacking(self, saved: dict[str, Any]) -> list[str]:
-        """Texts of what this run goes on from, and `extras` of another has not given."""
+        """Return a description of each value that this run needs and that the `saved` extras lack."""
         return []
 
     def refresh(self) -> None:

@@ -77,8 +77,9 @@ class Tiers:
         if upload is not None:
             from holdfast.uploading.upload import Upload
 
-            steps, behind = self.durable.steps, upload_keep or Keep()
-            self.upload = Upload(steps, upload, group, self.claim, behind)
+            self.upload = Upload(
+                self.durable.steps, upload, group, self.claim, upload_keep or Keep()
+            )
 
     def _take(self) -> tuple[Claim, bool]:
         """Take the homes of the run.  Collective."""

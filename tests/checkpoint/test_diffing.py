@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import holdfast
 from builders import FSDP_TP, Tensor, build, memory, transformer
 from holdfast.checkpoint.diffing import Difference, batches, blocks, compare
 from holdfast.checkpoint.opened import Checkpoint
@@ -135,3 +138,23 @@ def test_a_column_cut_against_a_row_cut() -> None:
     x = build(a, mesh, {"m": Tensor(values, Sharding((Cut(0, ("dp",)),)))})
     y = build(b, mesh, {"m": Tensor(values, Sharding((Cut(1, ("dp",)),)))})
     assert compare(Checkpoint(a, x), Checkpoint(b, y)).identical
+
+
+def test_a_weight_that_is_tied_in_one_of_them(tmp_path: Path) -> None:
+    """It differs in either order, though the first name's values are equal."""
+
+    def saved(name: str, *, tied: bool) -> Checkpoint:
+        model = torch.nn.ModuleDict(
+            {n: torch.nn.Linear(3, 3, bias=False) for n in ("embed", "head")}
+        )
+        torch.nn.init.ones_(model["embed"].weight)
+        if tied:
+            model["head"].weight = model["embed"].weight
+        holdfast.save(tmp_path / name, {"model": model}, step=1)
+        return holdfast.open(tmp_path / name)
+
+    tied, untied = saved("tied", tied=True), saved("untied", tied=False)
+    for one, other in ((tied, untied), (untied, tied)):
+        (found,) = compare(one, other).values
+        assert found.name == "model.head.weight" and found.num_differing == 9
+    assert compare(tied, saved("again", tied=True)).identical

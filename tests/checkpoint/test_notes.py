@@ -97,6 +97,7 @@ def test_a_label_of_a_save_in_flight_keeps_the_former_step(
         if fails:
             with pytest.raises(HoldfastError):
                 save.wait(60)
+            ckpt._tiers.durable.settle(60)
             with pytest.warns(holdfast.HoldfastWarning, match="'best' names step 100 again"):
                 ckpt.wait()
         else:
@@ -106,6 +107,33 @@ def test_a_label_of_a_save_in_flight_keeps_the_former_step(
         expected = 100 if fails else 200
         assert holdfast.steps(str(tmp_path)) == [expected, 300]
         assert notes.read_notes(store).live_labels == {"best": expected}
+
+
+def test_a_label_stays_where_another_save_of_its_step_is_left_out(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, holds = threading.Event(), threading.Event()
+
+    def hold(op: str, key: str) -> None:
+        if op == "create" and "0000000200" in key and holds.is_set():
+            assert gate.wait(60)
+
+    store = Faulty(open_store(str(tmp_path)), hold)
+    monkeypatch.setattr("holdfast.roots.open_store", lambda url: store)
+    state = {"x": torch.ones(3)}
+    with holdfast.Checkpointer(str(tmp_path), state, every=100, when_busy="skip") as ckpt:
+        ckpt.save(100).wait(60)
+        ckpt.pin(100, "best")
+        holds.set()
+        first = ckpt.save(200)
+        ckpt.pin(200, "best")
+        ckpt.step(200)  # which is left out
+        ckpt._tiers.saver.settle(60)
+        ckpt._tiers.durable.steps.worker.settle(60)
+        gate.set()
+        first.wait(60)
+        ckpt.wait()
+        assert notes.read_notes(store).labels == {"best": 200}
 
 
 @pytest.mark.parametrize("had_one", [True, False])
@@ -139,6 +167,15 @@ def test_a_label_of_two_saves_in_flight(root: Store, saved_in_between: bool) -> 
     assert notes.read_notes(root).labels == {"best": before}
     (told,) = notes.conclude(root, before, ["best"], is_saved=False)
     assert told == f"step {before} was not saved: the label 'best' is taken away"
+
+
+def test_a_label_that_moves_to_and_fro(root: Store) -> None:
+    saved(root, [50])
+    notes.pin(root, 50, "best")
+    for step in (100, 200, 100):
+        notes.pin(root, step, "best", coming=[100, 200])
+    (told,) = notes.conclude(root, 100, ["best"], is_saved=False)
+    assert told.startswith("step 100 was not saved: the label 'best'")
 
 
 def test_a_label_that_moves_or_goes_keeps_nothing(root: Store) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.checkpoint.names import read_manifest
 from holdfast.checkpoint.notes import read_notes
 from holdfast.errors import AgentUnreachable, HoldfastWarning
 from holdfast.events import listen
@@ -234,6 +235,23 @@ def test_what_memory_alone_has_is_saved_anew_with_its_metrics(
     assert opened.metrics == ({"loss": 0.5, "rank": 2} if has_more else {})
     assert dict(opened.files) == ({"config.json": b"{}"} if has_more else {})
     assert read_notes(open_store(str(root))).live_labels == ({"best": 7} if has_more else {})
+
+
+def test_damaged_notes_let_a_restart_from_memory_be(tmp_path: Path, node: Client) -> None:
+    root, state = tmp_path / "root", {"x": {"t": torch.arange(4)}}
+    options: dict[str, Any] = {"every": holdfast.Every(memory=1, durable=100)}
+    options["memory"] = holdfast.Memory("none")
+    one = holdfast.Checkpointer(root, state, **options)
+    one.save(7, metrics={"loss": 0.5}).wait(60)
+    one.pin(7, "best")
+    one.__exit__(RuntimeError, RuntimeError("a collective has failed"), None)
+    (root / "steps/0000000007/manifest.json").unlink()
+    (root / "steps/notes.json").write_text("damaged")
+    with holdfast.Checkpointer(root, state, **options) as two:
+        assert two.restore().tier == "memory"
+        with pytest.warns(HoldfastWarning, match="notes of steps are damaged"):
+            two.wait()
+    assert read_manifest(open_store(str(root)), 7).metrics == {"loss": 0.5}
 
 
 class Interrupted:

@@ -344,3 +344,24 @@ def test_torchdata_loader_goes_on_in_mid_epoch(tmp_path: Path) -> None:
     fresh = make()
     holdfast.load(tmp_path, {"loader": fresh})
     assert [batch.tolist() for batch in fresh] == rest
+
+
+def test_tensors_in_a_deque_come_back(tmp_path: Path) -> None:
+    """As many as there were, into the deque that is there."""
+    recent = deque([torch.ones(2), torch.zeros(3)], maxlen=5)
+    holdfast.save(tmp_path, {"recent": recent, "more": {"of": deque([torch.ones(1)])}}, step=1)
+    fresh: deque[torch.Tensor] = deque(maxlen=5)
+    state = {"recent": fresh, "more": {"of": deque([torch.zeros(1), torch.zeros(1)])}}
+    assert holdfast.load(tmp_path, state) == 1
+    assert state["recent"] is fresh and fresh.maxlen == 5
+    assert [t.tolist() for t in fresh] == [[1, 1], [0, 0, 0]]
+    assert [t.tolist() for t in state["more"]["of"]] == [[1]]
+
+
+def test_what_a_dict_has_besides_stays_where_not_strict(tmp_path: Path) -> None:
+    holdfast.save(tmp_path, {"ema": {"a": torch.ones(2), "in": {"c": torch.ones(1)}}}, step=1)
+    live = {"a": torch.zeros(2), "b": torch.full((2,), 7.0), "in": {"d": torch.full((1,), 5.0)}}
+    with pytest.warns(holdfast.HoldfastWarning, match="left as it"):
+        holdfast.load(tmp_path, {"ema": live}, strict=False)
+    assert live["a"].tolist() == [1, 1] and live["b"].tolist() == [7, 7]
+    assert live["in"]["d"].tolist() == [5]

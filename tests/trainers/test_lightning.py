@@ -152,7 +152,8 @@ def test_a_step_without_parts_of_ranks(tmp_path: Path, monkeypatch: pytest.Monke
         patch.setattr(integration._Saving, "_state", without)
         fitted(settings(tmp_path, epochs=2))
     begun = Begun()
-    fitted(settings(tmp_path, epochs=3, ckpt_path="newest"), begun)
+    run = settings(tmp_path, epochs=3, ckpt_path="newest")
+    fitted(run, lit.checkpoints(run), begun)
     assert begun.step == 24
 
 

@@ -452,8 +452,26 @@ def test_a_push_to_the_hub_leaves_the_root_out(
     assert holdfast.steps(tmp_path / root) == [1, 2]
     trainer.hub_model_id = "me/net"
     monkeypatch.setattr(trainer, "create_model_card", lambda **_: None)
-    trainer.push_to_hub()
-    assert sorted(pushed) == ["model.safetensors", "training_args.bin"]
+    for _ in range(2):  # what is there already is pushed once more
+        pushed.clear()
+        trainer.push_to_hub()
+        assert sorted(pushed) == ["model.safetensors", "training_args.bin"]
+
+
+@pytest.mark.soak
+def test_a_callback_of_ones_own_with_a_known_name(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from holdfast.integrations.transformers import HoldfastTrainer
+
+    class WandbCallback(transformers.TrainerCallback):  # type: ignore[misc]
+        pass
+
+    args = transformers.TrainingArguments(
+        str(tmp_path), max_steps=2, save_steps=1, report_to=[], use_cpu=True
+    )
+    trainer = HoldfastTrainer(Net(), args, train_dataset=Data(16), callbacks=[WandbCallback()])
+    trainer.train()
+    assert holdfast.steps(tmp_path / "holdfast") == [1, 2]
 
 
 UPLOADS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {

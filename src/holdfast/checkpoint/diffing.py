@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from holdfast.checkpoint.formatting import format_value
@@ -155,10 +156,10 @@ def _match_names(
         t, u = ours[name], theirs[name]
         if (t.dtype, t.shape) != (u.dtype, u.shape):
             found.kinds.append((name, _kind(t), _kind(u)))
-        elif t.name == name:  # further names of tied tensors add nothing
-            same.append(t)
+        elif name in (t.name, u.name):  # further names of tensors that are tied in both add nothing
+            same.append(t if t.name == name else msgspec.structs.replace(t, name=name))
     found.kinds.sort()
-    return sorted(same, key=lambda t: a.manifest.by_name[t.name])
+    return sorted(same, key=lambda t: a.index(t.name))
 
 
 def _kind(t: TensorEntry) -> str:

@@ -228,18 +228,19 @@ def _kept_for(notes: Notes, label: str) -> list[str]:
 
 
 def _former(store: Store, notes: Notes, label: str, step: int) -> int | None:
-    """The committed step that `label` named before it moved to `step`; maybe by way of another one that was
-    being saved."""
-    former = notes.labels.get(_before(label, step))
-    if former is None or is_there(store, former):
-        return former
-    return _former(store, notes, label, former)
+    """The committed step that `label` named before it moved to `step`, maybe by way of others that were on
+    their way, too."""
+    seen, former = {step}, notes.labels.get(_before(label, step))
+    while former is not None and former not in seen and not is_there(store, former):
+        seen.add(former)
+        former = notes.labels.get(_before(label, former))
+    return None if former in seen else former
 
 
 def is_there(store: Store, step: int) -> bool:
     """True if a step is committed."""
     try:
-        check_there(store, step)
+        store.size(manifest_key(step))
     except NotFound:
         return False
     return True
@@ -289,11 +290,16 @@ def unpin(store: Store, label: str) -> bool:
 
 
 def release(
-    store: Store, by: Manifest, replaced: str | None, spare: Collection[tuple[str, int, int]]
+    store: Store,
+    by: Manifest,
+    replaced: str | None,
+    spare: Collection[tuple[str, int, int]],
+    *,
+    only: Collection[str] | None = None,
 ) -> list[str]:
     """Take away the labels of a step whose attempt `replaced` was another run's, or of which another run's
     save never ended (None), but for `spare`: labels, each with the run and the step that it was given to.
-    Return what the user is to be told."""
+    `only`: no others than these.  Return what the user is to be told."""
     former = None if replaced is None else parse_attempt(replaced)
     if replaced is not None and (former is None or former[0] == by.run):
         return []
@@ -301,7 +307,8 @@ def release(
     found: dict[str, int | None] = {}
 
     def edit(notes: Notes) -> Notes:
-        given = [k for k in notes.pinned.get(by.step, ()) if (k, by.run, by.step) not in spare]
+        named = (k for k in notes.pinned.get(by.step, ()) if only is None or k in only)
+        given = [k for k in named if (k, by.run, by.step) not in spare]
         found.clear()
         found.update((k, _former(store, notes, k, by.step)) for k in given)
         kept = [other for k in given for other in _kept_for(notes, k)]

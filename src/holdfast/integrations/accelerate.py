@@ -96,6 +96,8 @@ class _Attached:
         self.is_told = self.has_told_of_loaders = False
         self.draws = LoaderDraws(accelerator)
         self.own_state = {"accelerate": _Counters(accelerator), "draws": self.draws}
+        self.placed: set[str] = set()
+        """The keys of the state that `look` has placed."""
         self.checkpointer = Checkpointer(root, **options)
         self.load_native = accelerator.load_state
         accelerator.holdfast = self.checkpointer
@@ -132,9 +134,11 @@ class _Attached:
     def look(self) -> None:
         """Hand over what the accelerator has by now."""
         _check_kind(self.accelerator)
-        state = self.checkpointer.state
-        state.clear()
-        state.update(self.own_state | state_of(self.accelerator))
+        state, found = self.checkpointer.state, self.own_state | state_of(self.accelerator)
+        for key in self.placed - found.keys():  # what others have put there stays
+            state.pop(key, None)
+        state.update(found)
+        self.placed = {*found}
         loaders = self.accelerator._dataloaders
         if not self.has_told_of_loaders and any(map(self._goes_on_elsewhere, loaders)):
             self.has_told_of_loaders = True

@@ -270,7 +270,8 @@ class ClientState:
 
 
 def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of what a caller keeps: another save of the step writes it once more, as it is now."""
+    """Return a deep copy: a later save of the same step writes these values again, and by then the caller
+    may have changed the originals."""
 
     def copied(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -524,7 +525,7 @@ class AttachedEngine:
         found = once.load(root, state, step=step, strict=wanted.strict)
         if wanted.counters:
             put_counters(self.engine, self.client.counters)
-            self.ckpt._went_back(self.engine.global_steps)
+            self.ckpt._restart("load").leave_behind(self.engine.global_steps)
         return found
 
     def _expect(self, extras: dict[str, Any]) -> None:
@@ -640,7 +641,7 @@ class AttachedEngine:
             load_module_only=not wanted.counters,
             custom_load_fn=custom_load_fn,
         )
-        self.ckpt._went_back(self.engine.global_steps)
+        self.ckpt._restart("load").leave_behind(self.engine.global_steps)
         return loaded
 
     def _is_root(self, folder: str) -> bool:
@@ -704,7 +705,8 @@ def _is_pointer(folder: str, tag: str | None) -> bool:
 
 
 def _has_written(pointed: Pointed, folder: str, latest: bool) -> bool:
-    """Write a pointer; tell it and return False if that cannot be: on one rank, so nothing is raised."""
+    """Write a pointer.  If that fails, warn and return False: only rank 0 writes, and an exception there
+    would leave the others waiting."""
     try:
         _write_pointer(pointed, folder, latest)
     except OSError as error:

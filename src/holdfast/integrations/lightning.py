@@ -524,7 +524,8 @@ class _Saving:
                     hint=f'fit(ckpt_path="{NEWEST}") takes the newest of all tiers',
                 )
         trainer = self.lightning_module.trainer
-        if callbacks_of(trainer) and (found := home.ckpt.find(step)) is not None:
+        found = home.ckpt.find(step) if callbacks_of(trainer) else None
+        if found is not None and "lightning" in found.extras:
             prepare(trainer, found.extras["lightning"])
         restored = home.ckpt.restore(step)
         rest = home.rest.take()
@@ -575,14 +576,16 @@ class _Saving:
         if is_new:
             iter(loop._data_fetcher)
         if self._metrics is not None:
-            is_same = self._metrics["ranks"] == trainer.world_size
+            is_of_each = trainer.world_size == 1 or not self._metrics.get("of_first")
+            is_same = is_of_each and self._metrics["ranks"] == trainer.world_size
             at = resumed["epoch_progress"]["current"]
             has_begun = at["processed"] < at["started"] and done["completed"] > 0
             is_open = has_begun or self._place in IN_EPOCH
             if is_open and not is_same:
                 self._tell_once(
-                    f"the sums of metrics over the epoch begin anew: {self._metrics['ranks']} ranks had "
-                    f"them, and there are {trainer.world_size}"
+                    "the sums of metrics over the epoch begin anew: those of each rank are for the same "
+                    f"layout alone; {self._metrics['ranks']} ranks had them, and there are "
+                    f"{trainer.world_size}"
                 )
             Metrics(trainer).load_state_dict(self._metrics, has_sums=is_same, is_in_epoch=is_open)
             if is_open:
@@ -655,6 +658,8 @@ class _Rest:
         """Return what was loaded, with this rank's own parts in the place of the first one's."""
         rest, self.value = self.value, None
         own, self.of_rank.loaded = self.of_rank.loaded, None
+        if own is None and rest is not None and rest.get(METRICS):
+            rest[METRICS]["of_first"] = True  # of an earlier version, or on another layout
         for (*path, name), value in zip(_OWN, own or ()):
             if value is not None:
                 inner = rest

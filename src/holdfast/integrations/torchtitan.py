@@ -30,6 +30,7 @@ from holdfast.checkpointer import Checkpointer
 from holdfast.delta.options import Delta
 from holdfast.errors import UsageError
 from holdfast.interop.detect import detect
+from holdfast.looking import open as open_step
 from holdfast.looking import steps
 from holdfast.memory.options import Memory
 from holdfast.once import load, save
@@ -125,11 +126,8 @@ class HoldfastCheckpointManager(CheckpointManager):
 
     def _load_initial(self) -> bool:
         path = self.initial_load_path
-        is_other = path is None or self.initial_load_in_hf or detect(path) is not None
-        if is_other or not steps(path):
-            return bool(
-                super()._load()
-            )  # also torchtitan's last step, which names weights otherwise
+        if path is None or self.initial_load_in_hf or not steps(path) or _is_of_weights(path):
+            return bool(super()._load())
         if self.initial_load_model_only:
             load(path, {MODEL: self._live[MODEL]})
         else:
@@ -233,3 +231,11 @@ def _before_its_first_batch(iterator: Any, call: Callable[[], None]) -> Any:
 
     iterator._next_data = first
     return iterator
+
+
+def _is_of_weights(path: str) -> bool:
+    """True for a step of weights alone as torchtitan saves its last one: their names have no `model.`."""
+    if detect(path) != "dcp":
+        return False
+    with open_step(path) as step:
+        return not any(name.startswith("model.") for name in step.names())

@@ -25,7 +25,7 @@ import re
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from glob import escape
@@ -45,9 +45,9 @@ from holdfast.checkpointer import Checkpointer
 from holdfast.errors import NotFound, NotRecoverable, UsageError, warn_user
 from holdfast.integrations.accelerate import LoaderDraws, bare, check_engine
 from holdfast.once import load
+from holdfast.restore.reading import OWN
 from holdfast.state.trainable import trainable_only
 from holdfast.state.window import wait_for_copies
-from holdfast.store import keys_below, open_store
 
 __all__ = ["HoldfastCallback", "HoldfastTrainer", "with_holdfast"]
 
@@ -139,8 +139,8 @@ class _Holdfast(_Mixin):
         that the Trainer itself has written is resumed from as ever."""
         run = self._holdfast
         if self.args.save_strategy != SaveStrategy.NO:
-            for callback in self.callback_handler.callbacks:
-                _refuse_upload(callback)
+            is_first = self.is_world_process_zero()
+            _refuse_uploads(self.callback_handler.callbacks, is_first=is_first)
         if trial is not None:
             raise UsageError(
                 "HoldfastTrainer: a search for hyperparameters has many runs, not one root"
@@ -500,12 +500,12 @@ def _left_out(root: str, folder: str) -> Iterator[None]:
 
 def _patterns_of(root: str, folder: str) -> list[str]:
     """Return patterns, relative to `folder`, of all that lies in a root; none if it lies elsewhere."""
+    root = root.removeprefix("file://")
     if "://" in root:
         return []
     place, within = Path(root).resolve(), Path(folder).resolve()
     if place == within:  # beside what is uploaded
-        tops = {key.partition("/")[0] for key in keys_below(open_store(root), [""])}
-        return [pattern for top in sorted(map(escape, tops)) for pattern in (top, f"{top}/*")]
+        return [pattern for top in sorted(OWN) for pattern in (top, f"{top}/*")]
     if not place.is_relative_to(within):
         return []
     return [f"{escape(place.relative_to(within).as_posix())}/*"]
@@ -582,16 +582,27 @@ def _is_true(variable: str, *, default: bool = False) -> bool:
     return os.environ.get(variable, str(default)).upper() in {"1", "ON", "YES", "TRUE"}
 
 
-def _refuse_upload(callback: Any) -> None:
-    """UsageError for a callback that would look for the folder of a checkpoint at the first save."""
+def _refuse_uploads(callbacks: Sequence[Any], *, is_first: bool) -> None:
+    """UsageError, on all ranks, for a callback that would look for the folder of a checkpoint at the first
+    save.  The first rank decides, for callbacks act there alone.  Collective."""
+    mine = next(filter(None, map(_upload_of, callbacks)), None) if is_first else None
+    (found,) = broadcast_object_list([mine])
+    if found is not None:
+        name, way_out = found
+        raise UsageError(
+            f"HoldfastTrainer: {name} uploads the folder of each checkpoint, and there is none",
+            hint=f"{way_out}; holdfast={{'upload': 's3://bucket/run'}} copies steps to a bucket",
+        )
+
+
+def _upload_of(callback: Any) -> tuple[str, str] | None:
+    """Return the name of a callback of transformers' that uploads such a folder, and the way out."""
     for kind in type(callback).__mro__:
-        uploads, way_out = _UPLOADS.get(kind.__name__, (None, ""))
-        if uploads is not None and uploads(callback):
-            raise UsageError(
-                f"HoldfastTrainer: {kind.__name__} uploads the folder of each checkpoint, and there is "
-                "none",
-                hint=f"{way_out}; holdfast={{'upload': 's3://bucket/run'}} copies steps to a bucket",
-            )
+        if kind.__module__ == "transformers.integrations.integration_utils":
+            uploads, way_out = _UPLOADS.get(kind.__name__, (None, ""))
+            if uploads is not None and uploads(callback):
+                return kind.__name__, way_out
+    return None
 
 
 def _exchanges_weights(optimizer: Any) -> bool:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -26,6 +27,7 @@ from holdfast.format.manifest import FileEntry, decode
 from holdfast.memory.decision import Decision
 from holdfast.memory.node import messages as w
 from holdfast.saving import SaveOperation
+from holdfast.saving.durable import STUCK_S
 from holdfast.threads import Worker
 from holdfast.wire import WireError, encode_error, wire_error
 
@@ -61,10 +63,8 @@ class Storing:
         tier, client = self._tier, self._tier.agent.client
         try:
             with span("persist", step=op.step, bytes=file.bytes if file else 0):
-                try:
+                with self._handed_over_at_the_end(op):
                     tier.durable.write_attached(op)  # before any agent could commit late
-                finally:
-                    self.handed_over.set()
                 if file is not None and op.error is None:
                     client.ask(self._order(op, file))
         except Exception as failed:
@@ -86,6 +86,20 @@ class Storing:
                     client.ask(w.Settled(tier.agent.job, tier.attempt(op)), timeout_s=10.0)
         op.end()
         tier.durable.steps.tidy(op)
+
+    @contextmanager
+    def _handed_over_at_the_end(self, op: SaveOperation) -> Iterator[None]:
+        """Let new snapshots wait in this block, but not for storage that does not answer: then they may
+        take the image's place, and the save fails."""
+        late = threading.Timer(STUCK_S, self.handed_over.set)
+        late.daemon = True
+        if op.request.attached is not None:
+            late.start()
+        try:
+            yield
+        finally:
+            late.cancel()
+            self.handed_over.set()
 
     def _judge(self, op: SaveOperation, answers: list[bytes], manifest: bytes) -> Decision:
         """Commit, on rank 0, if every rank's image is in storage."""

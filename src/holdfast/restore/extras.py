@@ -5,6 +5,7 @@ Planned, and refused where it must be, before any tensor is read; put back when 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
@@ -205,12 +206,15 @@ class ExtrasRestorer:
         """Tensors inside the state_dict of objects, and those that a user's dict lacks, get memory of
         their own; the latter are unexpected unless strict is off."""
         in_modules = set(self._tensors_of_modules())
+        saved = self.checkpoint.manifest.extras
+        in_deques = {name for key in self.state for name in _in_deques(saved.get(key))}
         for name in self.checkpoint.object_tensors:
             key = name.split(".", 1)[0]
             if key not in self.state or name in live.tensors or name in live.apart:
                 continue
             of_object = is_stateful(self.state[key])
             of_object = of_object or (key in self._nested and self._nested[key].has(name))
+            of_object = of_object or name in in_deques  # which is as long as it was then
             if stages(self.state[key]) is not None or self.options.only is not None:
                 if name not in in_modules:
                     continue
@@ -486,11 +490,17 @@ class ExtrasRestorer:
         inside.put(self._decode)
         found = self._decode(inside.tree, live)
         if isinstance(live, dict) and isinstance(found, dict):
+            if not self.options.strict:
+                _keep_missing(live, found)
             live.clear()
             live.update(found)
             return live
         if isinstance(live, list) and isinstance(found, list):
             live[:] = found
+            return live
+        if isinstance(live, deque) and isinstance(found, deque) and live.maxlen == found.maxlen:
+            live.clear()
+            live.extend(found)
             return live
         return found
 
@@ -516,6 +526,24 @@ class ExtrasRestorer:
             raise FormatError(f"malformed extras: unknown tag {tag!r}")
 
         return extras.decode(tree, on_other)
+
+
+def _keep_missing(live: dict[Any, Any], found: dict[Any, Any]) -> None:
+    """Add to what was saved the tensors that it lacks, which were told as left as they are."""
+    for key, value in live.items():
+        if key not in found:
+            found.update({key: value} if any(True for _ in tensors_in(value)) else {})
+        elif isinstance(value, dict) and isinstance(found[key], dict):
+            _keep_missing(value, found[key])
+
+
+def _in_deques(tree: Any) -> Iterator[str]:
+    """Names of tensors that the deques in a value hold."""
+    if isinstance(tree, dict) and set(tree) == {"$deque"}:
+        yield from referred(tree)
+    elif isinstance(tree, (dict, list)):
+        for one in tree.values() if isinstance(tree, dict) else tree:
+            yield from _in_deques(one)
 
 
 def _with_paths(live: Any) -> Iterable[tuple[str, torch.Tensor]]:

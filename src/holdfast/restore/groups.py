@@ -32,7 +32,7 @@ def match_groups(key: str, tree: Any, pairs: Pairs) -> list[int | None]:
     origin: list[int | None] = []
     for number, params in enumerate(pairs):
         found = sorted({group_of[name] for name, _ in params if name in group_of})
-        hypers = {msgspec.json.encode(groups[i]["hyper"]): i for i in found}
+        hypers = {_told_apart(groups[i]["hyper"]): i for i in found}
         if len(hypers) > 1:
             some = [groups[i]["hyper"] for i in hypers.values()]
             unlike = sorted(
@@ -46,6 +46,12 @@ def match_groups(key: str, tree: Any, pairs: Pairs) -> list[int | None]:
         empty = number if not params and number < len(groups) else None
         origin.append(next(iter(hypers.values()), empty))
     return origin
+
+
+def _told_apart(hyper: dict[str, Any]) -> bytes:
+    """Hyper-parameters as bytes that are the same for equal ones, in whatever order they were given."""
+    own = {k: v for k, v in hyper.items() if k not in HOW}
+    return msgspec.json.encode(own, order="deterministic")
 
 
 def hypers_after(key: str, tree: Any, groups: list[Group], pairs: Pairs) -> list[dict[str, Any]]:

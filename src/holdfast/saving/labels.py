@@ -1,39 +1,81 @@
-"""The labels of a root that were given to steps on their way: what becomes of them when the save has ended.
+"""The labels that were given to steps on their way: what becomes of them when the save has ended.
 
-They are given by `Checkpointer.pin`, which notes them in `RootSteps.pinned`; see `checkpoint.notes`.
+They are given by `Checkpointer.pin`, which notes them in `Known.given`; see `checkpoint.notes`.  No save
+fails because of them: the user is warned instead.
 """
 
 from __future__ import annotations
 
 from holdfast.checkpoint import notes
+from holdfast.errors import HoldfastError
 from holdfast.format.manifest import Manifest
 from holdfast.saving.operation import SaveOperation
 from holdfast.saving.steps import RootSteps
 
 
-def committed(steps: RootSteps, op: SaveOperation, manifest: Manifest) -> list[str]:
+def committed(steps: RootSteps, op: SaveOperation, manifest: Manifest) -> None:
     """Have labels of a step that is committed name it, but for those that were given to another run's.
-    Return what the user is to be told."""
-    news = notes.release(steps.store, manifest, op.outcome.replaced, steps.pinned)
-    if given := _given(steps, op.step):
-        news += notes.conclude(steps.store, op.step, given, is_saved=True)
-    return news
+
+    Called while `committing` is held.
+    """
+    try:
+        others = _others(steps, op.step).pop(op.step, None)
+        if op.outcome.replaced is not None:
+            steps.news += notes.release(
+                steps.store, manifest, op.outcome.replaced, steps.known.given
+            )
+        elif others:
+            steps.news += notes.release(steps.store, manifest, None, steps.known.given, only=others)
+        _conclude(steps, op.step, is_saved=True)
+    except Exception as error:
+        steps.known.orphans = steps.known.orphans or {}  # it is told once
+        steps.news.append(f"step {op.step} is saved, and what its labels are is not known: {error}")
 
 
-def left_out(steps: RootSteps, step: int) -> list[str]:
-    """Have labels of a step that was not saved name what they named before."""
-    given = _given(steps, step)
-    return notes.conclude(steps.store, step, given, is_saved=False) if given else []
+def left_out(steps: RootSteps, op: SaveOperation) -> None:
+    """Have labels of a step that was not saved name what they named before, unless another save of it is on
+    its way, or it may be there."""
+    step, is_uncertain = op.step, op.outcome.is_uncertain
+    try:
+        with steps.committing:
+            if not (is_uncertain or step in tuple(steps.under_way.values())):
+                if not notes.is_there(steps.store, step):
+                    _conclude(steps, step, is_saved=False)
+    except Exception as error:
+        steps.news.append(
+            f"step {step} was not saved, and what its labels name is not known: {error}"
+        )
+
+
+def _conclude(steps: RootSteps, step: int, *, is_saved: bool) -> None:
+    run = None if steps.claim is None else steps.claim.run
+    given = [entry for entry in tuple(steps.known.given) if entry[1:] == (run, step)]
+    if given:
+        labels = [label for label, *_ in given]
+        steps.news += notes.conclude(steps.store, step, labels, is_saved=is_saved)
+        steps.known.given.difference_update(given)
+
+
+def _others(steps: RootSteps, step: int) -> dict[int, list[str]]:
+    """The labels of steps that were not there before `step`, the first one of this run, was committed, by
+    step: they were given to saves of other runs that never ended."""
+    known = steps.known
+    if known.orphans is None:
+        pinned = notes.read_notes(steps.store).pinned if known.has_notes else {}
+        mine = {label for label, *_ in tuple(steps.known.given)}
+        there = {s for s in pinned if s != step and notes.is_there(steps.store, s)}
+        found = {s: [k for k in labels if k not in mine] for s, labels in pinned.items()}
+        known.orphans = {s: labels for s, labels in found.items() if s not in there}
+    return known.orphans
 
 
 def adopt(steps: RootSteps, step: int) -> None:
     """Let a step that is saved anew, as it was, have the labels that it was given on its way."""
-    if steps.claim and steps.known.has_notes and not notes.is_there(steps.store, step):
-        labels = notes.read_notes(steps.store).pinned.get(step, ())
-        steps.pinned |= {(label, steps.claim.run, step) for label in labels}
-
-
-def _given(steps: RootSteps, step: int) -> list[str]:
-    """The labels that this process has given to a step while it was on its way."""
-    run = None if steps.claim is None else steps.claim.run
-    return [label for label, *of in steps.pinned if of == [run, step]]
+    try:
+        if steps.claim and steps.known.has_notes and not notes.is_there(steps.store, step):
+            labels = notes.read_notes(steps.store).pinned.get(step, ())
+            steps.known.given |= {(label, steps.claim.run, step) for label in labels}
+    except HoldfastError as error:
+        steps.news.append(
+            f"step {step} is saved anew, and what its labels are is not known: {error}"
+        )

@@ -30,10 +30,14 @@ class Noting:
 
     def pin(self, step: Any, label: Any) -> None:
         step, label = step_of(step, "Checkpointer.pin"), notes.label_of(label, "Checkpointer.pin")
-        store, lock = self._steps.store, self._steps.committing
         if step in self._coming:
-            self._steps.pinned.add((label, self._coming[step], step))
-        self._on_rank0(lambda: notes.pin(store, step, label, coming=self._coming, lock=lock))
+            self._steps.known.given.add((label, self._coming[step], step))
+        self._on_rank0(lambda: self._pin(step, label))
+
+    def _pin(self, step: int, label: str) -> None:
+        steps = self._steps
+        with steps.committing:  # so that no save of it ends meanwhile
+            notes.pin(steps.store, step, label, coming=tuple(steps.under_way.values()))
 
     def unpin(self, label: Any) -> None:
         label = notes.label_of(label, "Checkpointer.unpin")

@@ -72,9 +72,9 @@ class Saver:
         also ends if it was interrupted, as by Ctrl-C, so that nobody waits for it."""
         try:
             op.collect(describe_live)
-        finally:
             if not op.request.busy:  # else the copy under way still needs the window before
                 self._gate.window = op.window
+        finally:
             self._worker.submit(op.guarded, op.run)
         return op.save
 

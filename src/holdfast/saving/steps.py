@@ -37,15 +37,15 @@ class RootSteps:
         self.worker = Worker("holdfast-tidy")
         self._rank = rank
         self._keep = keep
-        self._watched: dict[int, int] = {}
-        """RootSteps of the operations that have begun and not ended, on this rank, by their number."""
+        self.under_way: dict[int, int] = {}
+        """Steps of the operations that have begun and not ended, on this rank, by their number."""
         self._lock = threading.Lock()
         self.committing = threading.Lock()
         """Held while a step is committed, deleted or pinned."""
-        self.pinned: set[tuple[str, int, int]] = set()
-        """Labels that this process has given to steps on their way, each with the run and the step."""
         self.reading: set[int] = set()
         """Steps that are being copied to another home: nothing deletes them meanwhile."""
+        self._was_held = False
+        """True if steps may have stayed because of that alone."""
         self.news: list[str] = []
         """Messages that the user is to be told."""
         self._is_blind = False
@@ -53,22 +53,21 @@ class RootSteps:
     @property
     def is_saving(self) -> bool:
         """True if a save is under way on this rank."""
-        return bool(self._watched)
+        return bool(self.under_way)
 
     def watch_over(self, op: SaveOperation) -> None:
         """Let nothing of the operation's step be tidied away until `let_go`."""
         with self._lock:
-            self._watched[op.number] = op.step
+            self.under_way[op.number] = op.step
 
     def let_go(self, op: SaveOperation, error: BaseException | None) -> None:
         """Say that the operation has ended."""
         with self._lock:
-            self._watched.pop(op.number, None)
-        was_left_out = op.save.skipped or (error is not None and not op.outcome.is_uncertain)
-        if was_left_out and self._rank == 0 and self.pinned:
+            self.under_way.pop(op.number, None)
+        if self._rank == 0 and self.known.given and (op.save.skipped or error is not None):
             from holdfast.saving import labels
 
-            self.news += labels.left_out(self, op.step)
+            self._later(labels.left_out, self, op)
 
     def commit(self, op: SaveOperation, make: Callable[[], Manifest]) -> dict[int, WireError]:
         """Make a step exist, all the files of which are written.  On rank 0; returns its error, by rank.
@@ -84,7 +83,7 @@ class RootSteps:
                 if self.claim and (op.outcome.replaced is not None or self.known.has_notes):
                     from holdfast.saving import labels
 
-                    self.news += labels.committed(self, op, manifest)
+                    labels.committed(self, op, manifest)
         except Exception as error:
             op.outcome.is_uncertain = isinstance(error, (Unavailable, Deadline))
             return {0: WireError.of(error, "commit")}
@@ -106,10 +105,14 @@ class RootSteps:
 
     def tidy_again(self, step: int) -> None:
         """Delete what stayed while a step was being read; in the background, or here after `close`."""
+        if self._was_held:
+            self._later(self._tidy, -1, step, None)
+
+    def _later(self, work: Callable[..., object], *args: object) -> None:
         try:
-            self.worker.submit(self._tidy, -1, step, None)
-        except RuntimeError:
-            self._tidy(-1, step, None)
+            self.worker.submit(work, *args)
+        except RuntimeError:  # it is shut
+            work(*args)
 
     def tidy_log(self) -> None:
         """Tidy up what goes with the steps, if there is anything."""
@@ -125,7 +128,7 @@ class RootSteps:
         try:
             with span("tidy", step=step):
                 with self._lock:  # they may end in another order than they began
-                    watched = dict(self._watched)
+                    watched = dict(self.under_way)
                 if self.claim is None:  # a save by itself
                     discard(self.store, step, replaced)
                     return
@@ -146,6 +149,7 @@ class RootSteps:
 
         try:
             spare = (*spare, *self.reading)
+            self._was_held = bool(self.reading)
             return prune(self.store, self._keep, spare=spare, lock=self.committing, keys=keys)
         except FormatError as error:
             if not self._is_blind:

@@ -92,8 +92,11 @@ class Megatron(Source):
     # -- what is neither a weight nor its state ------------------------------------------------
 
     def extras(self) -> dict[str, Any]:
-        """The loss scalers; Megatron's optimizers know no scheduler.  Those of a chain see other gradients,
-        so one may have backed off: then each is told, beside the first one's, which is of all else."""
+        """The loss scalers; Megatron's optimizers know no scheduler.
+
+        Those of a chain see other gradients, so one may have backed off: if they differ, `grad_scalers`
+        lists all of them, and `grad_scaler` is the first one's.
+        """
         states = [scaler.state_dict() for scaler in self._scalers]
         if not states:
             return {}

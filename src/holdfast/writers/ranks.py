@@ -60,9 +60,14 @@ class Ranks:
             found = [decode_msgpack(a, tuple[int, str]) for a in answers]
             other = next((r for r, one in enumerate(found) if one != found[0]), None)
             if other is not None:
+                (here, _), (there, _) = found[0], found[other]
+                what = (
+                    f"step {there}, and rank 0 step {here}"
+                    if here != there
+                    else "other files than rank 0"
+                )
                 raise UsageError(
-                    f"rank {other} has opened step {found[other][0]}, and rank 0 step {found[0][0]}, or "
-                    "the source has changed between",
+                    f"rank {other} has opened {what}",
                     hint="name the step, as URL@STEP, and convert what nobody writes to",
                 )
             return b""
