@@ -175,7 +175,9 @@ def test_a_label_that_moves_to_and_fro(root: Store) -> None:
     for step in (100, 200, 100):
         notes.pin(root, step, "best", coming=[100, 200])
     (told,) = notes.conclude(root, 100, ["best"], is_saved=False)
-    assert told.startswith("step 100 was not saved: the label 'best'")
+    assert told == "step 100 was not saved: the label 'best' names step 50 again"
+    assert notes.conclude(root, 200, ["best"], is_saved=False) == []
+    assert notes.read_notes(root).labels == {"best": 50}
 
 
 def test_a_label_that_moves_or_goes_keeps_nothing(root: Store) -> None:

@@ -194,7 +194,8 @@ def pin(
         former = notes.labels.get(label)
         if not is_coming:
             return with_labels(notes, {label: step, **dict.fromkeys(_kept_for(notes, label), None)})
-        own = {} if former in (None, step) else {_before(label, step): former}
+        moves = former not in (None, step) and _before(label, step) not in notes.live_labels
+        own = {_before(label, step): former} if moves else {}
         return with_labels(notes, {label: step, **own})
 
     with lock or nullcontext():
@@ -265,10 +266,7 @@ def conclude(store: Store, step: int, labels: Collection[str], *, is_saved: bool
             found.extend([f"the label {label!r} {_again(former)}"] if is_here else [])
         return with_labels(notes, changes)
 
-    try:
-        change(store, edit)
-    except HoldfastError as error:
-        return [f"what labels of step {step} name is not known: {error}"]
+    change(store, edit)
     return [f"step {step} was not saved: {'; '.join(found)}"] if found else []
 
 

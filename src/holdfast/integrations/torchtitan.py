@@ -124,9 +124,18 @@ class HoldfastCheckpointManager(CheckpointManager):
         found = self.ckpt.find()
         return None if found is None else found.step
 
+    def _is_of_weights(self, path: str) -> bool:
+        """True for a step of weights alone, as torchtitan saves its last one: names are the model's own,
+        without a key before them."""
+        if detect(path) != "dcp":
+            return False
+        with open_step(path) as step:
+            own = {name for part in self._live[MODEL] for name in part.state_dict()}
+            return not own.isdisjoint(step.names())
+
     def _load_initial(self) -> bool:
         path = self.initial_load_path
-        if path is None or self.initial_load_in_hf or not steps(path) or _is_of_weights(path):
+        if path is None or self.initial_load_in_hf or not steps(path) or self._is_of_weights(path):
             return bool(super()._load())
         if self.initial_load_model_only:
             load(path, {MODEL: self._live[MODEL]})
@@ -231,11 +240,3 @@ def _before_its_first_batch(iterator: Any, call: Callable[[], None]) -> Any:
 
     iterator._next_data = first
     return iterator
-
-
-def _is_of_weights(path: str) -> bool:
-    """True for a step of weights alone as torchtitan saves its last one: their names have no `model.`."""
-    if detect(path) != "dcp":
-        return False
-    with open_step(path) as step:
-        return not any(name.startswith("model.") for name in step.names())

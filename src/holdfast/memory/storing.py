@@ -49,6 +49,8 @@ class Storing:
         """Set while no image waits for the agent to be told to write it; one that does must stay
         the newest."""
         self.handed_over.set()
+        self._newest = 0
+        """Number of the newest operation that stores a snapshot."""
         self.left_to_agents = False
         """On rank 0: True if a step is for its agent to commit, when this process has left."""
 
@@ -56,6 +58,7 @@ class Storing:
         """Start to store a snapshot; returns at once.  `file` is this rank's image, None if it has
         none."""
         self.handed_over.clear()
+        self._newest = op.number
         self.worker.submit(op.guarded, self._store, op, file, manifest)
 
     def _store(self, op: SaveOperation, file: FileEntry | None, manifest: bytes) -> None:
@@ -91,15 +94,20 @@ class Storing:
     def _handed_over_at_the_end(self, op: SaveOperation) -> Iterator[None]:
         """Let new snapshots wait in this block, but not for storage that does not answer: then they may
         take the image's place, and the save fails."""
-        late = threading.Timer(STUCK_S, self.handed_over.set)
+
+        def set_it() -> None:
+            if self._newest == op.number:  # else another image waits by now
+                self.handed_over.set()
+
+        late = threading.Timer(STUCK_S, set_it)
         late.daemon = True
-        if op.request.attached is not None:
-            late.start()
         try:
+            with suppress(RuntimeError):  # the host has no more threads
+                late.start()
             yield
         finally:
             late.cancel()
-            self.handed_over.set()
+            set_it()
 
     def _judge(self, op: SaveOperation, answers: list[bytes], manifest: bytes) -> Decision:
         """Commit, on rank 0, if every rank's image is in storage."""

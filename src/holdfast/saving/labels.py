@@ -7,7 +7,7 @@ fails because of them: the user is warned instead.
 from __future__ import annotations
 
 from holdfast.checkpoint import notes
-from holdfast.errors import HoldfastError
+from holdfast.errors import FormatError, HoldfastError
 from holdfast.format.manifest import Manifest
 from holdfast.saving.operation import SaveOperation
 from holdfast.saving.steps import RootSteps
@@ -19,16 +19,15 @@ def committed(steps: RootSteps, op: SaveOperation, manifest: Manifest) -> None:
     Called while `committing` is held.
     """
     try:
-        others = _others(steps, op.step).pop(op.step, None)
-        if op.outcome.replaced is not None:
-            steps.news += notes.release(
-                steps.store, manifest, op.outcome.replaced, steps.known.given
-            )
+        others, given, replaced = _others(steps, op.step), steps.known.given, op.outcome.replaced
+        if replaced is not None:
+            steps.news += notes.release(steps.store, manifest, replaced, given)
         elif others:
-            steps.news += notes.release(steps.store, manifest, None, steps.known.given, only=others)
+            steps.news += notes.release(steps.store, manifest, None, given, only=others)
         _conclude(steps, op.step, is_saved=True)
     except Exception as error:
-        steps.known.orphans = steps.known.orphans or {}  # it is told once
+        if steps.known.orphans is None and isinstance(error, FormatError):
+            steps.known.orphans = {}  # it is told once
         steps.news.append(f"step {op.step} is saved, and what its labels are is not known: {error}")
 
 
@@ -48,25 +47,28 @@ def left_out(steps: RootSteps, op: SaveOperation) -> None:
 
 
 def _conclude(steps: RootSteps, step: int, *, is_saved: bool) -> None:
+    """Do so with the labels that this process has given to the step; it knows them until it is done."""
+    given = [entry for entry in tuple(steps.known.given) if entry[2] == step]
     run = None if steps.claim is None else steps.claim.run
-    given = [entry for entry in tuple(steps.known.given) if entry[1:] == (run, step)]
-    if given:
-        labels = [label for label, *_ in given]
+    if labels := [label for label, of, _ in given if of == run]:
         steps.news += notes.conclude(steps.store, step, labels, is_saved=is_saved)
-        steps.known.given.difference_update(given)
+    steps.known.given.difference_update(given)
 
 
-def _others(steps: RootSteps, step: int) -> dict[int, list[str]]:
-    """The labels of steps that were not there before `step`, the first one of this run, was committed, by
-    step: they were given to saves of other runs that never ended."""
+def _others(steps: RootSteps, step: int) -> list[str]:
+    """The labels of a step that were given to saves of it by other runs, which never ended: by this process
+    before it went back, or by others, as the first commit of this run finds them."""
     known = steps.known
-    if known.orphans is None:
-        pinned = notes.read_notes(steps.store).pinned if known.has_notes else {}
-        mine = {label for label, *_ in tuple(steps.known.given)}
+    run = None if steps.claim is None else steps.claim.run
+    mine = [(label, of) for label, of, given_to in tuple(known.given) if given_to == step]
+    if known.orphans is None and known.has_notes:
+        pinned = notes.read_notes(steps.store).pinned
         there = {s for s in pinned if s != step and notes.is_there(steps.store, s)}
-        found = {s: [k for k in labels if k not in mine] for s, labels in pinned.items()}
+        ours = {label for label, *_ in tuple(known.given)}
+        found = {s: [k for k in labels if k not in ours] for s, labels in pinned.items()}
         known.orphans = {s: labels for s, labels in found.items() if s not in there}
-    return known.orphans
+    others = (known.orphans or {}).pop(step, [])
+    return [*others, *(label for label, of in mine if of != run)]
 
 
 def adopt(steps: RootSteps, step: int) -> None:

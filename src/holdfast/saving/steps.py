@@ -44,8 +44,6 @@ class RootSteps:
         """Held while a step is committed, deleted or pinned."""
         self.reading: set[int] = set()
         """Steps that are being copied to another home: nothing deletes them meanwhile."""
-        self._was_held = False
-        """True if steps may have stayed because of that alone."""
         self.news: list[str] = []
         """Messages that the user is to be told."""
         self._is_blind = False
@@ -105,7 +103,7 @@ class RootSteps:
 
     def tidy_again(self, step: int) -> None:
         """Delete what stayed while a step was being read; in the background, or here after `close`."""
-        if self._was_held:
+        if self.known.last[0] >= 0:  # before its first commit a run deletes nothing
             self._later(self._tidy, -1, step, None)
 
     def _later(self, work: Callable[..., object], *args: object) -> None:
@@ -149,7 +147,6 @@ class RootSteps:
 
         try:
             spare = (*spare, *self.reading)
-            self._was_held = bool(self.reading)
             return prune(self.store, self._keep, spare=spare, lock=self.committing, keys=keys)
         except FormatError as error:
             if not self._is_blind:
