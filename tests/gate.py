@@ -28,7 +28,7 @@ KEPT: dict[str, tuple[str, ...]] = {
         r"test_(a|two|another).*",
     ),
     "crash/test_kill_at_random.py": (),
-    "crash/test_mixed_overwrite.py": (r"test_holdfast.*",),
+    "crash/test_mixed_overwrite.py": (),
     "delta/test_delta_lives.py": (
         r"test_all_processes_are_killed\[fsdp\]",
         r"test_fewer_ranks_with_each_optimizer\[adam\]",
@@ -43,7 +43,10 @@ KEPT: dict[str, tuple[str, ...]] = {
         r"test_(?!bfloat16|every_optimizer|replayed_in_blocks|accumulated).*",
     ),
     "delta/test_killed_at_random.py": (r"test_at_a_random_moment\[(adamw-masters|sgd-float32)\]",),
-    "delta/test_kills.py": (r"test_a_(node_dies|writer_dies|trainer_dies).*",),
+    "delta/test_kills.py": (
+        r"test_a_(node_dies|writer_dies).*",
+        r"test_a_trainer_dies(_while_ranks.*)?",
+    ),
     "delta/test_offline.py": (
         r"test_any_recorded_step_becomes_a_full_one\[(momentum|adamw-two-groups)\]",
         r"test_(?!any_recorded).*",
@@ -60,7 +63,6 @@ KEPT: dict[str, tuple[str, ...]] = {
         r"test_live\[save_bf16_(tp2_zero|tp2_pp2)\]",
         r"test_live\[resume_bf16_(tp2_zero_as_tp2_zero|tp2_pp2_as_tp2_pp2)\]",
         r"test_live\[(another_model_is_refused|what_modules_say_besides_is_refused)\]",
-        r"test_as_megatron_loads\[read_tp2_dp2_zero_bf16\]",
     ),
     "distributed/test_ucp.py": (),
     "distributed/test_universal.py": (r"test_an_engine_continues\[1-2\]",),
@@ -71,9 +73,12 @@ KEPT: dict[str, tuple[str, ...]] = {
         r"test_a_root_that_is_lost.*\[steps-are-held-up\]",
         r"test_(?!a_root_that_is_lost|close).*",
     ),
-    "interop/test_deepspeed.py": (r"test_(?!experts|a_grid|pipeline_of_bf16).*",),
+    "interop/test_deepspeed.py": (
+        r"test_(?!experts|a_grid|pipeline_of_bf16|every_element\[z1-dp3).*",
+    ),
     "launching/test_run.py": (
-        r"test_(a_spare|what_the_script_itself_does\[raise\]|what_cannot).*",
+        r"test_(a_spare_takes|what_the_script_itself_does\[raise\]|what_cannot).*",
+        r"test_a_spare_prints.*\[rank 0\]",
     ),
     "memory/test_agent_verb.py": (r"test_(?!a_silent_agent).*",),
     "memory/test_deaths.py": (r"test_an_agent_dies_while_a_restart.*",),
@@ -87,9 +92,8 @@ KEPT: dict[str, tuple[str, ...]] = {
     "memory/test_late.py": (r"test_(another|it_waits|a_late).*",),
     "memory/test_lives.py": (
         r"test_all_processes_are_killed\[fsdp\]",
-        r"test_nodes_are_lost\[(copy-lost0-fsdp|rs\(2\)-lost5-fsdp)\]",
+        r"test_nodes_are_lost\[rs\(2\)-lost5-fsdp\]",
         r"test_replicas_protect_each_other_without_the_network\[hsdp-parity-lost1\]",
-        r"test_a_snapshot_and_its_guard_spread_over_steps\[all fits\]",
         r"test_snapshots_from_gradients\[ddp\]",
         r"test_another_number_of_nodes\[nodes1-fsdp\]",
         r"test_restarts_over_the_same_damage_converge\[the newest snapshot\]",

@@ -341,7 +341,7 @@ def test_what_ranks_print_is_seen_at_once(tmp_path: Path) -> None:
     """Not only when a buffer is full: torchrun starts `python -u`."""
     script, stop = tmp_path / "script.py", tmp_path / "stop"
     script.write_text(
-        "import pathlib, sys, time\nprint('no line yet', end='')\n"
+        "import pathlib, sys, time\nprint('a line')\n"
         "while not pathlib.Path(sys.argv[1]).exists():\n    time.sleep(0.05)\n"
     )
     given = {name: value for name, value in environment().items() if name != "PYTHONUNBUFFERED"}
@@ -349,7 +349,7 @@ def test_what_ranks_print_is_seen_at_once(tmp_path: Path) -> None:
     with (tmp_path / "printed").open("w") as file:
         started = subprocess.Popen(command, env=given, stdout=file)
     try:
-        until(lambda: (tmp_path / "printed").read_text() == "no line yet", 40)
+        until(lambda: (tmp_path / "printed").read_text() == "a line\n", 40)
         stop.touch()
         assert started.wait(60) == 0
     finally:

@@ -37,7 +37,7 @@ def become(start: Start, end: socket.socket, stacks: int) -> None:
     os.setsid()
     recovery.listen_to(WorkerEnd(end, is_spare=start.is_spare))
     recovery.write_to(start.stdout, start.stderr)
-    _unbuffer()
+    _write_lines()
     if start.is_spare:
         for name in _OF_A_RANK:
             os.environ.pop(name, None)
@@ -64,21 +64,14 @@ def fail(error: BaseException) -> None:
             json.dump({"message": {"message": kind[-500:], "extraInfo": about}}, file)
 
 
-def _unbuffer() -> None:
-    """Have what is printed go out at once, as under torchrun, which starts `python -u`."""
-    for name, fd in (("stdout", 1), ("stderr", 2)):
-        before = getattr(sys, name)
-        if not isinstance(before, io.TextIOWrapper):  # none, or that of a preloaded module
-            continue
-        stream = io.TextIOWrapper(
-            io.FileIO(fd, "w", closefd=False),  # without a buffer, as Python does it
-            encoding=before.encoding,
-            errors=before.errors,
-            newline="\n",
-            write_through=True,
-        )
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
+def _write_lines() -> None:
+    """Have each line that is printed go out at once, and whole, so that lines of ranks do not mix.
+
+    Torchrun's `python -u` writes a line and its end one after the other.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # else there is none, or a preloaded module's
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _reseed() -> None:
