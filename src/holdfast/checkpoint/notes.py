@@ -25,7 +25,6 @@ import math
 import re
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import msgspec
@@ -180,14 +179,13 @@ def pin(
     label: str,
     *,
     coming: Collection[int] = (),
-    lock: AbstractContextManager[Any] | None = None,
     second_look_s: float = 0.0,
 ) -> None:
     """Let `label` name a step, and no other one.  NotFound if there is no such step, and it is not
     `coming`.
 
-    `lock`: held by whoever deletes steps in this process.  `second_look_s`: of other processes nobody
-    knows what they are deleting, so look once more after that time.
+    Called while nobody deletes steps in this process.  `second_look_s`: of other processes nobody knows
+    what they are deleting, so look once more after that time.
     """
 
     def edit(notes: Notes) -> Notes:
@@ -198,11 +196,10 @@ def pin(
         own = {_before(label, step): former} if moves else {}
         return with_labels(notes, {label: step, **own})
 
-    with lock or nullcontext():
-        is_coming = step in coming and not is_there(store, step)
-        if step not in coming:
-            check_there(store, step)
-        change(store, edit)
+    is_coming = step in coming and not is_there(store, step)
+    if step not in coming:
+        check_there(store, step)
+    change(store, edit)
     if step in coming:
         return
     if second_look_s:

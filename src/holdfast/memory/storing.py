@@ -102,8 +102,9 @@ class Storing:
         late = threading.Timer(STUCK_S, set_it)
         late.daemon = True
         try:
-            with suppress(RuntimeError):  # the host has no more threads
-                late.start()
+            if op.request.attached is not None:
+                with suppress(RuntimeError):  # the host has no more threads
+                    late.start()
             yield
         finally:
             late.cancel()
