@@ -152,6 +152,24 @@ def test_a_label_of_a_save_that_never_ended(root: Store, had_one: bool) -> None:
     assert notes.read_notes(root).live_labels == ({"best": 100} if had_one else {})
 
 
+def test_a_process_that_dies_between_a_commit_and_its_labels(root: Store) -> None:
+    """The label names the new step, and the one before stays, too, until the label is given again."""
+    saved(root, [100])
+    notes.pin(root, 100, "best")
+    notes.pin(root, 200, "best", coming=[200])
+    saved(root, [200])  # by a process that knows of no labels: they are as after a death
+    with holdfast.Checkpointer(root.url, {"x": torch.ones(3)}, keep=holdfast.Keep(last=1)) as ckpt:
+        assert ckpt.restore() == 200
+        ckpt.save(300).wait(60)
+        ckpt._tiers.durable.settle(60)
+        assert holdfast.steps(root.url) == [100, 200, 300]
+        ckpt.pin(200, "best")
+        assert notes.read_notes(root).labels == {"best": 200}
+        ckpt.save(400).wait(60)
+        ckpt._tiers.durable.settle(60)
+        assert holdfast.steps(root.url) == [200, 400]
+
+
 @pytest.mark.parametrize("saved_in_between", [True, False])
 def test_a_label_of_two_saves_in_flight(root: Store, saved_in_between: bool) -> None:
     saved(root, [100])
