@@ -16,6 +16,7 @@ import holdfast.roots
 from holdfast import Keep
 from holdfast.checkpoint import notes
 from holdfast.checkpoint.opened import Checkpoint
+from holdfast.errors import HoldfastError
 from holdfast.store import LocalStore, Store
 from holdfast.testing import Stopped
 
@@ -138,6 +139,33 @@ def test_a_pin_and_a_prune(monkeypatch) -> None:
         life(monkeypatch, store, [(9, 9.0)], keep=keep)
         assert contents(store) == {1: 1.0, 9: 9.0}
         assert leftovers(store) == [notes.NOTES_KEY]
+
+
+def labelled_life(monkeypatch, store: Store) -> None:
+    """A process that labels a save under way, and saves on, until its store is dead."""
+    monkeypatch.setattr(holdfast.roots, "open_store", lambda url: store)
+    with suppress(Stopped, HoldfastError):
+        ckpt = holdfast.Checkpointer(store.url, state_of(0), keep=Keep(last=1), deadline_s=60)
+        try:
+            save = ckpt.save(3)
+            ckpt.pin(3, "best")
+            save.wait(60)
+            ckpt.save(4).wait(60)
+        finally:
+            with suppress(Stopped, HoldfastError):
+                ckpt.close()
+
+
+def test_a_label_of_a_save_under_way(monkeypatch) -> None:
+    """Whenever the process dies, the step that has the label, or had it before, is there, and stays."""
+    base = memory()
+    life(monkeypatch, base, [(1, 1.0), (2, 2.0)])
+    notes.pin(base, 1, "best")
+    for when, store in each_death(base, lambda s: labelled_life(monkeypatch, s)):
+        for _ in range(2):
+            labels = notes.read_notes(store).live_labels
+            assert set(labels.values()) & set(contents(store)), (when, labels)
+            life(monkeypatch, store, [(9, 9.0)], keep=Keep(last=1))
 
 
 def dcp_life(monkeypatch, store: Store, step: int, value: float, **options) -> None:
