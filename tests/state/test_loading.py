@@ -200,6 +200,32 @@ def test_ties_that_are_new_or_gone(tmp_path: Path) -> None:
     assert torch.equal(optimizer.state[again.head.weight]["exp_avg"], moments[0])
 
 
+@pytest.mark.parametrize("shape", [(13, 8), (14, 8)])
+def test_two_weights_that_differ_do_not_become_one(tmp_path: Path, shape: tuple[int, int]) -> None:
+    """A model that was not tied when it was saved: the second of its weights would be lost."""
+    apart, tied = build(0), build(1)
+    apart.head.weight = nn.Parameter(torch.ones(shape))
+    holdfast.save(tmp_path, {"model": apart}, step=1)
+    before = tied.embed.weight.detach().clone()
+    said = "different values" if shape == (13, 8) else "this one was saved as"
+    expected = rf"model.head.weight \(here it is model.embed.weight, but .*{said}"
+    with pytest.raises(holdfast.errors.StateMismatch, match=expected):
+        holdfast.load(tmp_path, {"model": tied})
+    assert torch.equal(tied.embed.weight, before)
+    with pytest.warns(holdfast.errors.HoldfastWarning, match=expected):
+        holdfast.load(tmp_path, {"model": tied}, strict=False)
+    assert torch.equal(tied.embed.weight, apart.embed.weight)
+
+
+def test_a_tied_weight_can_be_chosen_by_each_of_its_names(tmp_path: Path) -> None:
+    saved = build(0)
+    holdfast.save(tmp_path, {"model": saved}, step=1)
+    for name in ("model.embed.weight", "model.head.weight"):
+        net = build(1)
+        holdfast.load(tmp_path, {"model": net}, only=name)
+        assert torch.equal(net.embed.weight, saved.embed.weight)
+
+
 def test_a_compiled_or_wrapped_model_has_the_same_names(root: Path) -> None:
     wrapped = nn.DataParallel(build(1))
     holdfast.load(root, {"model": wrapped})

@@ -194,3 +194,42 @@ def test_objects_in_objects_without_end_are_refused(tmp_path: Path) -> None:
         UsageError, match="s: objects whose state_dict\\(\\) has objects, deeper than"
     ):
         holdfast.save(tmp_path, {"s": Endless()}, step=1)
+
+
+class Averages(dict[str, Any]):
+    """A dict that has more to tell than what it holds."""
+
+    def __init__(self, count: int = 0, **values: Any) -> None:
+        super().__init__(values)
+        self.count = count
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "values": dict(self)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+        self.update(state["values"])
+
+
+class History(list[Any]):
+    """A list likewise; its state is the object itself."""
+
+    def __init__(self, number: int = 0, *values: Any) -> None:
+        super().__init__(values)
+        self.number = number
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number, "values": list(self)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.number, self[:] = state["number"], state["values"]
+
+
+@pytest.mark.parametrize("wrap", [lambda x: {"a": x}, lambda x: [1, x]], ids=["dict", "list"])
+def test_lists_and_dicts_that_are_objects_tell_for_themselves(tmp_path: Path, wrap: Any) -> None:
+    saved = [Averages(3, loss=torch.ones(4)), History(5, torch.full((40_000,), 2.0))]
+    here = [Averages(), History()]
+    averages, history = here
+    reloaded(tmp_path, wrap(saved), wrap(here))
+    assert averages.count == 3 and torch.equal(averages["loss"], torch.ones(4))
+    assert history.number == 5 and torch.equal(history[0], torch.full((40_000,), 2.0))

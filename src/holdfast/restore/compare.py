@@ -74,7 +74,24 @@ def compare(checkpoint: Checkpoint, live: Live, state: State, options: RestoreOp
         from holdfast.restore.apart import made_otherwise
 
         found.lines += made_otherwise(checkpoint, live, found.missing, found.lines)
+    if twice := _saved_twice(checkpoint, live):
+        from holdfast.restore.tied import differing
+
+        found.unexpected += differing(checkpoint, live, twice)
     return found
+
+
+def _saved_twice(checkpoint: Checkpoint, live: Live) -> dict[str, str]:
+    """Names of tensors that have another one here, by which they are filled, and are two in the checkpoint:
+    the first name by the further one."""
+    find = checkpoint.manifest.find
+    return {
+        name: first
+        for name, first in live.aliases.items()
+        if first in live.tensors
+        and None not in (both := {find(name), find(first)})
+        and len(both) == 2
+    }
 
 
 def _differ_in_rows(saved: tuple[int, ...], here: tuple[int, ...]) -> bool:

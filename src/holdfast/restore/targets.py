@@ -201,13 +201,13 @@ def targets(
                 ("buffer", named_buffers(module)),
             ):
                 for name, tensor in pairs:
-                    if id(tensor) in frozen:
-                        continue
                     full = f"{key}.{name}"
+                    if id(tensor) in frozen or not options.wanted(full):
+                        continue
                     first = seen.setdefault(id(tensor), full)
                     if first != full:
                         live.alias(full, first)
-                    elif options.wanted(full):
+                    else:
                         add_tensor(live, full, kind, tensor, source.master(tensor), steady=True)
         source = live.sources.of(value)
         if is_optimizer(value) and not source.by_master:
