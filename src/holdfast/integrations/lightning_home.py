@@ -1,0 +1,245 @@
+"""What a fit under Lightning saves into: a root, the parts besides weights, and the paths that name steps.
+
+Home         a Checkpointer on a root, and on rank 0 the pointers that wait for saves to be committed
+Rest         the parts of a checkpoint of Lightning's besides weights and states of optimizers
+RestOfRank   those of them that each rank has of its own
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.cloud_io import get_filesystem
+
+from holdfast.checkpointer import Checkpointer
+from holdfast.errors import Corrupt, HoldfastError, NotFound, NotRecoverable, UsageError, warn_user
+from holdfast.format import extras
+from holdfast.integrations.lightning_finetuning import TRAINED
+from holdfast.integrations.lightning_pointers import (
+    Pointer,
+    claimed_by,
+    label_of,
+    read_pointer,
+    remove_pointer,
+    unpin_path,
+    write_pointer,
+)
+from holdfast.looking import run_of
+from holdfast.saving import Save
+
+__all__ = ["METRICS", "Home", "Rest", "number_of"]
+
+METRICS = "holdfast.metrics"
+"""The key of what was logged, among the parts of a checkpoint of Lightning's."""
+
+
+class Rest:
+    """The parts of a checkpoint of Lightning's besides weights and states of optimizers.
+
+    They are the first rank's, as in Lightning's own; `of_rank` is saved after them, by its key.
+    """
+
+    on_resize = "rank0"
+
+    def __init__(self, trainer: Any = None) -> None:
+        self._trainer = trainer
+        self.value: Any = None
+        self.newest: Any = None
+        """The parts that were saved last, unless they were given as `value`."""
+        self.of_rank = RestOfRank(self)
+
+    def state_dict(self) -> Any:
+        if self.value is not None or self._trainer is None:
+            return self.value
+        checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        self.newest = self._trainer.strategy.rest_of(checkpoint)
+        return self.newest
+
+    def load_state_dict(self, state: Any) -> None:
+        self.value = state
+
+    def take(self) -> Any:
+        """Return what was loaded, with this rank's own parts in the place of the first one's."""
+        rest, self.value = self.value, None
+        own, self.of_rank.loaded = self.of_rank.loaded, None
+        if own is None and rest is not None and rest.get(METRICS):
+            rest[METRICS]["of_first"] = True  # of an earlier version, or on another layout
+        for (*path, name), value in zip(_OWN, own or ()):
+            if value is not None:
+                inner = rest
+                for key in path:
+                    inner = inner[key]
+                inner[name] = value
+        return rest
+
+
+_OWN = ((METRICS,), ("loops", "fit_loop", "state_dict", "combined_loader"))
+"""The places, in a checkpoint of Lightning's, of what differs between ranks."""
+
+
+class RestOfRank:
+    """The parts that each rank has of its own: the sums of metrics, and where its loaders are."""
+
+    on_resize = "fresh"
+
+    def __init__(self, rest: Rest) -> None:
+        self._rest = rest
+        self.loaded: Any = None
+
+    def state_dict(self) -> list[Any]:
+        rest = self._rest.newest if self._rest.value is None else self._rest.value
+        found = []
+        for path in _OWN:
+            value = rest
+            for key in path:
+                value = value.get(key, {})
+            found.append(value or None)
+        return found
+
+    def load_state_dict(self, saved: list[Any]) -> None:
+        self.loaded = saved
+
+
+class Home:
+    """A root that a fit saves into, and on rank 0 what waits for saves: pointers to write and to remove."""
+
+    def __init__(self, strategy: Any, root: str, rest: Rest, state: Any, options: Any) -> None:
+        self.strategy, self.root, self.rest = strategy, root, rest
+        self.ckpt = Checkpointer(root, state, **options)
+        self.at: tuple[int, Any] | None = None
+        """The step that a path or a restore named last, and the writes to the weights until then."""
+        self._newest: Save | None = None
+        self._waiting: list[tuple[str, Pointer, Save | None]] = []
+        self._to_remove: list[str] = []
+        self._is_good = True
+        self._own: dict[str, Any] = {}
+        """The plain values that hooks added to the newest save."""
+        self._has_told = False
+
+    def has_room(self, step: int) -> bool:
+        """False if paths name this step with other weights, on any rank.  Collective."""
+        if self.at is None or self.at[0] != step:
+            return True
+        is_same = self.at[1] == self.strategy.writes()
+        return bool(self.strategy.reduce_boolean_decision(is_same))
+
+    def has(self, step: int) -> bool:
+        """True if the step can be restored, though it may be another run's than the newest.  Collective."""
+        try:
+            return self.ckpt.find(step) is not None
+        except (NotFound, NotRecoverable, Corrupt):
+            return False
+
+    def go_on_from(self, step: int, rest: dict[str, Any]) -> None:
+        """Let further paths of a restored step name it as it is: saved anew, it would be another run's."""
+        self._newest, self._own = Save(step), _own_parts(rest)
+        self._newest._conclude()
+
+    def save(self, rest: dict[str, Any], path: str) -> None:
+        """Save in the background, for `path` to name the step."""
+        step, callbacks = rest["global_step"], _plain(rest.get("callbacks"))
+        pointer = {"root": self.root, "step": step, "weights_only": "callbacks" not in rest}
+        if self._newest is not None and self._newest.step == step and callbacks is not None:
+            pointer["callbacks"] = callbacks  # they know of this path, and those in the step do not
+            self._tell_changed(rest, path)
+        else:
+            self._own = _own_parts(rest)
+            self.rest.value = rest
+            try:
+                self._newest = self.ckpt.save(step)
+            finally:
+                self.rest.value = None
+            self.at = step, self.strategy.writes()
+        is_first = self.strategy.is_global_zero
+        if is_first and not get_filesystem(path).exists(path):
+            coming = {**pointer, **claimed_by(self.root), "is_coming": True}
+            write_pointer(path, coming)  # first: it tells a restart of the pin
+        try:
+            self.ckpt.pin(step, f"{label_of(path)}{step}")
+        except NotFound:
+            pass  # the save has failed already, which it says itself
+        except HoldfastError as error:
+            warn_user(f"{path}: step {step} is not pinned, so it may be deleted: {error}")
+        if is_first:
+            self._waiting.append((path, pointer, self._newest))
+
+    def _tell_changed(self, rest: dict[str, Any], path: str) -> None:
+        """Say once that a second path of a step has not got what hooks have changed since the first."""
+        own = _own_parts(rest)
+        changed = [name for name in own if own[name] != self._own.get(name)]
+        if changed and self.strategy.is_global_zero and not self._has_told:
+            self._has_told = True
+            warn_user(
+                f"{path} names step {rest['global_step']} as the path before saved it: "
+                f"{changed[0]!r}, which on_save_checkpoint() adds, has changed since",
+                hint="training that goes on from there repeats what came between, as a validation",
+            )
+
+    def remove(self, path: str) -> None:
+        """Remove a path as soon as what was saved before is committed."""
+        self._waiting.append((path, {}, None))
+        self.settle()
+
+    def settle(self) -> None:
+        """Do what waited for saves that have ended.  What a failed one was to replace stays."""
+        while self._waiting and ((ended := self._waiting[0][2]) is None or ended.done()):
+            path, pointer, save = self._waiting.pop(0)
+            if save is None:
+                self._to_remove.append(path)
+            else:
+                self._is_good = save.error is None
+                self._point(path, pointer)
+            while self._to_remove and self._is_good:
+                self._remove(self._to_remove.pop(0))
+
+    def _point(self, path: str, pointer: Pointer) -> None:
+        if self._is_good:
+            run = run_of(self.root, pointer["step"])
+            before = read_pointer(path)
+            write_pointer(path, pointer if run is None else {**pointer, "run": run})
+            self.strategy.delete_root_of(path, before)
+            self._forget(path, but=pointer["step"])
+        elif (read_pointer(path) or {}).get("is_coming"):
+            self._remove(path)
+
+    def _remove(self, path: str) -> None:
+        self._forget(path)  # first: a step that no path names would be kept for ever
+        self.strategy.delete_root_of(path, remove_pointer(path))
+
+    def _forget(self, path: str, but: int | None = None) -> None:
+        """Unpin what a path named, also in a run that was killed before it could."""
+        coming = {
+            pointer["step"] for other, pointer, save in self._waiting if save and other == path
+        }
+        unpin_path(self.root, path, {but, *coming})
+
+    def close(self, error: Any) -> None:
+        try:
+            self.ckpt.__exit__(*error)
+        finally:
+            self.settle()
+
+
+def _plain(callbacks: Any) -> Any:
+    """States of callbacks as JSON; None if there are none, or they have tensors of more than one number."""
+    try:
+        return None if callbacks is None else extras.encode(callbacks, _number)
+    except UsageError:
+        return None
+
+
+def _own_parts(rest: dict[str, Any]) -> dict[str, Any]:
+    """Return the plain values that hooks, and not loops and callbacks, have in a checkpoint, as JSON."""
+    moving = ("callbacks", "loops", "lr_schedulers", "epoch", METRICS, TRAINED)
+    return {name: _plain(value) for name, value in rest.items() if name not in moving}
+
+
+def _number(value: Any, path: str) -> Any:
+    if not isinstance(value, torch.Tensor) or value.dim():
+        raise UsageError(path)
+    return {"$tensor": [str(value.dtype).partition(".")[2], extras.encode(value.item())]}
+
+
+def number_of(tag: str, body: Any) -> torch.Tensor:
+    return torch.tensor(extras.decode(body[1]), dtype=getattr(torch, body[0]))
