@@ -672,6 +672,35 @@ def nf4(seed: int) -> Subject:
     return Subject({"model": model}, lambda n: model.weight.get_original_weight())
 
 
+def of_blocks(name: str, quantise: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def build(seed: int) -> Subject:
+        model = nn.Linear(128, 64, dtype=torch.bfloat16)
+        model.weight = nn.Parameter(quantise(model.weight.detach()), requires_grad=False)
+        return Subject({"model": model}, lambda n: model.weight.dequantize(torch.float32))
+
+    subject("torchao", f"{name} weights")(build)
+
+
+def _mx(of: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    def quantise(values: torch.Tensor) -> torch.Tensor:
+        from torchao.prototype.mx_formats.mx_tensor import MXTensor
+
+        return MXTensor.to_mx(values, of)
+
+    return quantise
+
+
+def _nv(values: torch.Tensor) -> torch.Tensor:
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
+
+    return NVFP4Tensor.to_nvfp4(values, per_tensor_scale=values.abs().max().float() / 448)
+
+
+of_blocks("MXFP8", _mx(torch.float8_e4m3fn))
+of_blocks("MXFP4", _mx(torch.float4_e2m1fn_x2))
+of_blocks("NVFP4", _nv)
+
+
 # --- bitsandbytes
 
 
