@@ -1,4 +1,4 @@
-"""What a fit under Lightning saves into: a root, the parts besides weights, and the paths that name steps.
+"""A fit under Lightning saves into a root, with the parts besides weights, and has paths that name steps.
 
 Home         a Checkpointer on a root, and on rank 0 the pointers that wait for saves to be committed
 Rest         the parts of a checkpoint of Lightning's besides weights and states of optimizers

@@ -13,7 +13,7 @@ import numpy as np
 from holdfast.checkpoint.diffing import BLOCK_BYTES, blocks
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.reading import read_alone
-from holdfast.checkpoint.rows import RAW, Array, ArrayTarget, Want
+from holdfast.checkpoint.rows import RAW, ArrayTarget, Want
 from holdfast.errors import FormatError, StoreError
 from holdfast.format.dtypes import DTYPES
 from holdfast.layout import Box
@@ -46,15 +46,15 @@ def _agree(checkpoint: Checkpoint, names: tuple[str, str], dtype: str, boxes: li
     size = DTYPES[dtype].bytes
     for box in boxes:
         for block in blocks(box.shape, BLOCK_BYTES // size):
-            moved = Box(
-                *(tuple(map(sum, zip(ends, box.start))) for ends in (block.start, block.stop))
+            start, stop = (
+                tuple(map(sum, zip(ends, box.start))) for ends in (block.start, block.stop)
             )
-            arrays: list[Array] = [np.empty(moved.shape, RAW[size]) for _ in names]
+            one, other = (np.empty(block.shape, RAW[size]) for _ in names)
             wants = [
-                Want(checkpoint.index(name), moved, ArrayTarget(array))
-                for name, array in zip(names, arrays)
+                Want(checkpoint.index(name), Box(start, stop), ArrayTarget(array))
+                for name, array in zip(names, (one, other))
             ]
             read_alone(checkpoint.images, wants)
-            if not np.array_equal(*(array.reshape(-1).view("u1") for array in arrays)):
+            if not np.array_equal(one.reshape(-1).view("u1"), other.reshape(-1).view("u1")):
                 return False
     return True
