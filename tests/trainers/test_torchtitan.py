@@ -169,6 +169,24 @@ def test_steps_of_torchtitans_own_are_gone_on_from(tmp_path: Path, ranks: Ranks)
     assert value(found, "BEGIN").split() == ["BEGIN", "8", "True", *ends[3:]]
 
 
+def test_steps_of_torchtitans_own_come_before_what_a_run_begins_with(
+    tmp_path: Path, ranks: Ranks
+) -> None:
+    """Whatever that is, and also where nothing is saved."""
+    given = {"steps": 8, "last_save_model_only": False}
+    theirs = settings(tmp_path, theirs=True, **given)
+    ends = value(ranks.printed(theirs.text()), "END").split()
+    other = settings(tmp_path, folder=str(tmp_path / "other"), **{**given, "steps": 4})
+    ranks.printed(other.text())
+    for begin in (tmp_path / "other", tmp_path / "root/step-4"):
+        for is_whole in (False, True):
+            run = settings(tmp_path, initial_load_path=str(begin), load_only=True, steps=8)
+            run.config["initial_load_model_only"] = not is_whole
+            found = ranks.printed(run.text())
+            assert value(found, "BEGIN").split() == ["BEGIN", "8", "True", *ends[3:]]
+    assert holdfast.steps(tmp_path / "root") == []
+
+
 @pytest.mark.parametrize("is_whole", [False, True], ids=["weights", "all"])
 def test_torchtitans_own_last_step_is_begun_with(
     is_whole: bool, tmp_path: Path, ranks: Ranks

@@ -134,8 +134,11 @@ class HoldfastCheckpointManager(CheckpointManager):
             return not own.isdisjoint(step.names())
 
     def _load_initial(self) -> bool:
+        """Load torchtitan's own newest step of the folder or, where it has none, what a run begins with."""
         path = self.initial_load_path
-        if path is None or self.initial_load_in_hf or not steps(path) or self._is_of_weights(path):
+        if path is None or self.initial_load_in_hf or self._find_load_step() != -1:
+            return bool(super()._load())
+        if not steps(path) or self._is_of_weights(path):
             return bool(super()._load())
         if self.initial_load_model_only:
             load(path, {MODEL: self._live[MODEL]})
