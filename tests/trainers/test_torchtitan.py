@@ -187,6 +187,37 @@ def test_steps_of_torchtitans_own_come_before_what_a_run_begins_with(
     assert holdfast.steps(tmp_path / "root") == []
 
 
+def test_a_step_that_both_have_is_holdfasts(tmp_path: Path, ranks: Ranks) -> None:
+    given = {"steps": 8, "last_save_model_only": False}
+    theirs = ranks.printed(settings(tmp_path, theirs=True, **given).text())
+    own = ranks.printed(settings(tmp_path, load_step=4, **given).text())
+    assert holdfast.steps(tmp_path / "root") == [8]
+    ends = [value(found, "END").split()[3:] for found in (theirs, own)]
+    assert ends[0] != ends[1]
+    again = ranks.printed(settings(tmp_path, load_step=8, **given).text())
+    assert value(again, "BEGIN").split()[3:] == ends[1]
+    assert sum("loads holdfast's step 8 of" in line for line in again) == 1
+
+
+@pytest.mark.parametrize("interval", [20, 1000])
+def test_what_is_loaded_without_excluded_keys_is_a_full_step(
+    interval: int, tmp_path: Path, ranks: Ranks
+) -> None:
+    """The steps in memory after it are given up, with a warning."""
+    run = settings(tmp_path, interval=interval, memory_every=1, async_mode="disabled", steps=40)
+    run.config["exclude_from_loading"] = ["dataloader"]
+    kills = ranks.num_kills
+    ranks.printed(run.text(), losses=24)
+    assert ranks.num_kills == kills + 1
+    saved = max(holdfast.steps(tmp_path / "root"), default=0)
+    assert saved == (20 if interval == 20 else 0)
+    again = ranks.printed(run.text())
+    assert value(again, "BEGIN").split()[1:3] == [str(saved), str(saved > 0)]
+    assert value(again, "END").split()[1] == "40"
+    (told,) = (line for line in again if "exclude_from_loading loads full steps" in line)
+    assert "by memory" in told and ("there is none" in told) == (saved == 0)
+
+
 @pytest.mark.parametrize("is_whole", [False, True], ids=["weights", "all"])
 def test_torchtitans_own_last_step_is_begun_with(
     is_whole: bool, tmp_path: Path, ranks: Ranks

@@ -27,6 +27,7 @@ from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
 from torchtitan.components.optimizer.optimizer import ParamGroupConfig
 
+from holdfast.errors import HoldfastWarning
 from holdfast.integrations.torchtitan import HoldfastCheckpointManager
 from trainers.weights import digest
 
@@ -167,6 +168,7 @@ class Loop:
 
 def main(text: str) -> None:
     warnings.filterwarnings("ignore", module="(?!holdfast)")
+    warnings.simplefilter("always", HoldfastWarning)
     torch.set_num_threads(1)
     store = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("gloo", **store)

@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from torch import distributed as dist
 from torchtitan.components.checkpointer.base import DATALOADER, MODEL, OPTIMIZER
 from torchtitan.components.checkpointer.dcp import CheckpointManager
 from torchtitan.tools import filesystem
@@ -28,12 +29,13 @@ from torchtitan.tools import filesystem
 from holdfast.checkpoint.tidying import Keep
 from holdfast.checkpointer import Checkpointer
 from holdfast.delta.options import Delta
-from holdfast.errors import UsageError
+from holdfast.errors import NotFound, NotRecoverable, UsageError, warn_user
 from holdfast.interop.detect import detect
 from holdfast.looking import open as open_step
 from holdfast.looking import steps
 from holdfast.memory.options import Memory
 from holdfast.once import load, save
+from holdfast.restore.result import Found
 from holdfast.schedule import Every
 
 __all__ = ["HoldfastCheckpointManager"]
@@ -102,27 +104,68 @@ class HoldfastCheckpointManager(CheckpointManager):
 
     def _load(self, step: int = -1) -> bool:
         wanted = None if step == -1 else step
-        if wanted is not None and filesystem.isfile(
-            filesystem.join(self._create_checkpoint_id(step), ".metadata")
-        ):
-            return bool(super()._load(step))  # a step that torchtitan has saved
-        newest = self._newest() if wanted is None else wanted
+        if wanted is not None and self._is_torchtitans(wanted):
+            return bool(super()._load(step))
+        found = self.ckpt.find() if self.ckpt is not None and wanted is None else None
+        newest = wanted
+        if wanted is None and self._loads_part:
+            newest = max(steps(self.folder), default=None)
+        elif found is not None:
+            newest = found.step
         if newest is None:
+            self._tell_given_up(found, None)
             return self._load_initial()
         if newest == 0:  # a seed
-            load(self.folder, {MODEL: self._live[MODEL]}, step=0)
-        elif self.ckpt is None or self.exclude_from_loading:
-            self._load_part_of(self.folder, wanted)
+            self._tell_given_up(found, load(self.folder, {MODEL: self._live[MODEL]}, step=0))
+        elif self.ckpt is None or self._loads_part:
+            self._tell_given_up(found, self._load_part_of(self.folder, wanted))
         else:
             self.ckpt.restore(wanted)
             self._restore_generators_later()
         return True
 
-    def _newest(self) -> int | None:
-        if self.ckpt is None:
-            return max(steps(self.folder), default=None)
-        found = self.ckpt.find()
-        return None if found is None else found.step
+    @property
+    def _loads_part(self) -> bool:
+        """True if full steps of the folder are all that is loaded: from memory or records a run restores
+        all of its state."""
+        return self.ckpt is None or bool(self.exclude_from_loading)
+
+    def _tell_given_up(self, found: Found | None, taken: int | None) -> None:
+        """Warn if the run had come further, in memory or records, than the full step that is loaded."""
+        begin = taken or 0
+        if found is None or found.step <= begin:
+            return
+        place = "records" if found.replays else found.tier
+        newest = "there is none" if taken is None else f"the newest is step {taken}"
+        _warn_on_first_rank(
+            f"exclude_from_loading loads full steps, of which {newest}, and {self.folder} leads to step "
+            f"{found.step} by {place}: {found.step - begin} steps are given up",
+            hint="without exclude_from_loading the run goes on from the newest of all",
+        )
+
+    def _is_torchtitans(self, step: int) -> bool:
+        """True if a step is torchtitan's alone.  Where holdfast has it, too, a warning says that its own is
+        taken, which is of the run that went on in the folder."""
+        path = self._create_checkpoint_id(step)
+        if not filesystem.isfile(filesystem.join(path, ".metadata")):
+            return False
+        if not self._has(step):
+            return True
+        _warn_on_first_rank(
+            f"load_step={step} loads holdfast's step {step} of {self.folder}, and not {path}, which "
+            "torchtitan has saved",
+            hint="initial_load_path in a folder of its own begins with torchtitan's",
+        )
+        return False
+
+    def _has(self, step: int) -> bool:
+        """True if holdfast has the step, where `_load` looks for it.  Collective."""
+        if self.ckpt is None or self._loads_part:
+            return step in steps(self.folder)
+        try:
+            return self.ckpt.find(step) is not None
+        except (NotFound, NotRecoverable):
+            return False
 
     def _is_of_weights(self, path: str) -> bool:
         """True for a step of weights alone, as torchtitan saves its last one: names are the model's own,
@@ -146,8 +189,8 @@ class HoldfastCheckpointManager(CheckpointManager):
             self._load_part_of(path, None)
         return True
 
-    def _load_part_of(self, root: str, step: int | None) -> None:
-        """Load what is not excluded, as torchtitan does: without the generators."""
+    def _load_part_of(self, root: str, step: int | None) -> int:
+        """Load what is not excluded, as torchtitan does, without the generators; return the step."""
         for key in self.exclude_from_loading:
             if key not in self.states:
                 raise UsageError(
@@ -157,7 +200,7 @@ class HoldfastCheckpointManager(CheckpointManager):
         excluded = self.exclude_from_loading
         wanted = {key: value for key, value in self._live.items() if key not in excluded}
         rules = {key: rule for key, rule in self._rules.items() if key in wanted}
-        load(root, wanted, step=step, on_resize=rules)
+        return load(root, wanted, step=step, on_resize=rules)
 
     def _restore_generators_later(self) -> None:
         """Put the generators back once more, before the first batch or, at the latest, forward pass."""
@@ -228,6 +271,11 @@ class HoldfastCheckpointManager(CheckpointManager):
         super()._close()
         if self.ckpt is not None:
             self.ckpt.__exit__(*sys.exc_info())
+
+
+def _warn_on_first_rank(text: str, hint: str) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        warn_user(text, hint=hint)
 
 
 def _before_its_first_batch(iterator: Any, call: Callable[[], None]) -> Any:
