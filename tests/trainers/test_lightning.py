@@ -633,6 +633,27 @@ def test_a_save_that_was_not_finished_is_not_the_last(tmp_path: Path) -> None:
         assert fitted(run).global_step == 24
 
 
+def test_a_checkpoint_for_slurms_requeue_is_waited_for(tmp_path: Path) -> None:
+    """Lightning has the job queued again right after it.  Its path does not hold up a restart for ever."""
+    run, begun = settings(tmp_path, epochs=1), Begun()
+    path, seen = tmp_path / "hpc_ckpt_1.ckpt", []
+
+    class Requeues(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+            if trainer.global_step == 4:
+                trainer.save_checkpoint(path)
+                seen.append((json.loads(path.read_text()), holdfast.steps(run.root)))
+
+    fitted(run, Requeues(), lit.checkpoints(run))
+    ((pointer, steps),) = seen
+    assert "is_coming" not in pointer and pointer["step"] == 4 and 4 in steps
+    path.write_text(json.dumps({**pointer, "step": 999, "is_coming": True}))
+    run.ckpt_path, run.epochs = str(path), 2
+    with pytest.warns(holdfast.HoldfastWarning, match=r"names step 999, .* goes on from step 12"):
+        fitted(run, begun, lit.checkpoints(run))
+    assert begun.step == 12
+
+
 def checkpoint_each_epoch(folder: str) -> ModelCheckpoint:
     """Each epoch's step stays, and a last path is there."""
     return ModelCheckpoint(folder, "{step}", save_top_k=-1, save_last=True)

@@ -78,6 +78,7 @@ from holdfast.integrations.lightning_pointers import (
     beside,
     digest_of,
     is_last,
+    is_of_requeue,
     read_pointer,
     remove_pointer,
     replaced_by,
@@ -347,8 +348,10 @@ class _Saving:
             module = self.lightning_module
             if module.trainer.validating or not module.automatic_optimization:
                 wait_for_copies()  # weights may have been exchanged for now, and are put back next
-            if self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-                home.ckpt.wait()  # what follows, averaging for one, may change weights in place
+            is_last_batch = module.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+            # what follows, averaging for one, may change weights in place; Slurm may end the job
+            if is_last_batch or is_of_requeue(path):
+                home.ckpt.wait()
                 home.settle()
             return
         # the fit is over or has not begun, or paths name this step with weights that were changed since

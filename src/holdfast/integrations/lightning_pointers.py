@@ -31,6 +31,7 @@ __all__ = [
     "claimed_by",
     "digest_of",
     "is_last",
+    "is_of_requeue",
     "label_of",
     "read_pointer",
     "remove_pointer",
@@ -104,7 +105,13 @@ def settle_left(folder: Any) -> None:
 
 
 def is_last(path: str) -> bool:
-    return Path(path).stem.startswith("last")
+    """True if a path stands for the end of a run: where its step is not there, the newest is taken."""
+    return Path(path).stem.startswith("last") or is_of_requeue(path)
+
+
+def is_of_requeue(path: str) -> bool:
+    """True for the path that Lightning saves right before it has Slurm queue the job again."""
+    return Path(path).stem.startswith("hpc_ckpt")
 
 
 def replaced_by(pointer: Pointer | None) -> str:
