@@ -788,6 +788,38 @@ def test_nothing_found_is_a_fresh_start_and_a_used_root_is_told(tmp_path: Path) 
         fitted(run)
 
 
+@pytest.mark.parametrize("ckpt_path", [None, "newest"])
+def test_a_fast_dev_run_leaves_the_root_as_it_is(ckpt_path: str | None, tmp_path: Path) -> None:
+    """As Lightning's own callbacks do, it saves what it is told to, and no more."""
+    run = settings(tmp_path, epochs=1, every={"durable": 1})
+
+    def files() -> dict[Path, bytes]:
+        return {p: p.read_bytes() for p in Path(run.root).rglob("*") if p.is_file()}
+
+    class Saves(L.Callback):
+        def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+            trainer.save_checkpoint(f"{run.paths}/tried.ckpt")
+
+    def tried() -> L.Trainer:
+        given = replace(run, ckpt_path=ckpt_path)
+        return fitted(given, Saves(), lit.checkpoints(run), fast_dev_run=2)
+
+    trainer = tried()
+    found = lit.Net.load_from_checkpoint(f"{run.paths}/tried.ckpt")
+    assert lit.digest(found) == lit.digest(trainer.lightning_module)
+    assert trainer.global_step == 2 and not Path(run.root).exists()
+    trainer = fitted(run)
+    before, digests = files(), [lit.digest(trainer.lightning_module)]
+    assert before
+    trainer = tried()
+    digests.append(lit.digest(trainer.lightning_module))
+    assert files() == before
+    assert not list(Path(run.paths).glob("last-*")) and not list(tmp_path.glob("root-last-*"))
+    assert (trainer.global_step, digests[0] == digests[1]) == (
+        (2, False) if ckpt_path is None else (12, True)
+    )
+
+
 def test_what_tuner_tries_is_no_step_of_the_run(tmp_path: Path) -> None:
     """It saves and trains before the fit has loaded anything."""
     run = settings(tmp_path, epochs=1)

@@ -188,6 +188,8 @@ class _Saving:
 
     def begin(self) -> None:
         """Called when training begins, before any callback may save."""
+        if self._is_dry_run:
+            return
         self._has_begun = True
         callbacks = self.lightning_module.trainer.checkpoint_callbacks
         for callback in callbacks if self._is_first else ():
@@ -198,7 +200,8 @@ class _Saving:
         super().on_train_start()  # type: ignore[misc]
         if not any(isinstance(c, _Begin) for c in self.lightning_module.trainer.callbacks):
             return  # Tuner tries something, with callbacks of its own
-        self._home(weights_only=False)
+        if not self._is_dry_run:
+            self._home(weights_only=False)
         for one in (self.lightning_module, self.lightning_module.trainer.datamodule):
             extras.encode(dict(getattr(one, "hparams", {})), _any_tensor, "hyper_parameters")
         self._step = self.lightning_module.trainer.global_step
@@ -207,7 +210,8 @@ class _Saving:
         if self._resumed is not None:
             self._begin_pass(self._resumed)
         self._tell_of_streams()
-        later = [s for s in steps(self._root) if s > self._step] if self._is_first else []
+        looks = self._is_first and not self._is_dry_run
+        later = [s for s in steps(self._root) if s > self._step] if looks else []
         if later and self._begins_anew:
             warn_user(
                 f"{self._root} has steps of another run, up to {later[-1]}, and this one begins at "
@@ -268,6 +272,11 @@ class _Saving:
     @property
     def _is_first(self) -> bool:
         return bool(self.is_global_zero)  # type: ignore[attr-defined]
+
+    @property
+    def _is_dry_run(self) -> bool:
+        """True for a fit that tries a few batches: it leaves the root as it is; paths are saved beside."""
+        return bool(self.lightning_module.trainer.fast_dev_run)
 
     def _home(self, *, weights_only: bool) -> Home:
         assert self._homes is not None
@@ -338,6 +347,9 @@ class _Saving:
                 "storage_options= of save_checkpoint() are of CheckpointIO, which is not used"
             )
         rest, path = self.rest_of(checkpoint), self.broadcast(str(filepath))  # type: ignore[attr-defined]
+        callbacks = self.lightning_module.trainer.checkpoint_callbacks
+        if self._is_dry_run and path in [getattr(c, "last_model_path", "") for c in callbacks]:
+            return  # of save_last=, which Lightning saves even then: the next run would go on from it
         weights_only = "callbacks" not in rest
         if not weights_only:
             self._tell_of_losses(rest["global_step"])
@@ -421,6 +433,8 @@ class _Saving:
             super().remove_checkpoint(filepath)  # type: ignore[misc]
             return
         path, homes = str(filepath), list((self._homes or {}).values())
+        if self._is_dry_run and pointer["root"] != self._root_of(path):
+            return  # of another run
         home = next((h for h in homes if h.root == pointer["root"]), homes[0] if homes else None)
         if home is None:
             unpin_path(pointer["root"], path)
@@ -471,8 +485,10 @@ class _Saving:
                 prepare(self.lightning_module.trainer, loaded)
             return loaded
         root, step = (self._root, None) if pointer is None else (pointer["root"], pointer["step"])
-        if self._homes is not None and root == self._root:
+        if self._homes is not None and root == self._root and not self._is_dry_run:
             rest = self._restore(path, step)
+        elif self._homes is not None and step is None and not self._has_steps():
+            rest = None
         else:
             own, module = Rest(), self.lightning_module
             all_of_it = self._homes is not None and not (pointer or {}).get("weights_only")
@@ -488,6 +504,10 @@ class _Saving:
         if "callbacks" in (pointer or {}) and rest["global_step"] == step:
             self._take_over(step, rest["callbacks"], extras.decode(pointer["callbacks"], number_of))
         return {**rest, "state_dict": self.lightning_module_state_dict()}
+
+    def _has_steps(self) -> bool:
+        has_steps = self._is_first and bool(steps(self._root))
+        return bool(self.broadcast(has_steps))  # type: ignore[attr-defined]
 
     def _take_over(self, step: int, states: dict[str, Any], newer: dict[str, Any]) -> None:
         """Take callbacks' states as of when a path was saved.  Where what came between the save of its step
