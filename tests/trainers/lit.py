@@ -47,6 +47,8 @@ class Settings:
     ckpt_path: str | None = None
     epochs: int = 5
     every: dict[str, int] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    """More options of the strategy."""
     save_every: int = 3
     save_last: bool | str = True
     width: int = 32
@@ -177,7 +179,7 @@ def checkpoints(settings: Settings) -> ModelCheckpoint:
 def trainer_of(settings: Settings, *callbacks: Any, **more: Any) -> L.Trainer:
     strategy = strategy_of(settings.kind)
     if settings.root:
-        options: dict[str, Any] = {"deadline_s": 60.0}
+        options: dict[str, Any] = {"deadline_s": 60.0, **settings.options}
         if settings.every:
             options["every"] = holdfast.Every(**settings.every)
         if "memory" in settings.every:

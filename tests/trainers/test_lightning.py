@@ -565,6 +565,35 @@ def test_weights_alone(tmp_path: Path) -> None:
         fitted(run)
 
 
+def test_weights_alone_have_an_upload_and_files(tmp_path: Path) -> None:
+    """What is saved after training has the files; that it is not uploaded is told once."""
+    note = tmp_path / "note.txt"
+    note.write_bytes(b"n")
+    files = {"note.txt": note, "more.txt": b"m"}
+    run = settings(tmp_path, epochs=1, options={"upload": f"{tmp_path}/behind", "files": files})
+    trainer = fitted(run, ModelCheckpoint(run.paths, save_weights_only=True, save_last=True))
+    for root in (f"{run.root}-weights", f"{tmp_path}/behind-weights"):
+        model = lit.Net()
+        with holdfast.open(root) as step:
+            assert dict(step.files) == {"note.txt": b"n", "more.txt": b"m"}
+        holdfast.load(root, {"model": model})
+        assert lit.digest(model) == lit.digest(trainer.lightning_module)
+    note.unlink()
+
+    def save_again() -> None:
+        for name in ("one", "two"):
+            trainer.save_checkpoint(f"{run.paths}/{name}.ckpt")
+
+    with pytest.warns(holdfast.HoldfastWarning, match="has not got an upload") as told:
+        save_again()
+    (root,) = tmp_path.glob("root-two-*")
+    with holdfast.open(root) as step:
+        assert dict(step.files) == {"more.txt": b"m"}
+    texts = [str(one.message) for one in told]
+    assert sum("has not got an upload" in text for text in texts) == 1
+    assert sum("'note.txt' cannot be read" in text for text in texts) == 2
+
+
 def test_a_link_is_a_last_path_too(tmp_path: Path) -> None:
     run = settings(tmp_path, epochs=2)
     fitted(run, ModelCheckpoint(run.paths, "{step}", save_top_k=-1, save_last="link"))

@@ -89,6 +89,7 @@ from holdfast.integrations.lightning_pointers import (
 from holdfast.looking import open as open_step
 from holdfast.looking import run_of, steps
 from holdfast.once import load, save
+from holdfast.saving.attaching import attached
 from holdfast.schedule import Every
 from holdfast.state.live import named_buffers, named_parameters
 from holdfast.state.placed import torch_dtype
@@ -139,6 +140,17 @@ def strategy(of: str | Strategy, root: str | os.PathLike[str], **options: Any) -
         name: value for name, value in options.items() if value is not None
     }
     return saving
+
+
+def _weights_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of the Checkpointer for weights alone, which saves what paths ask for."""
+    few = {"when_busy", "on_error", "replicas", "deadline_s", "files", "upload_keep"}
+    found = {name: options[name] for name in options.keys() & few}
+    if "upload" in options:
+        found["upload"] = beside(
+            path_of(options["upload"], "lightning.strategy", "upload"), "weights"
+        )
+    return {**found, "keep": Keep(last=1), "every": NEVER}
 
 
 def _named(name: str) -> Any:
@@ -283,9 +295,7 @@ class _Saving:
         if weights_only not in self._homes:
             rest, options, root = Rest(self.lightning_module.trainer), self._options, self._root
             if weights_only:
-                few = options.keys() & {"when_busy", "on_error", "replicas", "deadline_s"}
-                options = {name: options[name] for name in few} | {"keep": Keep(last=1)}
-                options["every"], root = NEVER, beside(root, "weights")
+                options, root = _weights_options(options), beside(root, "weights")
             state = self._state(rest, weights_only=weights_only)
             self._homes[weights_only] = Home(self, root, rest, state, options)
         return self._homes[weights_only]
@@ -370,13 +380,40 @@ class _Saving:
         self._settle()  # this path may be among those that wait, and be written last then
         own = Rest()
         own.value, root = rest, self._root_of(path)
-        save(root, self._state(own, weights_only=weights_only), step=rest["global_step"])
+        state = self._state(own, weights_only=weights_only)
+        save(root, state, step=rest["global_step"], **self._single_save_options(root))
         if self._is_first:
             pointer = {"step": rest["global_step"], "weights_only": weights_only}
             before = read_pointer(path)
             write_pointer(path, {"root": root, **pointer})
             if before is not None and before["root"] != root:
                 unpin_path(before["root"], path)
+
+    def _single_save_options(self, root: str) -> dict[str, Any]:
+        """The options of a save by itself, into a root of its own: it is not uploaded, which is told once.
+        Collective."""
+        options = {name: self._options[name] for name in self._options.keys() & {"deadline_s"}}
+        if self._options.get("replicas") == "trust":
+            options["replicas"] = "trust"
+        if "files" in self._options:
+            options["files"] = self.broadcast(self._file_contents())  # type: ignore[attr-defined]
+        if "upload" in self._options:
+            self._tell_once(
+                f"{root} has not got an upload: what is saved before or after training, or of weights that "
+                "have changed since their step was saved, stays there",
+                hint=f"`holdfast copy {root} DST` brings it to a bucket",
+            )
+        return options
+
+    def _file_contents(self) -> dict[str, bytes]:
+        """The contents of `files`, on the first rank; those that cannot be read are told of."""
+
+        def complain(error: BaseException) -> None:
+            warn_user(f"the step is saved without a file: {error}")
+
+        files, is_first = self._options["files"], self._is_first
+        found = attached(files, None, None, "lightning.strategy", complain, reads=is_first)
+        return {} if found is None else found.contents
 
     def _tell_of_losses(self, step: int) -> None:
         """Warn, once of each, of what a save in the midst of an epoch has not got."""
