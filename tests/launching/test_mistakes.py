@@ -30,6 +30,7 @@ import torch, holdfast
 import torch.distributed as dist
 @holdfast.recoverable
 def main():
+    signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     dist.init_process_group("gloo")
     model = torch.nn.Linear(2, 2)
     with holdfast.Checkpointer("root", {"model": model}, every=10**6, sigterm_s=60) as ckpt:
@@ -111,12 +112,13 @@ def test_a_script_that_fails_on_all_ranks(launch: Launch, text: str) -> None:
 
 
 @pytest.mark.soak
-def test_a_signal_to_every_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda n: n.name)
+def test_a_signal_to_every_process(number: signal.Signals, tmp_path: Path) -> None:
     """As Slurm sends it to a step: ranks save, and the fork server lets them."""
     (tmp_path / "script.py").write_text(SAVES)
     words = [sys.executable, "-m", "holdfast", "run", "--nproc-per-node=2", "--spares=1"]
     started = subprocess.Popen(
-        [*words, "--shutdown-timeout=100", "script.py"],
+        [*words, "--shutdown-timeout=100", "--signals-to-handle=SIGTERM,SIGUSR1", "script.py"],
         cwd=tmp_path,
         env=environment(),
         stderr=subprocess.PIPE,
@@ -126,9 +128,9 @@ def test_a_signal_to_every_process(tmp_path: Path) -> None:
     everyone = [started.pid, *descendants(started.pid)]
     assert len(everyone) >= 4
     for pid in everyone:
-        os.kill(pid, signal.SIGTERM)
+        os.kill(pid, number)
     _, printed = started.communicate(timeout=240)
-    assert started.returncode == 128 + signal.SIGTERM, printed
+    assert started.returncode == 128 + number, printed
     (saved,) = (tmp_path / "root" / "steps").iterdir()
     assert (saved / "manifest.json").exists()
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in everyone))

@@ -115,10 +115,15 @@ def test_an_exception_of_the_script_is_the_same_on_any_rank_and_a_kill_is_not() 
 
 
 @pytest.mark.parametrize(("after_s", "ends"), [(1.0, True), (3600.0, False)])
-def test_kills_of_a_rank_that_tells_no_step(after_s: float, ends: bool) -> None:
+@pytest.mark.parametrize("is_of_script", [True, False], ids=["raised", "killed"])
+def test_failures_of_a_rank_that_tells_no_step(
+    is_of_script: bool, after_s: float, ends: bool
+) -> None:
+    """They may be at the same step only if they come at once: others are days apart."""
     seen = Failures()
+    how = "ConnectionResetError" if is_of_script else "it was killed by SIGKILL"
     for _ in range(SAME):
-        seen.note(RankFailure(2, 1, 0, "it was killed by SIGKILL", True), "a", 2, after_s)
+        seen.note(RankFailure(2, 1, 0, how, True, is_of_script=is_of_script), "a", 2, after_s)
     assert seen.are_same is ends
 
 

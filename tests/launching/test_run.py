@@ -20,6 +20,7 @@ from docs.commands import ROOT, commands_of
 from docs.test_docs import blocks
 from holdfast.run import recovery
 from holdfast.run.command import main
+from ports import free_port
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -124,6 +125,44 @@ def test_a_spare_takes_the_place_of_a_killed_rank(tmp_path: Path, expected: str)
         )
     assert second[1]["pid"] not in {line["pid"] for line in first.values()}
     assert ": it was killed by SIGKILL" in ran.printed
+
+
+TELLING = """
+import os, pathlib, sys
+import beside
+name = os.environ["ROLE_NAME"] + os.environ["LOCAL_RANK"]
+numbers = [os.environ[name] for name in ("RANK", "ROLE_RANK", "ROLE_WORLD_SIZE")]
+pathlib.Path(sys.argv[1], name).write_text(" ".join([*numbers, *sys.argv[2:]]))
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("launcher", ["torch.distributed.run", "holdfast run"])
+def test_what_a_script_is_told_is_as_under_torchrun(launcher: str, tmp_path: Path) -> None:
+    """Nodes of two roles; a script that is a link, beside which there is nothing."""
+    for folder in ("there", "told"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "there/script.py").write_text(TELLING)
+    (tmp_path / "there/beside.py").touch()
+    (tmp_path / "link.py").symlink_to("there/script.py")
+    words = [sys.executable, "-m", *launcher.split(), "--nnodes=2", "--rdzv-backend=c10d"]
+    words += [f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=roles", "--nproc-per-node=2"]
+    begun = [
+        subprocess.Popen(
+            [*words, f"--role={role}", "link.py", "told", "${local_rank}", "$$5"],
+            cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True,
+        )
+        for role in ("actor", "critic")
+    ]  # fmt: skip
+    for one in begun:
+        _, printed = one.communicate(timeout=240)
+        assert one.returncode == 0, printed[-3000:]
+    told = {path.name: path.read_text().split() for path in (tmp_path / "told").iterdir()}
+    ranks = {name: words.pop(0) for name, words in told.items()}
+    assert sorted(ranks.values()) == ["0", "1", "2", "3"]
+    assert told == {
+        f"{role}{r}": [str(r), "2", str(r), "$5"] for role in ("actor", "critic") for r in (0, 1)
+    }
 
 
 PRINTING = """
@@ -262,8 +301,14 @@ def test_the_same_failure_three_times_ends_the_run(tmp_path: Path) -> None:
     assert 'raise ValueError(f"a fault at step {step}")' in ran.printed  # the traceback
 
 
-def test_a_script_that_is_not_marked_is_started_again(tmp_path: Path, expected: str) -> None:
-    ran = run(tmp_path / "root", "--plain", "--fail", "kill", 1, 8, 1)
+@pytest.mark.parametrize("has_port", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_a_script_that_is_not_marked_is_started_again(
+    has_port: bool, tmp_path: Path, expected: str
+) -> None:
+    """Also where a port is given: torch's rendezvous for one has one store, in which the next attempt would
+    find the last one's keys."""
+    options = (f"--master-port={free_port()}",) if has_port else ()
+    ran = run(tmp_path / "root", "--plain", "--fail", "kill", 1, 8, 1, options=options)
     assert ran.status == 0, ran.printed[-4000:]
     assert ran.digest == expected
     first, second = ran.begun
@@ -441,6 +486,7 @@ def test_what_cannot_be_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "torchrun has --no-python" in said("--no-python", "ls")
     assert "--spares -1" in said("--spares", "-1", str(SCRIPT))
     assert "--hang-s 0" in said("--hang-s", "0", str(SCRIPT))
+    assert "a spare has them before" in said("--spares", "1", str(SCRIPT), "--seed=${local_rank}")
     assert "--preload no_such" in said("--preload", "no_such", str(SCRIPT))
 
 

@@ -22,8 +22,6 @@ class _Seen:
     node: str
     slot: int
     is_quick: bool
-    says_when: bool
-    """The script raised it, or the step is known."""
 
 
 @dataclass
@@ -36,19 +34,18 @@ class Failures:
         """Note what was to blame, `after_s` seconds after the beginning; `slot`: -1 on another node."""
         rank = -1 if failure.is_of_script else failure.rank
         what = (rank, failure.step, failure.how)
-        says_when = failure.is_of_script or failure.step > 0
-        seen = _Seen(what, node, slot, after_s < QUICK_S, says_when)
+        seen = _Seen(what, node, slot, after_s < QUICK_S)
         self._seen = [*self._seen[1 - SAME :], seen]
 
     @property
     def are_same(self) -> bool:
         """The same step has failed in the same way, each time; one that was killed, on the same rank.
 
-        Where no step is known, as of a script without a Checkpointer, those that were killed have died at
-        the same step only if they did so at once.
+        Where no step is known, as of a script without a Checkpointer, failures were at the same step only
+        if they came at once.
         """
         alike = len(self._seen) == SAME and len({seen.failure for seen in self._seen}) == 1
-        return alike and all(seen.says_when or seen.is_quick for seen in self._seen)
+        return alike and all(seen.failure[1] > 0 or seen.is_quick for seen in self._seen)
 
     @property
     def are_of_a_slot(self) -> bool:

@@ -110,7 +110,10 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
             worker_group.spec.local_world_size = self.workers.choose_slots()
         if self._nodes is not None:
             num_ranks = worker_group.spec.local_world_size
-            self._nodes.introduction = Introduction(gethostname(), num_ranks, addresses())
+            role = worker_group.spec.role
+            self._nodes.introduction = Introduction(
+                gethostname(), num_ranks, addresses(), role=role
+            )
         try:
             super()._rendezvous(worker_group)
         except (RendezvousClosedError, RendezvousGracefulExitError):
@@ -123,14 +126,16 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
         if self._nodes is None or self._nodes.round is None:
             ranks: list[Any] = super()._assign_worker_ranks(store, node, count, spec)
             return ranks
-        *firsts, size = first_ranks(self._nodes.round.nodes)
+        nodes = self._nodes.round.nodes
+        *firsts, size = first_ranks(nodes)
+        of_role = [n.num_ranks if n.role == nodes[node].role else 0 for n in nodes]
         return [
             Rank(
                 local_rank=local,
                 global_rank=firsts[node] + local,
-                role_rank=firsts[node] + local,
+                role_rank=sum(of_role[:node]) + local,
                 world_size=size,
-                role_world_size=size,
+                role_world_size=sum(of_role),
             )
             for local in range(spec.local_world_size)
         ]

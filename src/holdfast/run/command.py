@@ -6,9 +6,12 @@ import argparse
 import gc
 import importlib
 import os
+import re
 import shutil
+import signal
 import sys
 import traceback
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -35,6 +38,8 @@ PRELOAD = (
 """What nearly every worker imports, or a spare when it takes a rank; torch's optimizers import its
 compiler."""
 RESTARTS = 100
+LOCAL_RANK = re.compile(r"\$(local_rank\b|\{local_rank\})")
+"""What torchrun puts the local rank in the place of."""
 SPARES = (
     "Processes of this node that wait, with the script imported, to take the place of a lost rank."
 )
@@ -89,6 +94,7 @@ def _run(given: argparse.Namespace, launch: Launch) -> int:
     try:
         with _log_dir(given), in_place_of_torchs(launch):
             _check_by_torch(given)
+            _meet_anew(given)
             run(given)
     except ChildFailedError as error:
         print(error, file=sys.stderr)
@@ -110,6 +116,14 @@ def _run(given: argparse.Namespace, launch: Launch) -> int:
         say(f"error: {error}")
         return 1
     return 0
+
+
+def _meet_anew(given: argparse.Namespace) -> None:
+    """Have one node meet by c10d, as torchrun does unless a port is given: the `static` rendezvous has one
+    store for all attempts, and the next would find the keys of the last."""
+    if given.rdzv_backend == "static" and given.nnodes in ("1", "1:1"):
+        given.rdzv_backend, given.rdzv_endpoint = "c10d", "localhost:0"
+        given.rdzv_id = str(uuid.uuid4())
 
 
 def _hint_for_hosts(given: argparse.Namespace) -> str:
@@ -226,6 +240,11 @@ def _checked(given: argparse.Namespace) -> argparse.Namespace:
                 f"--rdzv-backend={given.rdzv_backend}: its nodes cannot meet again after a failure",
                 hint="give --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT --rdzv-id=NAME on every node",
             )
+    if given.spares and any(map(LOCAL_RANK.search, given.training_script_args)):
+        raise UsageError(
+            "${local_rank} in the script's arguments: a spare has them before it has a rank",
+            hint="the script finds LOCAL_RANK in its environment; or no --spares",
+        )
     if given.hang_s is not None and not given.hang_s > 0:
         raise UsageError(f"--hang-s {given.hang_s}: must be more than 0")
     if not given.module and not os.path.exists(given.training_script):
@@ -258,7 +277,10 @@ def _server(given: argparse.Namespace) -> ForkServer:
             raise UsageError(f"--preload {name}: {error}") from error
     gc.collect()
     gc.freeze()  # the collector of a worker would copy all that memory
-    return ForkServer()
+    handled = getattr(given, "signals_to_handle", "").split(",")  # torch 2.8 and newer
+    return ForkServer(
+        [signal.Signals[name] for name in handled if name in signal.Signals.__members__]
+    )
 
 
 def _be_a_worker(server: ForkServer) -> int:

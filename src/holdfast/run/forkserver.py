@@ -31,9 +31,9 @@ ANSWER_S = 60.0
 """Seconds that a fork may take."""
 _PR_SET_PDEATHSIG = 1
 _CUDA_NOT_INITIALIZED = 3
-_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""The signals upon which the launcher ends the workers.  Slurm sends them to all processes of a step, and
-workers need their server until they have saved."""
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""The signals upon which the launcher ends the workers, unless it is told of others, too.  Slurm sends them
+to all processes of a step, and workers need their server until they have saved."""
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -65,8 +65,11 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 class ForkServer:
     """The launcher's side."""
 
-    def __init__(self) -> None:
-        """Fork the server.  In the child it serves, and `worker` is what a forked worker is to do."""
+    def __init__(self, handled: Iterable[signal.Signals] = ()) -> None:
+        """Fork the server.  In the child it serves, and `worker` is what a forked worker is to do.
+
+        `handled`: the signals that it lets pass, beside `ENDING`.
+        """
         begun = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
         if begun:
             raise AgentError(
@@ -86,7 +89,7 @@ class ForkServer:
         self.pid = os.fork()
         if self.pid == 0:
             ours.close()
-            self.worker = _serve(its, launcher)
+            self.worker = _serve(its, launcher, {*ENDING, *handled})
         else:
             its.close()
             self._socket = ours
@@ -156,11 +159,13 @@ def cuda_has_begun() -> bool:
     return bool(driver.cuDeviceGetCount(ctypes.byref(count)) != _CUDA_NOT_INITIALIZED)
 
 
-def _serve(launcher: socket.socket, parent: int) -> tuple[Start, socket.socket, int]:
+def _serve(
+    launcher: socket.socket, parent: int, handled: Iterable[signal.Signals]
+) -> tuple[Start, socket.socket, int]:
     """Serve until the launcher is gone.  Return in a forked worker alone, with what that is to do."""
     _die_with(parent)
     os.setsid()  # Ctrl-C reaches the launcher, which ends the workers
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in _ENDING}
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in handled}
     wakes, wake = os.pipe()
     os.set_blocking(wake, False)
     os.set_blocking(wakes, False)

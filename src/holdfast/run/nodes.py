@@ -39,6 +39,7 @@ class Introduction(msgspec.Struct, frozen=True):
     addresses: list[str]
     door: int = 0
     """Port at which nobody is refused while the agent lives."""
+    role: str = ""
 
 
 class RankFailure(msgspec.Struct, frozen=True):

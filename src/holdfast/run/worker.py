@@ -87,7 +87,7 @@ def _run_script(path: str, arguments: list[str]) -> None:
         return
     with io.open_code(os.path.abspath(path)) as file:
         code = compile(file.read(), path, "exec")
-    sys.path[0] = os.path.dirname(os.path.abspath(path))
+    sys.path[0] = os.path.dirname(os.path.realpath(path))
     main = ModuleType("__main__")
     main.__dict__.update(__file__=path, __builtins__=__builtins__)
     sys.modules["__main__"] = main

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import PContext, RunProcsResult
@@ -311,7 +312,7 @@ class Workers(PContext):  # type: ignore[misc]
         for slot in [slot for slot in self._workers if slot not in self.slots]:
             self._dismiss(self._workers.pop(slot))
         for rank in self.slots:
-            with suppress(OSError):
+            if os.path.isfile(self.error_files[rank]):  # and not /dev/null
                 os.unlink(self.error_files[rank])  # that of the attempt before
             worker = self._workers.get(rank)
             while worker is None or not self._enters(worker, rank):
@@ -319,7 +320,7 @@ class Workers(PContext):  # type: ignore[misc]
                     self._bury(worker)
                 self._workers[rank] = worker = self._spare() or self._fork(rank)
             worker.left, worker.is_done = None, False
-            worker.is_spare = False
+            worker.is_spare = worker.is_stuck = False
             worker.progress.enter(time.monotonic())
 
     def _enters(self, worker: RankProcess, rank: int) -> bool:
@@ -357,18 +358,20 @@ class Workers(PContext):  # type: ignore[misc]
     # -- processes --------------------------------------------------------------------------------
 
     def _environment(self, rank: int) -> dict[str, str]:
+        error_file = self.error_files[rank]
         return {
             **self.envs[self.slots.index(rank)],
             **({} if self.launch.nproc_min is None else {"LOCAL_RANK": str(rank)}),
             "TORCHELASTIC_RESTART_COUNT": str(self.attempt - 1),
-            "TORCHELASTIC_ERROR_FILE": self.error_files[rank],
+            "TORCHELASTIC_ERROR_FILE": "" if error_file == os.devnull else error_file,
             "HOLDFAST_ATTEMPT": str(self.attempt),
         }
 
     def _fork(self, rank: int, *, is_spare: bool = False) -> RankProcess:
         end = LauncherEnd()
+        known = {} if is_spare else {"local_rank": str(rank)}
         start = Start(
-            words=self.launch.words,
+            words=[Template(word).safe_substitute(known) for word in self.launch.words],
             is_module=self.launch.is_module,
             environment={} if is_spare else self._environment(rank),
             stdout="" if is_spare else self.stdouts[rank],
