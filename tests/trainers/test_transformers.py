@@ -251,6 +251,19 @@ def trained(folder: Path, data: Any, *callbacks: Any, **given: Any) -> Any:
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("saves_at", ["epoch", "best"])
+def test_a_trainer_that_saves_by_epochs_is_not_told_that_it_saves_nothing(
+    saves_at: str, tmp_path: Path
+) -> None:
+    given = {"save_strategy": saves_at, "eval_strategy": "epoch", "metric_for_best_model": "loss"}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trained(tmp_path, Data(16), num_train_epochs=2, **given)
+    assert not [one for one in told if "saves nothing" in str(one.message)]
+    assert holdfast.steps(tmp_path / "holdfast")[0] == 2
+
+
+@pytest.mark.soak
 def test_gradients_that_a_pass_leaves_are_told(tmp_path: Path) -> None:
     given = {"save_strategy": "epoch", "max_steps": 3, "per_device_train_batch_size": 4}
     with pytest.warns(holdfast.HoldfastWarning, match="step 1 is saved while gradients are"):

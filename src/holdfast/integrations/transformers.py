@@ -46,11 +46,14 @@ from holdfast.errors import NotFound, NotRecoverable, UsageError, warn_user
 from holdfast.integrations.accelerate import LoaderDraws, bare, check_engine
 from holdfast.once import load
 from holdfast.restore.reading import OWN
+from holdfast.schedule import Every
 from holdfast.state.trainable import trainable_only
 from holdfast.state.window import wait_for_copies
 
 __all__ = ["HoldfastCallback", "HoldfastTrainer", "with_holdfast"]
 
+NEVER = Every(durable=1_000_000_000)
+"""The frequencies of a run of which the Trainer says when it saves, and not by steps."""
 SIGTERM_S = 30.0
 """Seconds in which a run with `enable_jit_checkpoint` saves and stops, if `sigterm_s` is not given."""
 
@@ -300,8 +303,11 @@ class _Holdfast(_Mixin):
         if self.args.should_save:
             for name, content in self._holdfast_side_files().items():
                 checkpointer.files.setdefault(name, content)
-        if self.args.save_strategy == SaveStrategy.STEPS:
-            checkpointer.every = replace(checkpointer.every, durable=int(self.state.save_steps))
+        every, strategy = checkpointer.every, self.args.save_strategy
+        if strategy == SaveStrategy.STEPS:
+            checkpointer.every = replace(every, durable=int(self.state.save_steps))
+        elif strategy != SaveStrategy.NO and every == Every():
+            checkpointer.every = NEVER
         if run.found is not None:
             checkpointer.restore(run.found)
             run.is_restored = True
