@@ -360,6 +360,28 @@ def test_an_evaluation_before_the_first_step_is_of_no_step(ranks: Ranks, tmp_pat
         assert not first.metrics and "eval_loss" in second.metrics
 
 
+@pytest.mark.soak
+def test_what_is_no_metric_does_not_end_the_training(tmp_path: Path) -> None:
+    """Booleans and long names are left out of the step, which is told once."""
+    transformers = pytest.importorskip("transformers")
+    from holdfast.integrations.transformers import HoldfastTrainer
+
+    given = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "max_steps": 2}
+    args = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, **given)
+    found = {"ok": True, "of " + "x" * 100: 1.0, "sum": 2}
+    data = {"train_dataset": Data(16), "eval_dataset": Data(8)}
+    trainer = HoldfastTrainer(Net(), args, **data, compute_metrics=lambda _: dict(found))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer.train()
+    texts = [str(one.message) for one in told if "its evaluation has as" in str(one.message)]
+    assert len(texts) == 1 and "'eval_ok', 'eval_of xxx" in texts[0]
+    for step in (1, 2):
+        with holdfast.open(tmp_path / "holdfast", step=step) as saved:
+            assert saved.metrics["eval_sum"] == 2.0 and "eval_loss" in saved.metrics
+            assert not {name for name in saved.metrics if name.startswith("eval_o")}
+
+
 def weights_of(root: Path, step: int) -> str:
     """A hash of the model that a step has."""
     model = Net()

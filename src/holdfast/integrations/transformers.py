@@ -39,7 +39,8 @@ from transformers.trainer import TRAINER_STATE_NAME, _is_peft_model, nested_gath
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import HubStrategy, SaveStrategy, get_last_checkpoint
 
-from holdfast.arguments import step_of, unfit
+from holdfast.arguments import shown, step_of, unfit
+from holdfast.checkpoint.notes import MOST_CHARS, values_of
 from holdfast.checkpoint.tidying import Keep
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import NotFound, NotRecoverable, UsageError, warn_user
@@ -402,10 +403,8 @@ class _Holdfast(_Mixin):
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
         run = self._holdfast
         metrics = super()._evaluate(*args, **kwargs)
-        if run.metrics_step != self.state.global_step:
-            run.metrics, run.metrics_step = {}, self.state.global_step
         if run.has_begun:  # else it is the one before the first step
-            run.metrics |= {k: v for k, v in metrics.items() if isinstance(v, (int, float))}
+            run.evaluated.add(self.state.global_step, metrics, tells=self.args.should_save)
         return metrics
 
     def _holdfast_between_steps(self) -> None:
@@ -416,7 +415,7 @@ class _Holdfast(_Mixin):
             return
         is_new, run.last_step = step != run.last_step, step
         must_save, run.must_save = run.must_save, False
-        metrics = run.metrics if run.metrics_step == step else {}
+        metrics = run.evaluated.metrics_of(step)
         if must_save:  # once more: an epoch that ends with this step was evaluated after it
             self._holdfast_name_the_best()
         durable = checkpointer.every.durable
@@ -529,10 +528,44 @@ class _HoldfastRun:
         self.must_save = self.is_restored = self.has_begun = False
         self.last_step = self.last_saved = 0
         self.data_pass = _PassOverData()
-        self.metrics: dict[str, float] = {}
-        self.metrics_step = 0
+        self.evaluated = _Evaluated()
         self.losses: Any = None
         self.draws: Any = None
+
+
+class _Evaluated:
+    """The metrics of the step that was evaluated last, as far as a step of a root can have them."""
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._metrics: dict[str, float] = {}
+        self._has_told = False
+
+    def add(self, step: int, found: dict[str, Any], *, tells: bool) -> None:
+        """Keep the numbers of an evaluation, beside those of others of this step.  A value that is no
+        metric would end the training at the save: it is left out, and told once."""
+        numbers = {name: v for name, v in found.items() if isinstance(v, (int, float))}
+        left_out = [name for name, value in numbers.items() if not _is_metric(name, value)]
+        fit = {name: value for name, value in numbers.items() if name not in left_out}
+        self._metrics, self._step = self.metrics_of(step) | fit, step
+        if left_out and tells and not self._has_told:
+            self._has_told = True
+            warn_user(
+                f"step {step} does not get what its evaluation has as {', '.join(map(shown, left_out))}",
+                hint=f"metrics are numbers, not True or False, by names of up to {MOST_CHARS} characters",
+            )
+
+    def metrics_of(self, step: int) -> dict[str, float]:
+        """Return the metrics of a step; none if another one was evaluated last."""
+        return self._metrics if step == self._step else {}
+
+
+def _is_metric(name: str, value: float) -> bool:
+    try:
+        values_of({name: value}, "HoldfastTrainer")
+    except UsageError:
+        return False
+    return True
 
 
 class _PassOverData:
