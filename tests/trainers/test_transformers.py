@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import holdfast
 from trainers.forked import Ranks
@@ -594,6 +595,65 @@ def test_a_trainer_class_with_metrics_of_its_own(tmp_path: Path) -> None:
     assert len(trainer._metrics["train"]) == 4 and trainer._metrics["eval"]
     assert trainer._pass == trainer._options == trainer._root == trainer._draws == "mine"
     assert holdfast.steps(tmp_path / "holdfast") == [2, 4]
+
+
+@pytest.mark.soak
+def test_methods_that_write_and_read_the_folder_are_told(tmp_path: Path) -> None:
+    """By one warning.  What they keep is restored from where it says, and weights alone of a class that is
+    known make no difference."""
+    transformers = pytest.importorskip("transformers")
+    from holdfast.integrations.transformers import HoldfastTrainer, with_holdfast
+
+    class Two(transformers.Trainer):  # type: ignore[misc, name-defined]
+        def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+            self.second = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.5)
+            return super().create_optimizer(*args, **kwargs)
+
+        def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+            raise AssertionError
+
+        def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+            raise AssertionError
+
+    class Kept(with_holdfast(Two)):  # type: ignore[misc]
+        def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+            made = super().create_optimizer(*args, **kwargs)
+            self.accelerator.holdfast.state["second"] = self.second
+            return made
+
+    class Exported(HoldfastTrainer):
+        def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+            super()._save(output_dir, state_dict)
+
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            super()._save_checkpoint(model, trial)
+
+    class Halves(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            trainer.second.param_groups[0]["lr"] /= 2
+
+    known = type(
+        "PPO", (transformers.Trainer,), {"save_model": None, "__module__": "trl.trainer.ppo"}
+    )
+
+    def made(kind: Any, **given: Any) -> tuple[Any, list[str]]:
+        given = {"report_to": [], "use_cpu": True, "save_steps": 1, **given}
+        args = transformers.TrainingArguments(str(tmp_path), **given)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            trainer = kind(Net(), args, train_dataset=Data(32))
+        return trainer, [str(w.message) for w in told if " not called " in str(w.message)]
+
+    trainer, texts = made(Kept, max_steps=1)
+    saves, loads = (f"Two._{what}_optimizer_and_scheduler()" for what in ("save", "load"))
+    assert len(texts) == 1 and texts[0].startswith(f"{saves}, {loads} are not called")
+    assert made(Exported)[1][0].startswith("Exported._save() is not called")
+    assert made(with_holdfast(known))[1] == made(HoldfastTrainer)[1] == []
+    for max_steps in (1, 2):
+        trainer, _ = made(Kept, max_steps=max_steps)
+        trainer.add_callback(Halves)
+        trainer.train(resume_from_checkpoint=True)
+    assert trainer.second.param_groups[0]["lr"] == 0.125
 
 
 @pytest.mark.soak

@@ -89,23 +89,19 @@ class _Holdfast(_Mixin):
         self._holdfast_tell_what_is_not_called()
 
     def _holdfast_tell_what_is_not_called(self) -> None:
-        """Warn of a Trainer class, such as TRL's, that does more where the Trainer writes its folder."""
+        """Warn of a Trainer class, such as TRL's, that does more where the Trainer writes its folder, or
+        reads it."""
         if not self.args.should_save or self.args.save_strategy == SaveStrategy.NO:
             return
-        after = iter(type(self).__mro__)
-        for base in after:
-            if base is _Holdfast:
-                break
-        for base in after:
-            if base is Trainer:
-                break
-            if "_save_checkpoint" in vars(base):
-                warn_user(
-                    f"{base.__name__}._save_checkpoint() is not called: it is for the folder of a "
-                    "checkpoint, and there is none",
-                    hint="do what it adds in a callback's on_save(), or in a subclass of with_holdfast("
-                    f"{base.__name__})",
-                )
+        names = _not_called(type(self))
+        if names:
+            are, they = ("is", "it is") if len(names) == 1 else ("are", "they are")
+            warn_user(
+                f"{', '.join(names)} {are} not called as steps are saved and restored: {they} for the "
+                "folder of a checkpoint, and there is none",
+                hint="put what is to be kept into self.accelerator.holdfast.state, in create_optimizer() "
+                "of a subclass of with_holdfast(...), and do the rest in a callback's on_save()",
+            )
 
     def _holdfast_check_usable(self) -> None:
         if self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END:
@@ -601,6 +597,39 @@ def with_holdfast(trainer_class: type[Trainer]) -> type[Trainer]:
             "with_holdfast", "trainer_class", trainer_class, "a class of transformers' Trainers"
         )
     return type(f"Holdfast{trainer_class.__name__}", (_Holdfast, trainer_class), {})
+
+
+_OF_WEIGHTS = ("save_model", "_save", "_load_from_checkpoint")
+_OF_FOLDERS = (
+    "_save_checkpoint",
+    *_OF_WEIGHTS,
+    "_save_optimizer_and_scheduler",
+    "_save_scaler",
+    "_save_rng_state",
+    "_load_optimizer_and_scheduler",
+    "_load_scaler",
+    "_load_rng_state",
+)
+"""The Trainer's methods that write the folder of a checkpoint, or read it."""
+
+
+def _not_called(trainer_class: type) -> list[str]:
+    """Return the overrides of such methods that are not called, but for those of transformers' and TRL's
+    classes that write weights in another form: a step has all of the model."""
+    found, comes_after = [], False
+    for base in trainer_class.__mro__:
+        if base is Trainer:
+            break
+        if base is _Holdfast:
+            comes_after = True
+            continue
+        known = base.__module__.partition(".")[0] in ("transformers", "trl")
+        for name in _OF_FOLDERS:
+            is_called = not comes_after and name in vars(_Holdfast)
+            is_harmless = known and name in _OF_WEIGHTS
+            if name in vars(base) and not (is_called or is_harmless):
+                found.append(f"{base.__name__}.{name}()")
+    return found
 
 
 _UPLOADS: dict[str, tuple[Callable[[Any], Any], str]] = {
