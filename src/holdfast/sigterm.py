@@ -51,6 +51,10 @@ class SigtermStop:
             found = str(at).encode()
         return found is not None and step >= int(found)
 
+    def was_told(self) -> bool:
+        """True, on all ranks, if any of them was told.  Collective."""
+        return self._group.any(self._told_at is not None)
+
     def left(self) -> float:
         """Seconds of grace that are left."""
         since = time.monotonic() - self._told_at if self._told_at else 0.0

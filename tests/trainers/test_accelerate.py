@@ -6,6 +6,7 @@ Accelerate's own are not exact: generators are put back before loaders draw from
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 
 import holdfast
 from trainers.forked import Ranks
-from trainers.tiny import OFFLINE, Journal, run_of
+from trainers.tiny import KILLED, OFFLINE, Journal, run_of
 
 ALONE: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -154,6 +155,22 @@ def test_killed_at_ten_random_moments(layout: str, ranks: Ranks, tmp_path: Path)
     for number in range(10):
         (folder := tmp_path / str(number)).mkdir()
         compare(ranks, folder, own, num, given, draw.randint(1, 78))
+
+
+@pytest.mark.soak
+@pytest.mark.distributed
+@pytest.mark.parametrize(("layout", "dying"), [("alone", [0]), ("ddp", [1])])
+def test_sigterm(layout: str, dying: list[int], ranks: Ranks, tmp_path: Path) -> None:
+    """After the save of step 8: the next `save_state` is of step 10, and all ranks stop there."""
+    num, given = LAYOUTS[layout]
+    own = uninterrupted(ranks, tmp_path, num, given)
+    options, journal = run_of(tmp_path, "stopped", **given, holdfast={"sigterm_s": "60"})
+    ended = ranks.run({**options, "die": 16, "by": signal.SIGTERM, "dying": dying}, num)
+    assert set(ended) <= {128 + signal.SIGTERM, KILLED} and 128 + signal.SIGTERM in ended
+    assert holdfast.steps(tmp_path / "stopped" / "holdfast")[-1] == 10
+    ranks.finish(options, num)
+    assert rows_of(journal) == rows_of(own)
+    assert journal.read()[-1] == own.read()[-1]
 
 
 @pytest.mark.soak

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -159,7 +160,9 @@ def main(options: dict[str, Any]) -> None:
     if uses != "own":
         restored = accelerator.load_state()
         journal.add(restored=int(restored), tier=restored.tier)
-    die, moment = options.get("die", 0), 0
+    die, moment, by = options.get("die", 0), 0, options.get("by", signal.SIGKILL)
+    if accelerator.process_index not in options.get("dying", range(accelerator.num_processes)):
+        die = 0
     stateful = options.get("loader", {}).get("use_stateful_dataloader", False)
     per_pass = options.get("leave", len(loader))
     first = position.done // per_pass
@@ -187,7 +190,7 @@ def main(options: dict[str, Any]) -> None:
             if position.done == options.get("peek"):
                 peek(judging, journal)
             moment += 1
-            die_at(die, moment)
+            die_at(die, moment, by)
             if uses == "step" and accelerator.sync_gradients:
                 accelerator.holdfast.step(position.done)
             elif uses == "save_state" and accelerator.sync_gradients:
@@ -195,7 +198,7 @@ def main(options: dict[str, Any]) -> None:
                 if options.get("waits"):
                     accelerator.holdfast.wait()
             moment += 1
-            die_at(die, moment)
+            die_at(die, moment, by)
             if "leave" in options and position.done % per_pass == 0:
                 break
     whole = digest(model)

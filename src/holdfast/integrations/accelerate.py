@@ -65,7 +65,8 @@ def attach(
 
     `root` is by default the folder `holdfast` in its `project_dir`; `options` are those of a Checkpointer,
     which is there as `accelerator.holdfast`.  Call its `step(n)` after each optimizer step to save as often
-    as `every` says, in memory and records, too.  `total_limit` becomes `Keep(last=...)`.
+    as `every` says, in memory and records, too.  `total_limit` becomes `Keep(last=...)`.  With `sigterm_s`,
+    `save_state` and `step` look for SIGTERM: call one of them often.
     """
     accelerator = instance_of(accelerator, Accelerator, "attach", "accelerator", "an Accelerator")
     _check_kind(accelerator)
@@ -174,6 +175,9 @@ class _Attached:
                 f"step {step} is saved while gradients are accumulated, which no checkpoint has: a restart "
                 "takes the next step without them.  Save where accelerator.sync_gradients is True"
             )
+        stop = self.checkpointer._stop
+        if stop is not None and stop.was_told():
+            self.checkpointer._save_and_stop(step, stop)
         self.checkpointer.save(step)
         self.last_step = step
         project.iteration += 1
