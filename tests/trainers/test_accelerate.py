@@ -272,6 +272,54 @@ def test_what_is_prepared_by_itself_is_saved(name: str, tmp_path: Path) -> None:
     accelerator.end_training()
 
 
+def attached(folder: Path, *, attaches: bool = True) -> tuple[Any, torch.nn.Linear]:
+    """An Accelerator that names its checkpoints itself."""
+    from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration
+
+    from holdfast.integrations.accelerate import attach
+
+    config = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=config)
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    return attach(accelerator) if attaches else accelerator, model
+
+
+@pytest.mark.soak
+def test_a_run_that_moves_over_goes_on_from_the_newest_folder(tmp_path: Path) -> None:
+    """Which Accelerate has named itself; as long as the root has no step."""
+    pytest.importorskip("accelerate")
+    accelerator, model = attached(tmp_path, attaches=False)
+    accelerator.project_configuration.iteration = 9
+    for value in (9.0, 10.0):
+        torch.nn.init.constant_(model.weight, value)
+        accelerator.save_state()
+    (tmp_path / "checkpoints" / "of mine").mkdir()
+    accelerator, model = attached(tmp_path)
+    assert accelerator.load_state(map_location="cpu") is None
+    assert model.weight.item() == 10.0
+    torch.nn.init.constant_(model.weight, 11.0)
+    accelerator.save_state()
+    accelerator.end_training()
+    assert holdfast.steps(tmp_path / "holdfast") == [11]
+    accelerator, model = attached(tmp_path)
+    assert accelerator.load_state() == 11 and model.weight.item() == 11.0
+    accelerator.end_training()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("given", [{"load_module_only": True}, {"load_kwargs": {"mmap": True}}])
+def test_arguments_for_files_are_refused_for_a_step(given: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    accelerator, _ = attached(tmp_path)
+    accelerator.save_state()
+    for folder in (None, "step_0"):
+        with pytest.raises(holdfast.errors.UsageError, match=next(iter(given))):
+            accelerator.load_state(folder, map_location="cpu", **given)
+    assert accelerator.load_state("step_0", map_location="cpu", load_kwargs={}) == 0
+    accelerator.end_training()
+
+
 @pytest.mark.soak
 def test_a_stateful_loader_is_saved_again_before_it_goes_on(tmp_path: Path) -> None:
     """It is where it was."""

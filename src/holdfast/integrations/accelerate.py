@@ -25,13 +25,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, broadcast_object_list
 from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import IterableDataset
@@ -187,17 +188,55 @@ class _Attached:
         self, input_dir: Any = None, load_kwargs: Any = None, **load_model_func_kwargs: Any
     ) -> Restored | None:
         """Restore the newest step, or the one that `input_dir` names; return its number, 0 if there is none
-        yet.  A folder that Accelerate itself has written is loaded as ever, and None returned."""
-        if isinstance(input_dir, (str, os.PathLike)) and os.path.isdir(input_dir):
-            self.load_native(input_dir, load_kwargs, **load_model_func_kwargs)
-            return None
+        yet.  A folder that Accelerate itself has written is loaded as ever, and None returned: one that is
+        named or, before the first step, the newest where checkpoints are named automatically."""
         self.look()
+        own = self._own_folder(input_dir)
+        if own is not None:
+            self.load_native(own, load_kwargs, **load_model_func_kwargs)
+            return None
+        given = load_model_func_kwargs | ({} if not load_kwargs else {"load_kwargs": load_kwargs})
+        _refuse_for_steps(given.keys() - {"map_location"})
         step = None if input_dir is None else _number_in(input_dir, "load_state")
         restored = self.checkpointer.restore(step)
         self.last_step = int(restored)
         if self.accelerator.project_configuration.automatic_checkpoint_naming and restored.found:
             self.accelerator.project_configuration.iteration = int(restored) + 1
         return restored
+
+    def _own_folder(self, input_dir: Any) -> Any:
+        """Return the folder that Accelerate itself is to load; None if it is a step that is restored."""
+        if input_dir is not None:
+            is_path = isinstance(input_dir, (str, os.PathLike))
+            return input_dir if is_path and os.path.isdir(input_dir) else None
+        project = self.accelerator.project_configuration
+        if not project.automatic_checkpoint_naming:
+            return None
+        (newest,) = broadcast_object_list([_newest_in(self.accelerator.project_dir)])
+        if newest is None or self.checkpointer.find() is not None:
+            return None
+        folder, number = newest
+        project.iteration = max(project.iteration, number + 1)
+        return folder
+
+
+def _newest_in(project_dir: Any) -> tuple[str, int] | None:
+    """Return the newest folder that Accelerate has named itself, and its number."""
+    folders = Path(project_dir or "", "checkpoints").glob("checkpoint_*")
+    numbers = ((re.fullmatch(r"checkpoint_(\d+)", one.name), one) for one in folders)
+    found = [(int(number[1]), str(one)) for number, one in numbers if number and one.is_dir()]
+    number, folder = max(found, default=(-1, ""))
+    return (folder, number) if found else None
+
+
+def _refuse_for_steps(names: Collection[str]) -> None:
+    """UsageError for arguments that Accelerate hands on to loaders of files."""
+    if names:
+        raise UsageError(
+            f"accelerator.load_state({'=, '.join(sorted(names))}=): a step is restored whole, and no files "
+            "are loaded by which this could be heeded",
+            hint="leave it out; holdfast.load(root, {'model': model}, strict=False) loads a part",
+        )
 
 
 def state_of(accelerator: Any) -> dict[str, Any]:
