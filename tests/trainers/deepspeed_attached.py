@@ -514,6 +514,21 @@ def frozen(root: str) -> None:
     assert "model.0.weight" in holdfast.open(f"{root}-3").names()
 
 
+def told_to_stop(root: str, dies: bool = False) -> None:
+    """SIGTERM stops an engine that saves when it is asked to, after the step under way."""
+    engine = engine_of()
+    options: dict[str, Any] = {"sigterm_s": 60, "client_state": lambda: {"at": engine.global_steps}}
+    with warnings.catch_warnings(), attach(engine, root, **options):
+        warnings.simplefilter("error", holdfast.HoldfastWarning)
+        path, client = engine.load_checkpoint(root)
+        train(engine, 2)
+        if dies:
+            os.kill(os.getpid(), signal.SIGTERM)
+            train(engine, 2)
+            raise AssertionError(f"at step {engine.global_steps}, and not told")
+    assert (path, client) == (f"{root}/global_step3", {"at": 3}) and holdfast.steps(root) == [3]
+
+
 def refused(root: str) -> None:
     with pytest.raises(UsageError, match=r"an engine of deepspeed\.initialize"):
         attach(nn.Linear(2, 2), root)
@@ -589,6 +604,7 @@ CASES = {
         behind,
         frozen,
         refused,
+        told_to_stop,
         late_pointer,
         saves,
     )

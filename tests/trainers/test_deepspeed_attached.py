@@ -50,6 +50,12 @@ def test_attached(ranks: Ranks, tmp_path: Path, case: str) -> None:
     ranks.finish({"case": case, "root": str(tmp_path / "root")}, 1)
 
 
+def test_sigterm_stops_an_engine_that_saves_when_asked(ranks: Ranks, tmp_path: Path) -> None:
+    options = {"case": "told_to_stop", "root": str(tmp_path / "root")}
+    assert ranks.run({**options, "dies": True}, 1) == [128 + signal.SIGTERM], ranks.errors()
+    ranks.finish(options, 1)
+
+
 def test_two_ranks_go_on_from_the_same_pointer(ranks: Ranks, tmp_path: Path) -> None:
     ranks.finish({"case": "late_pointer", "root": str(tmp_path / "root")}, 2)
 

@@ -95,8 +95,9 @@ def attach(
     the Checkpointer that does it.  Collective: call it on every rank, after `deepspeed.initialize`.
 
     `every`, `memory`, `delta`, `keep` and `options` are those of `holdfast.Checkpointer`; with `every`, the
-    engine saves at the end of its own `step()` (of a pipeline, `train_batch()`).  `client_state`: called at
-    such a save, for what `load_checkpoint` shall give back.  Close the Checkpointer at the end.
+    engine saves at the end of its own `step()` (of a pipeline, `train_batch()`); with `sigterm_s`, it looks
+    for SIGTERM there.  `client_state`: called at such a save, for what `load_checkpoint` shall give back.
+    Close the Checkpointer at the end.
 
     `save_checkpoint` returns once buffers and plain values are copied; the rest is written in the
     background.  UsageError for an engine of which holdfast cannot save everything.
@@ -124,7 +125,8 @@ def attach(
     ckpt = core.Checkpointer(
         root, state, every=every, memory=memory, delta=delta, keep=keep, **options
     )
-    _replace_methods(AttachedEngine(engine, root, ckpt, client, has_every=every is not None))
+    steps = every is not None or options.get("sigterm_s") is not None
+    _replace_methods(AttachedEngine(engine, root, ckpt, client, steps=steps))
     return ckpt
 
 
@@ -321,7 +323,8 @@ class AttachedEngine:
     root: str
     ckpt: Checkpointer
     client: ClientState
-    has_every: bool
+    steps: bool
+    """True if the Checkpointer is to be told of each step: some are due, or a signal may stop the run."""
     pending: list[Pending] = field(default_factory=list)
     unwritten: list[Pending] = field(default_factory=list)
     """Saves that are committed, and whose pointers could not be written."""
@@ -336,7 +339,7 @@ class AttachedEngine:
 
     def stepped(self) -> None:
         """An optimizer step was made."""
-        if self.has_every:
+        if self.steps:
             step, every = self.engine.global_steps, self.ckpt.every
             self.client.clear()
             self.ckpt.step(step)
