@@ -256,12 +256,50 @@ def after_every(root: str) -> None:
         before = Path(folder, "last/holdfast.json").read_text()
         train(engine, 1)
         engine.save_checkpoint(folder, "last", client_state={"at": 4})
-    assert holdfast.steps(root) == [4]
+    shutil.rmtree(Path(root, "steps/0000000003"), ignore_errors=True)
     Path(folder, "last/holdfast.json").write_text(before)  # as if it had been killed before
     engine = engine_of(1)
     with attach(engine, root, keep=holdfast.Keep(last=1)):
         assert engine.load_checkpoint(folder) == (f"{folder}/last", {"at": 4})
         assert engine.load_checkpoint(folder, "last") == (f"{folder}/last", {"at": 4})
+
+
+def labelled(root: str) -> None:
+    """A tag in another folder keeps its step as long as it names it, and the folder is there."""
+    best, rotated = (str(Path(root).parent / name) for name in ("best", "checkpoint-1"))
+    engine = engine_of()
+
+    def save(*places: tuple[str, str | None]) -> None:
+        train(engine, 1)
+        for folder, tag in places or ((root, None),):
+            engine.save_checkpoint(folder, tag, client_state={"at": engine.global_steps})
+            ckpt.wait()
+
+    with attach(engine, root, keep=holdfast.Keep(last=2)) as ckpt:
+        save((best, "best"), (rotated, "pytorch_model"), (best, None))
+        for _ in range(4):
+            save()
+        assert 1 in holdfast.steps(root)
+        assert engine.load_checkpoint(best, "best") == (f"{best}/best", {"at": 1})
+        engine.load_checkpoint(root)
+        save((best, "best"))
+        before = Path(best, "best/holdfast.json").read_text()
+        shutil.rmtree(rotated)
+        for _ in range(4):
+            save()
+    assert holdfast.steps(root) == [6, 9, 10]
+    engine = engine_of()
+    with attach(engine, root, keep=holdfast.Keep(last=1)) as ckpt:
+        engine.load_checkpoint(root)
+        save((best, "best"))
+        save()
+        save()
+    assert holdfast.steps(root) == [11, 13]
+    Path(best, "best/holdfast.json").write_text(before)  # as if it had been killed before
+    with attach(engine_of(1), root) as ckpt:
+        engine = ckpt.state["model"]
+        assert engine.load_checkpoint(best, "best") == (f"{best}/best", {"at": 11})
+    assert json.loads(Path(best, "best/holdfast.json").read_text())["step"] == 11
 
 
 def replaced(root: str) -> None:
@@ -598,6 +636,7 @@ CASES = {
         went_back_in_part,
         accumulated,
         unwritable,
+        labelled,
         replaced,
         deepspeeds_own,
         universal,

@@ -34,6 +34,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
         "twice",
         "kept_as_given",
         "after_every",
+        "labelled",
         "replaced",
         "went_back",
         "went_back_in_part",

@@ -13,8 +13,9 @@ replaced on the one instance; DeepSpeed itself stays as it is.
 
 A step of the root is an optimizer step of the engine (`global_steps`).  In a folder that is not the root,
 `save_checkpoint` leaves what trainers look for: `latest`, and a folder with the name of the tag, in which
-`holdfast.json` names the root and the step.  It is written once the step is committed.  Folders that
-DeepSpeed itself has filled are read by DeepSpeed.
+`holdfast.json` names the root and the step.  It is written once the step is committed.  A tag that is not
+`global_stepN` keeps its step, by a label: the tag itself or, in another folder, one that is made of both.
+Folders that DeepSpeed itself has filled are read by DeepSpeed.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import wraps
@@ -37,11 +39,14 @@ import holdfast.checkpointer as core
 from holdfast import looking, once
 from holdfast.arguments import path_of, unfit
 from holdfast.checkpoint.names import Saved, committed
-from holdfast.checkpoint.notes import read_notes
+from holdfast.checkpoint.notes import read_notes, unpin
 from holdfast.checkpoint.unproved import tell_passed_over
+from holdfast.codec.digest import hexdigest
 from holdfast.errors import (
     Corrupt,
     FormatError,
+    HoldfastError,
+    NotFound,
     NotRecoverable,
     UsageError,
     warn_user,
@@ -328,6 +333,8 @@ class AttachedEngine:
     pending: list[Pending] = field(default_factory=list)
     unwritten: list[Pending] = field(default_factory=list)
     """Saves that are committed, and whose pointers could not be written."""
+    labelled: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """The folder and the tag of each label whose pointer was written."""
     told_of_frozen: bool = False
 
     def __post_init__(self) -> None:
@@ -364,9 +371,9 @@ class AttachedEngine:
         step = self.engine.global_steps
         name = f"global_step{step}" if tag is None else str(tag)
         is_root = self._is_root(folder)
-        label = is_root and name != f"global_step{step}"
-        if label:
+        if is_root:
             _check_label(name, step)
+        label = name if is_root else _label_of(folder, name)
         place = self._place(folder)
         self.client.give(client_state, latest=latest, folder=place, tag=name)
         try:
@@ -374,8 +381,9 @@ class AttachedEngine:
             self.client.saved(step)
         finally:
             self.client.clear()
-        if label:
-            self.ckpt.pin(step, name)
+        if TAG.fullmatch(name) is None:
+            with suppress(NotFound):  # the save has failed, which is told
+                self.ckpt.pin(step, label)
         if not is_root:
             self.pending.append(Pending(save, os.fspath(folder), name, latest))
         self._point(again=True)
@@ -401,9 +409,12 @@ class AttachedEngine:
         ]  # others may have ended since
         if again:
             done, self.unwritten = [*self.unwritten, *done], []
-        for one in done:
-            if one.save.error is None and self.engine.global_rank == 0:
-                self._point_to(one)
+        if self.engine.global_rank == 0:
+            for one in done:
+                if one.save.error is None:
+                    self._point_to(one)
+            if again:
+                self._let_go()
 
     def _point_to(self, one: Pending) -> None:
         """Write a pointer, or keep it for the next save or load if it cannot be written."""
@@ -416,6 +427,20 @@ class AttachedEngine:
         pointed = Pointed(self.root, step, one.tag, looking.run_of(self.root, step))
         if not _has_written(pointed, one.folder, one.latest):
             self.unwritten.append(one)
+        elif TAG.fullmatch(one.tag) is None:
+            self.labelled[_label_of(one.folder, one.tag)] = one.folder, one.tag
+
+    def _let_go(self) -> None:
+        """Take the labels of this run away whose folders were deleted since, as trainers above an engine
+        do with old ones, for `keep` to delete the steps, too."""
+        coming = {(one.folder, one.tag) for one in (*self.pending, *self.unwritten)}
+        for label, (folder, tag) in list(self.labelled.items()):
+            if (folder, tag) not in coming and not Path(folder, tag).exists():
+                del self.labelled[label]
+                try:
+                    unpin(open_store(self.root), label)
+                except HoldfastError as error:
+                    warn_user(f"{label}: the step stays, though {folder} is gone: {error}")
 
     # -- loading ----------------------------------------------------------------------------------
 
@@ -440,15 +465,14 @@ class AttachedEngine:
         restored: int | None
         is_own = is_root
         if not is_root:
-            look = self._newest_saved if is_newest else self._pointed
+            look = self._newest_saved if is_newest else self._labelled
             newest = self._on_the_first(lambda: look(folder, tag))
             if newest is None:
                 return None, None
             restored, tag = self._load_pointed(folder, newest, wanted), newest.tag
             is_own = _same(newest.root, self.root)
-            if is_newest and self.engine.global_rank == 0:
-                if newest != self._pointed(folder, latest):
-                    _has_written(newest, folder, True)
+            if self.engine.global_rank == 0 and newest != self._pointed(folder, latest):
+                _has_written(newest, folder, is_newest)
         elif tag is None:
             restored = self._load_newest(found, wanted)
         else:
@@ -552,6 +576,19 @@ class AttachedEngine:
                 f"({type(error).__name__})",
                 hint=f"load_checkpoint({self.root!r}) goes on from the newest step of the root",
             ) from None
+
+    def _labelled(self, folder: str, tag: str) -> Pointed | None:
+        """Return what a tag points to or, if that is deleted, the step that has its label: a run that is
+        killed between a commit and the writing of the pointer leaves them so."""
+        pointed = self._pointed(folder, tag)
+        if pointed is None or not _same(pointed.root, self.root):
+            return pointed
+        if pointed.step in looking.steps(self.root):
+            return pointed
+        step = read_notes(open_store(self.root)).live_labels.get(_label_of(folder, tag))
+        if step is None:
+            return pointed
+        return Pointed(self.root, step, tag, looking.run_of(self.root, step))
 
     def _newest_saved(self, folder: str, tag: str | None) -> Pointed | None:
         """Return what `latest` points to or, if that is deleted, the newest step saved there after it.
@@ -669,11 +706,17 @@ def _absolute(path: str) -> str:
 
 def _check_label(tag: str, step: int) -> None:
     """UsageError for a tag that names another step."""
-    if TAG.fullmatch(tag):
+    if TAG.fullmatch(tag) and tag != f"global_step{step}":
         raise UsageError(
             f"tag {tag!r} names another step than {step}, at which the engine is",
             hint="leave the tag out, or give it another name",
         )
+
+
+def _label_of(folder: str, tag: str) -> str:
+    """Return the label of the step that a tag in a folder besides the root keeps."""
+    place = os.path.join(_absolute(folder), tag)
+    return f"{ascii(f'{Path(folder).name}/{tag}')[1:-1][-80:]} {hexdigest(place.encode())[:8]}"
 
 
 def _is_latest(extras: dict[str, Any]) -> bool:
