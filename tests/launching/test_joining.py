@@ -156,6 +156,35 @@ def test_a_node_waits_for_a_save_of_a_script_that_counts_steps(
     assert "attempt 2 begins with 2 ranks" in begun[0][1].read_text()
 
 
+def test_a_node_that_went_before_a_save_leaves_nothing_for_the_next_one(
+    begin: Begin, tmp_path: Path
+) -> None:
+    """The save that it waited for is no reason to begin anew at once when another node comes."""
+    options = ("--nnodes=1:2", "--rdzv-conf=last_call_timeout=1,keep_alive_max_attempt=3")
+    first, log = begin(SAVES_WHEN_TOLD, *options, MARKED="1")
+    until((tmp_path / "trains on 1").exists)
+    gone, _ = begin(SAVES_WHEN_TOLD, *options, MARKED="1")
+    until(lambda: "a node waits to be taken in" in log.read_text())
+    gone.terminate()
+    assert gone.wait(60) != 0
+    time.sleep(8)  # the first one has missed three signs of life
+    (tmp_path / "save").touch()
+    until(lambda: holdfast.steps(tmp_path / "root"))
+    (tmp_path / "save").unlink()
+    saved = holdfast.steps(tmp_path / "root")
+    time.sleep(1)
+    assert "attempt 2" not in log.read_text()
+    next_one, _ = begin(SAVES_WHEN_TOLD, *options, MARKED="1")
+    until(lambda: log.read_text().count("a node waits to be taken in") == 2)
+    time.sleep(2)
+    assert not (tmp_path / "trains on 2").exists()
+    (tmp_path / "save").touch()
+    until((tmp_path / "trains on 2").exists)
+    assert max(saved) < max(holdfast.steps(tmp_path / "root"))
+    (tmp_path / "stop").touch()
+    assert [first.wait(60), next_one.wait(60)] == [0, 0], log.read_text()
+
+
 def test_a_node_that_waits_ends_with_the_run(begin: Begin, tmp_path: Path) -> None:
     """It is to be taken in at the next save, which does not come."""
     options = ("--nnodes=1:2", "--rdzv-conf=last_call_timeout=1")

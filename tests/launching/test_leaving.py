@@ -351,3 +351,39 @@ def test_who_does_no_step_says_that_it_moves(
             sorted(range(1000))
 
     forked(function).hears(Moved)
+
+
+@pytest.mark.parametrize(("does", "moves"), [("pass", True), ("time.sleep(0.02)", False)])
+def test_who_waits_for_a_process_moves_if_that_computes(
+    does: str,
+    moves: bool,
+    forked: Callable[..., Forked],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A script may evaluate in one; idle workers of a DataLoader look now and then for work."""
+    monkeypatch.setattr(recovery, "MOVES_S", 0.1)
+    begun = tmp_path / "begun"
+    script = (
+        "import os, pathlib, time\n"
+        f"parent = os.getppid(); pathlib.Path({str(begun)!r}).touch()\n"
+        f"while os.getppid() == parent: {does}"
+    )
+
+    def function() -> None:
+        recovery.events.last_step += 1
+        os.waitpid(os.posix_spawn(sys.executable, [sys.executable, "-c", script], os.environ), 0)
+
+    worker = forked(function)
+    until = time.monotonic() + LIMIT_S
+    while not begun.exists():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    time.sleep(3 * recovery.BEAT_S)  # it has looked at what the process took to begin
+    worker.end.heard()
+    worker.said.clear()
+    time.sleep(4 * recovery.BEAT_S)
+    worker.said += worker.end.heard()
+    if moves:
+        worker.hears(Moved)
+    assert any(isinstance(message, Moved) for message in worker.said) is moves

@@ -63,7 +63,7 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
         self._again, self._causes = Failures(), frozenset[str]()
         self._failed_at: float | None = None
         self._waits_since: tuple[float, int] | None = None
-        """When something was there first that can wait for a snapshot, and which step was saved then."""
+        """When something was there first that can wait for a snapshot, and how many commits there were."""
         self._begins_anew = False
         """All ranks have left, and no failure of this node's was to blame."""
         self._gives_up = False
@@ -187,8 +187,10 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
             self._failed_at = self._failed_at or time.monotonic()
             self._consider(result)
         elif result.state == WorkerState.HEALTHY:
-            grows = self._nodes is None and workers.can_grow and not workers.has_ended
-            if self._begins_anew or (grows and self._is_saved("a process is ready")):
+            if self._nodes is None:
+                grows = workers.can_grow and not workers.has_ended
+                self._begins_anew = self._is_saved("a process is ready" if grows else "")
+            if self._begins_anew:
                 self._begins_anew = False
                 self._failed_at = self._failed_at or time.monotonic()
                 self._restart_workers(worker_group)
@@ -208,10 +210,9 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
         failures, lost = self._failures(result), [] if view.are_done else of.lost(view)
         is_over = view.ends or bool(failures or lost)
         if not is_over and not view.are_done:
-            if view.waiting and of.me == 0:
-                is_over = self._is_saved("a node waits to be taken in")
-            elif workers.can_grow:
-                is_over = self._is_saved("a process is ready")
+            is_awaited = view.waiting and of.me == 0
+            ready = "a process is ready" if workers.can_grow else ""
+            is_over = self._is_saved("a node waits to be taken in" if is_awaited else ready)
         if not is_over:
             return RunResult(state=WorkerState.HEALTHY)
         self._failed_at = time.monotonic()
@@ -247,17 +248,20 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
 
     def _is_saved(self, why: str) -> bool:
         """Tell whether a snapshot is complete that was not when this was asked first: what can wait, waits
-        for it.  A script that tells no step and has saved nothing may never do so: it is waited for a
-        while, and one that is not marked, not at all."""
+        for it; `why` says what does, empty: nothing.  A script that tells no step and has saved nothing
+        may never do so: it is waited for a while, and one that is not marked, not at all."""
         workers, now = self._running, time.monotonic()
         if self._waits_since is None:
-            self._waits_since = now, workers.saved
+            self._waits_since = now, workers.commits
             if workers.is_marked:
                 self._launch.say(f"{why}: at the next snapshot all ranks begin anew")
-        since, saved = self._waits_since
+        since, commits = self._waits_since
         is_late = not workers.are_counting and now - since > UNSAVED_S
-        return workers.saved > saved or is_late or not workers.is_marked
+        return workers.commits > commits or is_late or not workers.is_marked
 
+        if not why:
+            self._waits_since = None
+            return False
     # -- failures ---------------------------------------------------------------------------------
 
     def _local(self, pid: int) -> int:

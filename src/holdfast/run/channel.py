@@ -3,7 +3,7 @@
 launcher                          worker
    ◄── Marked ───────────────────   it has come to its recoverable function
    ─── Enter(attempt, ranks) ────►  a spare, or one that has left, takes a rank
-   ◄── Beat(step, saved) ────────   it has done that step; that one is saved
+   ◄── Beat(step, commits) ──────   it has done that step; so many saves are complete
    ◄── Moved ────────────────────   it has not, for a while, but is at something else than before
    ─── Leave(attempt, ranks) ────►  a peer is lost: it cuts its connections, and leaves the function
    ◄── Stuck(attempt) ───────────   it cannot: it waits in a collective that nothing ends
@@ -43,10 +43,10 @@ class Enter(msgspec.Struct, frozen=True, tag=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """`saved`: the newest step of which it knows that it is complete, in memory or in storage."""
+    """`commits`: how many times a newer step was complete, in memory or in storage."""
 
     step: int
-    saved: int = 0
+    commits: int = 0
 
 
 class Moved(msgspec.Struct, frozen=True, tag=True):

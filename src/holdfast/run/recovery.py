@@ -43,6 +43,7 @@ from holdfast.run.channel import (
     Stuck,
     WorkerEnd,
 )
+from holdfast.run.signs import Commits, Movement
 
 if TYPE_CHECKING:
     from holdfast.run.leftovers import Leftovers
@@ -300,25 +301,26 @@ class _Launched:
 
     def _beat(self) -> None:
         """Say which steps are done and saved; and where none is, now and then, that this process moves."""
-        said, said_at, place, has_saved = Beat(0), 0.0, 0, threading.Event()
-        saved = 0
+        said, said_at, has_saved = Beat(0), 0.0, threading.Event()
+        commits, movement = Commits(), Movement()
 
         def note(event: events.Event) -> None:
-            nonlocal saved
             if event.name in ("snapshot.committed", "save.committed"):
-                saved = max(saved, int(event.fields["step"]))
+                commits.at(self._attempt, events.last_step)
+                commits.note(int(event.fields["step"]))
                 has_saved.set()
 
         with events.listen(note):
             while not self._is_over:
                 has_saved.clear()
-                beat, now = Beat(events.last_step, saved), time.monotonic()
+                commits.at(self._attempt, events.last_step)
+                beat, now = Beat(events.last_step, commits.number), time.monotonic()
                 if beat != said:
                     self._end.say(beat)
                     said, said_at = beat, now
                 elif now - said_at > MOVES_S:
-                    said_at, before, place = now, place, _place()
-                    if place != before:
+                    said_at = now
+                    if movement.is_seen():
                         self._end.say(Moved())
                 has_saved.wait(BEAT_S)
 
@@ -367,17 +369,6 @@ def _is_in_collective(thread: int) -> bool:
         others += not name.startswith(of_a_call)  # as calls by way of torch.ops have below them
         frame = frame.f_back
     return False
-
-
-def _place() -> int:
-    """Return a number that is another one when the main thread is elsewhere in its code, or work of
-    holdfast, such as reading and writing, has gone on."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    places: list[object] = [sum(tuple(events.counters.values()))]
-    while frame is not None:
-        places += [id(frame.f_code), frame.f_lasti]
-        frame = frame.f_back
-    return hash(tuple(places))
 
 
 @contextmanager

@@ -94,8 +94,8 @@ class RankProcess:
     """Its exit status; None while it runs."""
     progress: Progress = field(default_factory=lambda: Progress(time.monotonic()))
     left_at: float = 0.0
-    saved: int = 0
-    """The newest step of which it knows that it is complete, in memory or in storage."""
+    commits: int = 0
+    """How many times it has known of a newer step that was complete, in memory or in storage."""
 
     @property
     def step(self) -> int:
@@ -125,8 +125,8 @@ class Workers(PContext):  # type: ignore[misc]
         """The slots that have a rank in this attempt, in the order of the local ranks."""
         self.left_out: set[int] = set()
         """Slots that get no rank any more."""
-        self.saved = 0
-        """The newest step that any worker has told to be complete."""
+        self.has_saved = False
+        """Some worker has told that a step is complete, in memory or in storage."""
         self._workers: dict[int, RankProcess] = {}
         self._spares: list[RankProcess] = []
         self._entered = time.monotonic()
@@ -281,7 +281,15 @@ class Workers(PContext):  # type: ignore[misc]
     @property
     def are_counting(self) -> bool:
         """Some worker has told a step, or that one is saved: it has a Checkpointer, which will save."""
-        return self.saved > 0 or any(w.step > 0 for w in self._workers.values())
+        return self.has_saved or any(w.step > 0 for w in self._workers.values())
+
+    @property
+    def commits(self) -> int:
+        """How many times a newer step was complete, by the worker that has seen most of them.
+
+        It is of use within one attempt.
+        """
+        return max((w.commits for w in self._workers.values()), default=0)
 
     @property
     def is_marked(self) -> bool:
@@ -488,8 +496,8 @@ class Workers(PContext):  # type: ignore[misc]
         elif isinstance(message, Beat):
             if message.step != worker.step:
                 self._pace.stepped(worker.progress, message.step, now)
-            worker.saved = max(worker.saved, message.saved)
-            self.saved = max(self.saved, message.saved)
+            worker.commits = message.commits
+            self.has_saved = self.has_saved or message.commits > 0
         elif isinstance(message, Moved):
             worker.progress.moved = now
         elif isinstance(message, Stuck):
