@@ -22,6 +22,8 @@ class _Seen:
     node: str
     slot: int
     is_quick: bool
+    says_when: bool
+    """The step is known at which ranks failed, and that they did is beyond doubt."""
 
 
 @dataclass
@@ -31,10 +33,14 @@ class Failures:
     _seen: list[_Seen] = field(default_factory=list)
 
     def note(self, failure: RankFailure, node: str, slot: int, after_s: float) -> None:
-        """Note what was to blame, `after_s` seconds after the beginning; `slot`: -1 on another node."""
+        """Note what was to blame, `after_s` seconds after the beginning; `slot`: -1 on another node.
+
+        Where it is doubtful that ranks hung, it is no failure that could be the same as another one.
+        """
         rank = -1 if failure.is_of_script else failure.rank
         what = (rank, failure.step, failure.how)
-        seen = _Seen(what, node, slot, after_s < QUICK_S)
+        counts = not failure.doubtful_s
+        seen = _Seen(what, node, slot, counts and after_s < QUICK_S, counts and failure.step > 0)
         self._seen = [*self._seen[1 - SAME :], seen]
 
     @property
@@ -45,7 +51,7 @@ class Failures:
         if they came at once.
         """
         alike = len(self._seen) == SAME and len({seen.failure for seen in self._seen}) == 1
-        return alike and all(seen.failure[1] > 0 or seen.is_quick for seen in self._seen)
+        return alike and all(seen.says_when or seen.is_quick for seen in self._seen)
 
     @property
     def are_of_a_slot(self) -> bool:

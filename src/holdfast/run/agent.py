@@ -54,6 +54,9 @@ LAST_S = 5.0
 class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
     """Recovers in place where it can."""
 
+    _remaining_restarts: int
+    """torch's count."""
+
     def __init__(self, launch: Launch, **known: Any) -> None:
         super().__init__(**known)
         self._launch = launch
@@ -64,6 +67,8 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
         self._failed_at: float | None = None
         self._waits_since: tuple[float, int] | None = None
         """When something was there first that can wait for a snapshot, and how many commits there were."""
+        self._blamed: RankFailure | None = None
+        """What all nodes found to blame for the end of the round, if it is of this node."""
         self._begins_anew = False
         """All ranks have left, and no failure of this node's was to blame."""
         self._gives_up = False
@@ -226,6 +231,7 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
         cards, lost = nodes.cards()
         behind = blamed(cards, lost)
         if behind is not None and behind[0] == of.me:
+            self._blamed = behind[1]
             failed = {behind[1].rank: workers.failure(self._local(behind[1].pid))}
             return RunResult(state=WorkerState.FAILED, failures=failed)
         self._tell_of_others(of, behind, lost)
@@ -245,12 +251,17 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
             self._launch.say(
                 f"rank {failure.rank} on {host} failed after step {failure.step}: {failure.how}"
             )
+            if failure.doubtful_s:
+                self._running.doubt(failure.doubtful_s)
 
     def _is_saved(self, why: str) -> bool:
         """Tell whether a snapshot is complete that was not when this was asked first: what can wait, waits
         for it; `why` says what does, empty: nothing.  A script that tells no step and has saved nothing
         may never do so: it is waited for a while, and one that is not marked, not at all."""
         workers, now = self._running, time.monotonic()
+        if not why:
+            self._waits_since = None
+            return False
         if self._waits_since is None:
             self._waits_since = now, workers.commits
             if workers.is_marked:
@@ -259,9 +270,6 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
         is_late = not workers.are_counting and now - since > UNSAVED_S
         return workers.commits > commits or is_late or not workers.is_marked
 
-        if not why:
-            self._waits_since = None
-            return False
     # -- failures ---------------------------------------------------------------------------------
 
     def _local(self, pid: int) -> int:
@@ -281,7 +289,8 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
             is_sure = not may_be_of_a_peer(left.kind)
             return RankFailure(rank, worker.pid, worker.step, left.kind, is_sure, True, left.error)
         if status is None:
-            return RankFailure(rank, worker.pid, worker.step, "it hangs", is_sure=False)
+            how, doubtful_s = "it hangs", worker.doubtful_s
+            return RankFailure(rank, worker.pid, worker.step, how, False, doubtful_s=doubtful_s)
         is_sure = status != -signal.SIGABRT and (status < 0 or worker.is_marked)
         raised = self._running.failure(local).error_file_data.get("message", "<NONE>")
         how = f"it {ending(status)}"
@@ -291,7 +300,8 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
 
     def _consider(self, result: RunResult) -> None:
         """Say what failed; if it was again the same, leave out its slot, this node, or end the run."""
-        workers, failure = self._running, self._failures(result)[0]
+        workers, failure = self._running, self._blamed or self._failures(result)[0]
+        self._blamed = None
         self._launch.say(
             f"rank {failure.rank} (process {failure.pid}) failed after step {failure.step}: "
             f"{failure.how}"
@@ -300,7 +310,10 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
             self._launch.say(failure.error)
         slot = workers.slots[self._local(failure.pid)]
         self._again.note(failure, gethostname(), slot, workers.entered_s)
-        if self._again.are_of_a_slot and workers.may_leave_out(slot) and self._is_new(failure):
+        if failure.doubtful_s:
+            workers.doubt(failure.doubtful_s)
+            self._remaining_restarts += 1  # torch takes one, and a script at work has not failed
+        elif self._again.are_of_a_slot and workers.may_leave_out(slot) and self._is_new(failure):
             workers.left_out.add(slot)
             self._again.forget()
             self._launch.say(

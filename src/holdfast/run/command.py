@@ -46,8 +46,9 @@ SPARES = (
 NPROC_MIN = """With how many ranks a node goes on while it has no process for a lost one; by default one is
 forked at once, and all wait for it."""
 PRELOADED = "Import this once, before workers are forked; may be given several times."
-HANG = """Ranks that do no step for so long are killed and recovered; by default 20 times the slowest step
-so far, and at least a minute, if none is at anything else meanwhile: an evaluation, say."""
+HANG = """Ranks that do no step for so long are killed and recovered, evaluations included; before the first
+step, those that do nothing for so long or half an hour.  By default, from the first step on, those that do
+nothing for 20 times the longest that they did so between steps, and at least a minute."""
 
 
 def main(words: Sequence[str]) -> int:

@@ -56,6 +56,9 @@ class RankFailure(msgspec.Struct, frozen=True):
     error: str = ""
     is_late: bool = False
     """It was seen when the round was over, and may be nothing but a consequence of that."""
+    doubtful_s: float = 0.0
+    """For how long it was still, like all ranks of its node, when it was taken to hang: it may have been at
+    work.  0: there is no such doubt."""
 
 
 class EndOfRound(msgspec.Struct, frozen=True):

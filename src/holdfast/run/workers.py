@@ -37,7 +37,7 @@ from holdfast.run.channel import (
     Stuck,
 )
 from holdfast.run.forkserver import ForkServer, Start
-from holdfast.run.hangs import Progress, StepPace
+from holdfast.run.hangs import SURE_S, Progress, StepPace
 from holdfast.run.nodes import may_be_of_a_peer
 from holdfast.run.worker import STACKS
 
@@ -51,6 +51,8 @@ SAVE_S = 30.0
 """Seconds that a script that is not marked may take upon SIGTERM, when a node joins; torch's, too."""
 UNMARKED_S = 60.0
 """Seconds after which a script that has not called a marked function may have none."""
+UNSTEPPED_S = 600.0
+"""Seconds after which a marked script that has told no step may tell none."""
 BAD_SPARES = 3
 """Number of spares that may end before they wait for a rank, until no more are forked."""
 
@@ -96,6 +98,8 @@ class RankProcess:
     left_at: float = 0.0
     commits: int = 0
     """How many times it has known of a newer step that was complete, in memory or in storage."""
+    doubtful_s: float = 0.0
+    """For how long it was still when it was taken to hang, though it may have been at work."""
 
     @property
     def step(self) -> int:
@@ -134,8 +138,8 @@ class Workers(PContext):  # type: ignore[misc]
         self._bad_spares = 0
         self._has_ended = False
         """All were done, and were told so, or the run is given up."""
-        self._has_complained = False
-        """It was said that options do nothing for a script that is not marked."""
+        self._complaints = set[str]()
+        """What was said already, of that which is said once."""
 
     @property
     def everyone(self) -> list[RankProcess]:
@@ -153,6 +157,7 @@ class Workers(PContext):  # type: ignore[misc]
     def _poll(self) -> RunProcsResult | None:
         self._listen()
         self._look_for_a_mark()
+        self._look_for_a_step()
         failures = {self.slots.index(slot): failure for slot, failure in self._failures()}
         if failures:
             return RunProcsResult(failures=failures)
@@ -417,13 +422,32 @@ class Workers(PContext):  # type: ignore[misc]
         named = [option for option, is_given in given.items() if is_given]
         workers = self._workers.values()
         is_late = self.entered_s > UNMARKED_S or any(w.status is not None for w in workers)
-        if not named or self._has_complained or not is_late or any(w.is_marked for w in workers):
+        if not named or not is_late or any(w.is_marked for w in workers):
             return
-        self._has_complained = True
-        self.launch.say(
+        self._complain(
+            "mark",
             "no rank has called a function that is marked with @holdfast.recoverable: "
-            f"until one does, nothing comes of {' and '.join(named)}"
+            f"until one does, nothing comes of {' and '.join(named)}",
         )
+
+    def _look_for_a_step(self) -> None:
+        """Say once that a limit on steps does nothing for a marked script that tells none."""
+        asked_s, is_late = self.launch.hang_s, self.entered_s > UNSTEPPED_S
+        are_at_work = self.is_marked and not self._has_ended
+        have_stepped = any(w.step > 0 for w in self._workers.values())
+        if asked_s is None or not is_late or not are_at_work or have_stepped:
+            return
+        self._complain(
+            "step",
+            f"no rank has told a step by Checkpointer.step: --hang-s {asked_s:g} is on steps, and "
+            f"until there is one, ranks hang that do nothing for {max(asked_s, SURE_S):g} s",
+        )
+
+    def _complain(self, of: str, text: str) -> None:
+        """Say something once."""
+        if of not in self._complaints:
+            self._complaints.add(of)
+            self.launch.say(text)
 
     def _tell_of_spare(self, worker: RankProcess) -> None:
         """Say that a spare has ended, and if so, that no more are forked."""
@@ -499,7 +523,7 @@ class Workers(PContext):  # type: ignore[misc]
             worker.commits = message.commits
             self.has_saved = self.has_saved or message.commits > 0
         elif isinstance(message, Moved):
-            worker.progress.moved = now
+            self._pace.moved(worker.progress, now)
         elif isinstance(message, Stuck):
             worker.is_stuck = message.attempt == self.attempt
         elif isinstance(message, Left) and message.attempt == self.attempt:
@@ -551,10 +575,7 @@ class Workers(PContext):  # type: ignore[misc]
         behind = min(w.step for w in running.values())
         ahead = max(w.step for w in running.values())
         to_blame = stopped or {r for r, w in running.items() if w.step == behind < ahead}
-        whom = ", ".join(f"local rank {r}" for r in sorted(to_blame)) or "all"
-        self.launch.say(
-            f"no rank has done a step for {limit_s:.0f} s (after step {ahead}; to blame: {whom})"
-        )
+        self._tell_of_a_hang(limit_s, running, to_blame)
         self._tell_stacks([w for r, w in running.items() if r not in stopped])
         for rank in to_blame:
             self._kill(running[rank], signal.SIGKILL)
@@ -562,6 +583,29 @@ class Workers(PContext):  # type: ignore[misc]
         for rank in to_blame or running:
             worker = running[rank]
             yield rank, ProcessFailure(rank, worker.pid, worker.status or 1, self.error_files[rank])
+
+    def _tell_of_a_hang(
+        self, limit_s: float, running: dict[int, RankProcess], to_blame: set[int]
+    ) -> None:
+        """Say that ranks hang, and note whether that is in doubt."""
+        whom = ", ".join(f"local rank {r}" for r in sorted(to_blame)) or "all"
+        ahead = max(w.step for w in running.values())
+        self.launch.say(
+            f"no rank has done a step for {limit_s:.0f} s (after step {ahead}; to blame: {whom})"
+        )
+        is_sure = bool(to_blame) or self._pace.is_sure(limit_s)
+        for worker in running.values():
+            worker.doubtful_s = 0.0 if is_sure else limit_s
+        self._complain(
+            "hang",
+            "if the script was at work meanwhile, such as in an evaluation elsewhere or an upload "
+            "for which it waits, it needs a larger --hang-s",
+        )
+
+    def doubt(self, limit_s: float) -> None:
+        """Give ranks more time from now on: those that were still for `limit_s` may have been at work."""
+        longer_s = self._pace.doubt(limit_s)
+        self.launch.say(f"no rank is to blame: all may be still for {longer_s:.0f} s from now on")
 
 
 def _is_stopped(pid: int) -> bool:
