@@ -68,7 +68,7 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
         self._waits_since: tuple[float, int] | None = None
         """When something was there first that can wait for a snapshot, and how many commits there were."""
         self._blamed: RankFailure | None = None
-        """What all nodes found to blame for the end of the round, if it is of this node."""
+        """The failure of this node that all nodes found to blame for the end of the round."""
         self._begins_anew = False
         """All ranks have left, and no failure of this node's was to blame."""
         self._gives_up = False

@@ -326,7 +326,7 @@ class _Launched:
 
 
 class _Pulse:
-    """Whether a collective still does anything.
+    """The pulse of a collective: whether it still does anything.
 
     gloo does not wake who waits for the rest of a message, or to be connected to, when the other rank is
     killed: no connection is left that could be cut, and nothing within the process ends the wait.

@@ -97,7 +97,7 @@ class RankProcess:
     progress: Progress = field(default_factory=lambda: Progress(time.monotonic()))
     left_at: float = 0.0
     commits: int = 0
-    """How many times it has known of a newer step that was complete, in memory or in storage."""
+    """Number of times that it has known of a newer step that is complete, in memory or in storage."""
     doubtful_s: float = 0.0
     """For how long it was still when it was taken to hang, though it may have been at work."""
 
@@ -139,7 +139,7 @@ class Workers(PContext):  # type: ignore[misc]
         self._has_ended = False
         """All were done, and were told so, or the run is given up."""
         self._complaints = set[str]()
-        """What was said already, of that which is said once."""
+        """The complaints that were made already: each is made once."""
 
     @property
     def everyone(self) -> list[RankProcess]:
@@ -290,7 +290,7 @@ class Workers(PContext):  # type: ignore[misc]
 
     @property
     def commits(self) -> int:
-        """How many times a newer step was complete, by the worker that has seen most of them.
+        """Number of times that a newer step was complete, by the worker that has seen most of them.
 
         It is of use within one attempt.
         """
