@@ -15,7 +15,7 @@ import msgspec
 
 from holdfast.errors import LayoutError
 from holdfast.format.manifest import ShardingEntry, TensorEntry, from_sharding
-from holdfast.layout import Axis, Box, Cut, Mesh, Sharding, common_mesh, tiles
+from holdfast.layout import Axis, Box, Cut, Mesh, Sharding, chunk, common_mesh, tiles, whole
 from holdfast.state.live import Live
 from holdfast.state.placed import dtype_name
 from holdfast.wire import decode_msgpack
@@ -190,8 +190,10 @@ class _Shardings:
     def _boxes(self, t: Described, rank: int) -> list[Box]:
         if t.cuts is None:
             return [Box(*box) for box in t.boxes]
-        box = Sharding(self._cuts(t.cuts)).box(t.shape, self.mesh, rank)
-        return [] if box is None else [box]
+        box = whole(t.shape)
+        for dim, stride, size, _ in t.cuts:  # the axes may form no mesh
+            box = chunk(box, dim, rank // stride % size, size)
+        return [box]
 
     def _cuts(self, described: Iterable[tuple[int, int, int, str | None]]) -> tuple[Cut, ...]:
         """Cuts of a tensor over the axes of the mesh, from what a rank has described."""

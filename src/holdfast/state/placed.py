@@ -9,7 +9,6 @@ tensor parallelism), so it moves behind them.
 from __future__ import annotations
 
 from functools import cache, lru_cache
-from math import prod
 from typing import Any
 
 import msgspec
@@ -25,7 +24,7 @@ AxisCut = tuple[int, Axis]
 
 
 class Placed(msgspec.Struct, frozen=True, eq=False):
-    """A rank's part of a tensor.  `cuts` is None where no regular mesh describes the ranks."""
+    """A rank's part of a tensor.  `cuts` is None where axes cannot tell it by the rank's number."""
 
     local: torch.Tensor
     shape: tuple[int, ...]
@@ -169,23 +168,18 @@ def shard_order(placements: Any, sizes: Any) -> list[tuple[int, int]]:
 
 @lru_cache(16)
 def mesh_axes(mesh: Any) -> list[Axis] | None:
-    """An Axis per mesh dim, or None if ranks do not lie at regular distances."""
+    """Return an Axis per mesh dim, or None unless rank // stride % size is the coordinate of each rank."""
     ranks = mesh.mesh
     names = mesh.mesh_dim_names or (None,) * ranks.ndim
-    base = int(ranks.reshape(-1)[0])
     axes = []
     for dim, name in enumerate(names):
-        line = ranks.select(dim, 1) - ranks.select(dim, 0) if ranks.size(dim) > 1 else None
-        stride = 1 if line is None else int(line.reshape(-1)[0])
-        axes.append(Axis(stride, ranks.size(dim), name))
-    index = torch.arange(prod(ranks.shape)).reshape(ranks.shape)
-    expected = torch.full_like(index, base)
-    for dim, axis in enumerate(axes):
-        shape = [1] * ranks.ndim
-        shape[dim] = axis.size
-        expected = expected + torch.arange(axis.size).reshape(shape) * axis.stride
-    regular = all(a.stride > 0 for a in axes) and bool((expected == ranks).all())
-    return axes if regular else None
+        size = ranks.size(dim)
+        stride = int(ranks.diff(dim=dim).reshape(-1)[0]) if size > 1 else 1
+        expected = torch.arange(size).reshape([size if d == dim else 1 for d in range(ranks.ndim)])
+        if stride < 1 or bool((ranks // stride % size != expected).any()):
+            return None
+        axes.append(Axis(stride, size, name))
+    return axes
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:

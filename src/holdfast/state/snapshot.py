@@ -258,6 +258,10 @@ class Copies:
             part = t.parts[number] if number else t.placed
             source = part.local if t.steady else kept[entry.name, number]
             if box != part.box:
+                if part.box & box != box:
+                    raise HoldfastError(
+                        f"{entry.name!r}: this rank is to write {box}, but has {part.box}"
+                    )
                 source = source[box.within(part.box.start)]
             copies._add(memory, at, source, at + size)
         return copies

@@ -1,0 +1,67 @@
+"""Worker, 4 ranks: meshes made by hand over some of the ranks, and ranks that hold other values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import holdfast
+
+from .cases import run_all
+
+
+def goes_round(root: Path, meshes: dict[str, Any]) -> None:
+    """Tensors cut over each mesh are saved, read and restored as they are."""
+    made = {name: DeviceMesh("cpu", ranks) for name, ranks in meshes.items()}
+    mine = {name: mesh for name, mesh in made.items() if mesh.get_coordinate() is not None}
+    values = {name: torch.arange(1.0, 22.0).reshape(7, 3) + 100 * i for i, name in enumerate(made)}
+
+    def state(values: dict[str, torch.Tensor]) -> dict[str, Any]:
+        cut = {
+            n: distribute_tensor(
+                values[n], mesh, [Shard(d) for d in range(mesh.ndim)], src_data_rank=None
+            )
+            for n, mesh in mine.items()
+        }
+        return {"step": 1} | ({"tensors": cut} if cut else {})
+
+    saved = state(values)
+    holdfast.save(root, saved, step=1)
+    with holdfast.open(root) as checkpoint:
+        for name, value in values.items():
+            assert checkpoint.read(f"tensors.{name}").tolist() == value.tolist(), name
+    again = state({name: torch.zeros(7, 3) for name in values})
+    holdfast.load(root, again)
+    for name in mine:
+        local, expected = again["tensors"][name].to_local(), saved["tensors"][name].to_local()
+        assert torch.equal(local, expected), name
+
+
+def part_numbers_need_not_follow_from_ranks(root: Path) -> None:
+    """Rank 1 is the first of its mesh: rank 0 steers the others, say."""
+    goes_round(root, {"a": [1, 2]})
+
+
+def meshes_may_lie_in_any_way(root: Path) -> None:
+    goes_round(
+        root, {"a": [1, 2], "b": [0, 3], "c": [2, 1, 3], "d": [[1, 3], [0, 2]], "e": [0, 1, 2, 3]}
+    )
+
+
+def axes_need_not_form_a_mesh(root: Path) -> None:
+    """Three ranks of four have one tensor, two have another."""
+    goes_round(root, {"a": [0, 1, 2], "b": [0, 1], "c": [2, 3], "d": [0, 1, 2, 3]})
+
+
+CASES = [
+    part_numbers_need_not_follow_from_ranks,
+    meshes_may_lie_in_any_way,
+    axes_need_not_form_a_mesh,
+]
+
+if __name__ == "__main__":
+    run_all(CASES)
