@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import holdfast
 
 from .cases import run_all
+from .own_values_cases import Estimating, contents, train
 
 
 def goes_round(root: Path, meshes: dict[str, Any]) -> None:
@@ -57,10 +62,39 @@ def axes_need_not_form_a_mesh(root: Path) -> None:
     goes_round(root, {"a": [0, 1, 2], "b": [0, 1], "c": [2, 3], "d": [0, 1, 2, 3]})
 
 
+def optimizers_of_some_ranks_with_values_of_each(root: Path) -> None:
+    """Two ranks have an optimizer with other values on each of them, and two have none such."""
+    first = dist.get_rank() < 2
+    meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
+
+    def built(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+        torch.manual_seed(seed)
+        model: nn.Module = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
+        fully_shard(model, mesh=meshes[0 if first else 1])
+        optimizer: torch.optim.Optimizer
+        if first:
+            optimizer = Estimating(model.parameters(), lr=0.1, momentum=0.9)
+            return model, optimizer, {"trainer": model, "optim": optimizer}
+        optimizer = torch.optim.AdamW(model.parameters())
+        return model, optimizer, {"critic": model, "optim_b": optimizer}
+
+    model, optimizer, state = built(0)
+    train(model, optimizer, 2, seed=dist.get_rank())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        holdfast.save(root, state, step=1)
+    with holdfast.open(root) as checkpoint:
+        assert "optim" in checkpoint.manifest.per_rank
+    *again, state = built(1)
+    holdfast.load(root, state, deadline_s=20)
+    assert contents(*again) == contents(model, optimizer)
+
+
 CASES = [
     part_numbers_need_not_follow_from_ranks,
     meshes_may_lie_in_any_way,
     axes_need_not_form_a_mesh,
+    optimizers_of_some_ranks_with_values_of_each,
 ]
 
 if __name__ == "__main__":

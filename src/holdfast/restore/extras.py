@@ -327,16 +327,26 @@ class ExtrasRestorer:
                     )
 
     def _find_moved(self) -> None:
-        """Find optimizers of which ranks have their own values, and other parts.  Collective."""
-        own = [k for k in self.checkpoint.manifest.per_rank if is_optimizer(self.state.get(k))]
-        if own and not self.resized:
-            from holdfast.restore.ranks import lies_otherwise
+        """Find optimizers of which ranks have their own values, and other parts.
 
-            for key in own:
-                params = {id(p) for pairs in self._named_groups(self.state[key]) for _, p in pairs}
-                mine = [t for t in self._live.tensors.values() if id(t.source) in params]
-                if self.group.any(lies_otherwise(self.checkpoint, mine, self.group.rank)):
-                    self._moved.add(key)
+        Collective: all ranks speak of each key, also those that have no such optimizer.
+        """
+        for key, rule in self.checkpoint.manifest.per_rank.items() if not self.resized else ():
+            if rule is None and self.group.any(
+                self._lies_otherwise(key)
+            ):  # an optimizer's has no rule
+                self._moved.add(key)
+
+    def _lies_otherwise(self, key: str) -> bool:
+        """True if this rank has other parts of the parameters of an optimizer than were saved here."""
+        optimizer = self.state.get(key)
+        if not is_optimizer(optimizer):
+            return False
+        from holdfast.restore.ranks import lies_otherwise
+
+        params = {id(p) for pairs in self._named_groups(optimizer) for _, p in pairs}
+        mine = [t for t in self._live.tensors.values() if id(t.source) in params]
+        return lies_otherwise(self.checkpoint, mine, self.group.rank)
 
     def _differing(self, key: str) -> str:
         """Words for the values of an optimizer that ranks differ in; empty for what is no optimizer."""
