@@ -181,7 +181,50 @@ def lbfgs_goes_to_other_layouts(root: Path) -> None:
                 assert contents(*again) == contents(model, optimizer)
 
 
+class Averages:
+    """Keeps averages of weights, sharded as they are, and a rank's own number."""
+
+    on_resize: str | None = None
+
+    def __init__(self, model: nn.Module, number: int) -> None:
+        self.shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
+        self.number = number
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": dict(self.shadow), "number": self.number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.number = state["number"]
+        self.shadow = {name: whole(value) for name, value in state["shadow"].items()}
+
+    def redistribute(self, states: list[dict[str, Any]], rank: int, world_size: int) -> None:
+        self.load_state_dict({**states[0], "number": sum(s["number"] for s in states)})
+
+
+def sharded_tensors_beside_values_of_each_rank(root: Path) -> None:
+    """An object gets both back, alone or in a dict, with and without a rule for other layouts."""
+    rank = dist.get_rank()
+    for where in ("alone", "inside", "ruled"):
+        path = root / where
+
+        def state(model: nn.Module, own: Averages, where: str = where) -> dict[str, Any]:
+            own.on_resize = "redistribute" if where == "ruled" else None
+            return {"model": model, "mine": {"ema": own, "n": 1} if where == "inside" else own}
+
+        model, _ = built("fsdp", 0)
+        averages = Averages(model, rank + 1)
+        expected = {name: whole(value) for name, value in averages.shadow.items()}
+        holdfast.save(path, state(model, averages), step=1)
+        with holdfast.open(path) as checkpoint:
+            assert "mine" in checkpoint.manifest.per_rank
+        again, _ = built("fsdp", 1)
+        mine = Averages(again, 0)
+        holdfast.load(path, state(again, mine))
+        assert (mine.number, mine.shadow) == (rank + 1, expected)
+
+
 CASES = [
+    sharded_tensors_beside_values_of_each_rank,
     each_rank_gets_its_own_values_back,
     values_of_ranks_are_refused_on_another_layout,
     values_of_one_parameter_on_differing_ranks_are_refused,

@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+import holdfast
+
 from .cases import Case, check, run_module
-from .own_values_cases import CASES
+from .own_values_cases import CASES, Averages, built, whole
 
 pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
-def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    return run_module("own_values_cases", 2, tmp_path_factory.mktemp("own_values"))
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("own_values")
+
+
+@pytest.fixture(scope="module")
+def failed(out: Path) -> dict[str, list[str]]:
+    return run_module("own_values_cases", 2, out)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_values_of_each_rank(failed: dict[str, list[str]], case: Case) -> None:
     check(failed, case.__name__)
+
+
+def test_sharded_tensors_of_an_object_on_one_rank(out: Path, failed: dict[str, list[str]]) -> None:
+    """Its own rule makes one state of those of two ranks, which have the same tensors."""
+    check(failed, "sharded_tensors_beside_values_of_each_rank")
+    model, expected = built("whole", 1)[0], built("whole", 0)[0]
+    mine = Averages(model, 0)
+    mine.on_resize = "redistribute"
+    path = out / "sharded_tensors_beside_values_of_each_rank" / "ruled"
+    holdfast.load(path, {"model": model, "mine": mine})
+    assert mine.number == 3
+    assert mine.shadow == {name: whole(p.detach()) for name, p in expected.named_parameters()}

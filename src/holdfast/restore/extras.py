@@ -33,6 +33,7 @@ from holdfast.restore.nested import (
     is_object,
     nested,
     not_its_state,
+    objects,
     put_state,
 )
 from holdfast.restore.targets import RestoreOptions, empty_in, only_tensors, target_of
@@ -206,14 +207,16 @@ class ExtrasRestorer:
         """Tensors inside the state_dict of objects, and those that a user's dict lacks, get memory of
         their own; the latter are unexpected unless strict is off."""
         in_modules = set(self._tensors_of_modules())
+        of_each = self._tensors_of_each_rank()
         saved = self.checkpoint.manifest.extras
         in_deques = {name for key in self.state for name in _in_deques(saved.get(key))}
-        for name in self.checkpoint.object_tensors:
+        for name in (*self.checkpoint.object_tensors, *of_each):
             key = name.split(".", 1)[0]
             if key not in self.state or name in live.tensors or name in live.apart:
                 continue
             of_object = is_stateful(self.state[key])
             of_object = of_object or (key in self._nested and self._nested[key].has(name))
+            of_object = of_object or name in of_each
             of_object = of_object or name in in_deques  # which is as long as it was then
             if stages(self.state[key]) is not None or self.options.only is not None:
                 if name not in in_modules:
@@ -236,6 +239,13 @@ class ExtrasRestorer:
                 index = self.checkpoint.index(name)
                 if box.size:
                     self.wants.append(Want(index, box, target_of(local_of(tensor), info.dtype)))
+
+    def _tensors_of_each_rank(self) -> list[str]:
+        """Tensors in the states of objects that each rank has saved for itself: sharded ones."""
+        kept = [(k, v) for k, v in self.state.items() if k in self.checkpoint.manifest.per_rank]
+        inside = [path for k, v in kept if not is_optimizer(v) for path, _ in objects(v, k)]
+        begins = tuple(f"{path}." for path in inside)
+        return [name for name in self.checkpoint.manifest.by_name if name.startswith(begins)]
 
     def _beside(self, name: str, p: DTensor, plain: torch.Tensor) -> torch.Tensor:
         """Memory for a tensor in a list that is a state of a parameter; `plain` if it is to be whole."""

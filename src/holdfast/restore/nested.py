@@ -119,7 +119,7 @@ def _walk(live: Any, tree: Any, path: str, into: Nested) -> Any:
         if part not in seen:
             into.missing += [
                 f"missing in the checkpoint: {where}, a {type(other).__name__}"
-                for where, other in _objects(one, part)
+                for where, other in objects(one, part)
             ]
     return new
 
@@ -159,11 +159,12 @@ def _children(live: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield from ((_item(path, number), one) for number, one in enumerate(live))
 
 
-def _objects(live: Any, path: str) -> Iterator[tuple[str, Any]]:
+def objects(live: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield (path, object) of a value that is an object, or of those in its lists and dicts."""
     if is_object(live):
         yield path, live
     for part, one in _children(live, path):
-        yield from _objects(one, part)
+        yield from objects(one, part)
 
 
 def _below(path: str, name: Any) -> str:
