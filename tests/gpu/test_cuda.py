@@ -11,6 +11,7 @@ from torch import nn
 
 import holdfast
 from holdfast import events
+from state.test_devices import Sums
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
@@ -155,3 +156,41 @@ def test_meta_models_are_made_on_the_default_device(tmp_path: Path) -> None:
         holdfast.load(tmp_path, {"model": empty})
     assert all(p.is_cuda for p in empty.parameters())
     assert all(torch.equal(a, b) for a, b in zip(empty.parameters(), net.parameters()))
+
+
+def test_lbfgs_goes_on(tmp_path: Path) -> None:
+    """Its past directions, in lists, are beside its parameters."""
+
+    def made(seed: int) -> tuple[nn.Linear, torch.optim.LBFGS]:
+        torch.manual_seed(seed)
+        model = nn.Linear(200, 100).cuda()
+        return model, torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+
+    def go_on(model: nn.Linear, optimizer: torch.optim.LBFGS) -> list[float]:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.ones(4, 200, device="cuda")).square().mean()
+            loss.backward()
+            return loss
+
+        return [float(optimizer.step(closure)) for _ in range(2)]
+
+    model, optimizer = made(0)
+    go_on(model, optimizer)
+    holdfast.save(tmp_path, {"model": model, "optim": optimizer}, step=1)
+    expected = go_on(model, optimizer)
+    again = made(1)
+    holdfast.load(tmp_path, {"model": again[0], "optim": again[1]})
+    state = again[1].state[again[0].weight]
+    assert all(t.is_cuda for t in (*state["old_dirs"], *state["old_stps"], *state["ro"]))
+    assert go_on(*again) == expected
+
+
+def test_metrics_stay_on_their_device(tmp_path: Path) -> None:
+    sums, again = Sums("cuda"), Sums("cuda")
+    sums.total += 1
+    sums.seen.append(torch.ones(3, device="cuda"))
+    holdfast.save(tmp_path, {"sums": nn.ModuleList([sums])}, step=1)
+    holdfast.load(tmp_path, {"sums": nn.ModuleList([again])})
+    assert again.total.is_cuda and again.seen[0].is_cuda
+    assert (again.total.tolist(), again.seen[0].tolist()) == ([1, 1], [1, 1, 1])

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map_only, tree_map_with_path
 
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.rows import Want
@@ -661,6 +661,18 @@ def put_in_order(value: Any, state: str, lies: dict[str, list[int]]) -> None:
             tensor.data = new.copy_(tensor)
 
 
+def on_device_of(p: torch.Tensor, value: Any, group: dict[str, Any]) -> Any:
+    """Return a state with tensors in lists and dicts on its parameter's device, as torch's optimizers load
+    them: all but counts under the name "step", unless the group is capturable or fused."""
+    counts_move = group.get("capturable") or group.get("fused")
+
+    def moved(path: tuple[Any, ...], one: Any) -> Any:
+        is_count = bool(path) and getattr(path[-1], "key", None) == "step" and not counts_move
+        return one if is_count or not isinstance(one, torch.Tensor) else one.to(p.device)
+
+    return tree_map_with_path(moved, value)
+
+
 def put_plain_states(
     optimizer: Optimizer,
     source: Source,
@@ -670,7 +682,7 @@ def put_plain_states(
     unfit: Collection[int] = (),
 ) -> None:
     """Put back what an optimizer keeps of a parameter beside tensors.  `unfit`: ids of those left out."""
-    for params in pairs:
+    for (group, _), params in zip(source.groups(optimizer), pairs):
         for name, p in params:
             if id(p) in unfit:
                 continue
@@ -688,4 +700,6 @@ def put_plain_states(
                     from holdfast.restore.beside import on_mesh_of
 
                     found = on_mesh_of(p, found)
+                if tensor.device.type != "cpu":
+                    found = on_device_of(tensor, found, group)
                 inner.state[tensor][state] = found

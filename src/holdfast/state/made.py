@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from holdfast.errors import HoldfastError, StateMismatch, warn_user
 from holdfast.state.customised import Own, form, named_entries
@@ -78,6 +78,7 @@ def put_own(key: str, own: Own, saved: Mapping[str, Any]) -> None:
     Live tensors have been filled.  HoldfastWarning for values that a module's own way to load leaves out;
     StateMismatch if it fails, if there is none, or if a live tensor is not what was filled any more.
     """
+    saved = {entry: _on_its_device(own, entry, value) for entry, value in saved.items()}
     loads_itself = _loads_itself(own.part)
     error = _load(own, saved) if loads_itself else None
     lost = _differing(key, own, saved)
@@ -101,6 +102,17 @@ def put_own(key: str, own: Own, saved: Mapping[str, Any]) -> None:
         hint="build it from the same weights with the same settings, give it a _load_from_state_dict() "
         f"that takes the value, or do without: {way}",
     )
+
+
+def _on_its_device(own: Own, entry: str, value: Any) -> Any:
+    """Return a saved value with its tensors on the device of what the module has there, or else of the
+    module: torchmetrics' metrics keep what they are given, and an empty list tells no device."""
+    near = tree_leaves([own.made.get(entry), own.made, own.tensors])
+    devices = [one.device for one in near if isinstance(one, torch.Tensor)]
+    device = devices[0] if devices else getattr(own.part, "device", None)
+    if not isinstance(device, torch.device) or device.type == "cpu":
+        return value
+    return tree_map_only(torch.Tensor, lambda t: t.to(device), value)
 
 
 def _with(part: nn.Module, saved: Mapping[str, Any]) -> OrderedDict[str, Any]:

@@ -1,0 +1,78 @@
+"""Values beside tensors return to the device of what they belong to; here it is one without memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast.format import extras
+from holdfast.restore.extras import put_plain_states
+from holdfast.sources import Sources
+from holdfast.state import made
+from holdfast.state.collecting import collect
+from holdfast.state.customised import Own
+from holdfast.state.live import outline_tensor
+
+
+class Sums(nn.Module):
+    """Keeps the tensors that it is given, as torchmetrics' metrics do."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = torch.device(device)
+        self.total, self.seen = torch.zeros(2, device=device), list[torch.Tensor]()
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}total"], destination[f"{prefix}seen"] = self.total, self.seen
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        self.total, self.seen = state.pop(f"{prefix}total"), state.pop(f"{prefix}seen")
+
+
+def restored(device: str, **hyper: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Optimizer state of a parameter, as it was, and put back beside one on `device`."""
+    p, q = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, device=device))
+    optimizer, other = (torch.optim.SGD([one], lr=0.1, momentum=0.9) for one in (p, q))
+    other.param_groups[0].update(hyper)
+    counts = {"step": torch.tensor(2.0), "sum": torch.tensor(3.0)}
+    optimizer.state[p] = {"past": [torch.randn(3), counts], "pair": (torch.randn(2, 2), 4), "n": 5}
+    tree = collect({"optim": optimizer}).extras["optim"]
+
+    def decode(tree: Any) -> Any:
+        return extras.decode(tree, lambda tag, body: outline_tensor(body))
+
+    put_plain_states(other, Sources().of(other), tree, [[("group0.0", q)]], decode)
+    return optimizer.state[p], other.state[q]
+
+
+def test_tensors_in_lists_go_to_their_parameters_device() -> None:
+    """Those under the name of a count stay, as torch has them, unless a graph is captured."""
+    _, there = restored("meta")
+    assert there["past"][0].is_meta and there["past"][1]["sum"].is_meta and there["pair"][0].is_meta
+    assert there["past"][1]["step"].item() == 2.0
+    assert (there["pair"][1], there["n"]) == (4, 5)
+    assert restored("meta", capturable=True)[1]["past"][1]["step"].is_meta
+
+
+def test_on_the_cpu_they_are_what_they_were() -> None:
+    here, there = restored("cpu")
+    assert here.keys() == there.keys()
+    assert torch.equal(here["past"][0], there["past"][0])
+    assert here["past"][1] == there["past"][1]
+    assert torch.equal(here["pair"][0], there["pair"][0])
+    assert (there["pair"][1], there["n"]) == (4, 5)
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_metrics_keep_their_device(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also that of a list that was empty, where nothing else of the metric tells it."""
+    monkeypatch.setattr(made, "_differing", lambda *_: [])  # there are no values to compare
+    for entries in ({"total": torch.ones(2), "seen": [torch.ones(3)]}, {"seen": [torch.ones(3)]}):
+        sums = Sums(device)
+        own = Own("", sums, made={name: getattr(sums, name) for name in entries})
+        made.put_own("sums", own, entries)
+        assert {t.device.type for t in (sums.total, *sums.seen)} == {device}
+        assert len(sums.seen) == 1
