@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -233,3 +234,20 @@ def test_lists_and_dicts_that_are_objects_tell_for_themselves(tmp_path: Path, wr
     reloaded(tmp_path, wrap(saved), wrap(here))
     assert averages.count == 3 and torch.equal(averages["loss"], torch.ones(4))
     assert history.number == 5 and torch.equal(history[0], torch.full((40_000,), 2.0))
+
+
+class Phase(str, Enum):
+    """Keys that are texts and print as another one."""
+
+    TRAIN = "train"
+    TEST = "test"
+
+
+@pytest.mark.parametrize("size", [3, 40_000], ids=["small", "large"])
+def test_objects_under_keys_of_an_enum_stay_and_get_their_states(tmp_path: Path, size: int) -> None:
+    saved = {Phase.TRAIN: Kept(4, size), Phase.TEST: {Phase.TRAIN: Kept(5, size)}}
+    one, other = Kept(0, size), Kept(0, size)
+    found = reloaded(tmp_path, saved, {Phase.TRAIN: one, Phase.TEST: {Phase.TRAIN: other}})
+    assert found[Phase.TRAIN] is one and found[Phase.TEST][Phase.TRAIN] is other
+    check(one, 4, size)
+    check(other, 5, size)

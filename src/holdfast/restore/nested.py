@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from holdfast.errors import UsageError
 from holdfast.format import extras
 from holdfast.state.live import is_stateful, loaded_states
 from holdfast.state.own_errors import naming
@@ -43,6 +44,8 @@ class Nested:
     """Problems: objects here that the checkpoint does not have."""
     homeless: list[str] = field(default_factory=list)
     """Problems: objects' states that were saved, where there is no object here."""
+    tensors: set[str] = field(default_factory=set)
+    """Names of tensors that the states refer to."""
 
     def put(self, decode: Callable[[Any], Any]) -> None:
         """Put the states into the objects."""
@@ -51,7 +54,7 @@ class Nested:
 
     def has(self, name: str) -> bool:
         """True if the tensor `name` is in an object's state."""
-        return any(name.startswith(f"{slot.path}.") for slot in self.slots)
+        return name in self.tensors or any(name.startswith(f"{slot.path}.") for slot in self.slots)
 
 
 def put_state(path: str, value: Any, tree: Any, decode: Callable[[Any], Any]) -> None:
@@ -101,6 +104,7 @@ def _walk(live: Any, tree: Any, path: str, into: Nested) -> Any:
             return tree
         slot = StateSlot(path, live, tree[OBJECT] if is_saved else tree)
         into.slots.append(slot)
+        into.tensors |= set(extras.referred(slot.tree))
         return {LIVE: slot}
     if is_saved:
         into.homeless.append(
@@ -154,7 +158,7 @@ def _rebuilt(tree: Any, path: str, child: Callable[[str, Any], Any]) -> Any:
 def _children(live: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Yield (path, value) of what a live list or dict holds."""
     if isinstance(live, Mapping):
-        yield from ((_below(path, name), one) for name, one in live.items())
+        yield from ((_below(path, _as_saved(name)), one) for name, one in live.items())
     elif isinstance(live, (list, tuple, deque)):
         yield from ((_item(path, number), one) for number, one in enumerate(live))
 
@@ -169,6 +173,15 @@ def objects(live: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 def _below(path: str, name: Any) -> str:
     return f"{path}.{name}"
+
+
+def _as_saved(name: Any) -> Any:
+    """A key as it comes back: a text that is a member of an enum is saved as its text alone."""
+    if type(name) is str:
+        return name
+    with suppress(UsageError):  # of a key that cannot be saved: no checkpoint has it
+        return extras.decode(extras.encode(name))
+    return name
 
 
 def _item(path: str, number: int) -> str:
