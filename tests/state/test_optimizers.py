@@ -295,6 +295,25 @@ def test_a_new_optimizer_has_no_state_to_lose(tmp_path: Path, name: str) -> None
     assert not any(optimizer.state.values())
 
 
+@pytest.mark.parametrize("saved", ["none", "other", "unused"])
+def test_states_stay_that_a_load_which_is_not_strict_tells_nothing_of(
+    tmp_path: Path, saved: str
+) -> None:
+    """Of a parameter in a group that was saved, it tells that there were none: all go, numbers too."""
+    net, optimizer = build(OPTIMIZERS["adam"], groups, seed=0)
+    few = torch.optim.Adam([net.first.weight])
+    some = {"none": {}, "other": {"optim": few}, "unused": {"optim": optimizer}}[saved]
+    holdfast.save(tmp_path, {"net": net, **some}, step=1)
+    train(net, optimizer, 0, 2)
+    for state in optimizer.state.values():
+        state["step"] = int(state["step"])
+    before = {p: set(state) for p, state in optimizer.state.items()}
+    holdfast.load(tmp_path, {"net": net, "optim": optimizer}, strict=False)
+    told = {"none": [], "other": [net.first.weight], "unused": list(net.parameters())}[saved]
+    left = {p: names for p, names in before.items() if not any(p is one for one in told)}
+    assert {p: set(state) for p, state in optimizer.state.items() if state} == left
+
+
 @pytest.mark.parametrize("strict", [True, False])
 def test_what_a_checkpoint_does_not_know_stays(tmp_path: Path, strict: bool) -> None:
     """One of before such state was saved, or of another program."""

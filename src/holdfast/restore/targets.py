@@ -6,7 +6,7 @@ their parameters.  Nothing is read here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -330,7 +330,7 @@ def _optimizer_targets(
     states = saved_states(checkpoint, key)
     names = {i: found[0] for i, found in all_names.items()}
     was = _dtypes(checkpoint) if options.cast else {}
-    plain = plain_states(checkpoint, key) if options.strict else None
+    plain, kept = plain_states(checkpoint, key), _without_word(checkpoint, key, options)
     orders = memory_orders(checkpoint, key)
     changes = []
     source = live.sources.of(optimizer)
@@ -357,7 +357,8 @@ def _optimizer_targets(
             }
             known = have if plain is None or not source.saves_rest else every
             there = {*saved, *(plain or {}).get(name, ())}
-            drop = [k for k in known if k not in there] if options.only is None else []
+            is_told = options.only is None and not kept(name)
+            drop = [k for k in known if k not in there] if is_told else []
             lies, dtype, full = orders.get(name, {}), was.get(name), f"{key}.{name}"
             made = {
                 s: _made_apart(checkpoint, f"{full}.{s}", inner, tensor)
@@ -377,6 +378,17 @@ def _optimizer_targets(
         live.problems += fitting.problems()
         live.idle += fitting.idle()
     return changes
+
+
+def _without_word(
+    checkpoint: Checkpoint, key: str, options: RestoreOptions
+) -> Callable[[str], bool]:
+    """Tell of a parameter's name whether the checkpoint says nothing of its states, not even that it had
+    none: if the load is not strict, they stay."""
+    tree = checkpoint.manifest.extras.get(key)
+    groups = tree["$optimizer"]["groups"] if isinstance(tree, dict) and "$optimizer" in tree else []
+    told = {name for group in groups for name in group["params"]}
+    return lambda name: not options.strict and name not in told
 
 
 def _is_unlike(checkpoint: Checkpoint, name: str, live: torch.Tensor) -> bool:
