@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import lr_scheduler as lrs
 
 import holdfast
+from holdfast.errors import UsageError
 
 
 def sgd() -> torch.optim.SGD:
@@ -365,3 +366,28 @@ def test_what_a_dict_has_besides_stays_where_not_strict(tmp_path: Path) -> None:
         holdfast.load(tmp_path, {"ema": live}, strict=False)
     assert live["a"].tolist() == [1, 1] and live["b"].tolist() == [7, 7]
     assert live["in"]["d"].tolist() == [5]
+
+
+class Counting(nn.Module):
+    """A count of its own beside a tensor of a name of its own."""
+
+    def __init__(self, name: str, count: int) -> None:
+        super().__init__()
+        self.register_buffer(name, torch.zeros(2))
+        self.count = count
+
+    def get_extra_state(self) -> int:
+        return self.count
+
+    def set_extra_state(self, state: int) -> None:
+        self.count = state
+
+
+def test_two_modules_of_a_list_do_not_share_the_name_of_an_extra_state(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"two different modules .* 'nets\._extra_state'"):
+        holdfast.save(tmp_path, {"nets": [Counting("a", 1), Counting("b", 2)]}, step=1)
+    shared = Counting("a", 3)
+    holdfast.save(tmp_path, {"nets": [shared, shared]}, step=2)
+    shared.count = 0
+    holdfast.load(tmp_path, {"nets": [shared, shared]})
+    assert shared.count == 3

@@ -45,7 +45,7 @@ class Nested:
     homeless: list[str] = field(default_factory=list)
     """Problems: objects' states that were saved, where there is no object here."""
     tensors: set[str] = field(default_factory=set)
-    """Names of tensors that the states refer to."""
+    """The tensors that the states refer to, by name."""
 
     def put(self, decode: Callable[[Any], Any]) -> None:
         """Put the states into the objects."""

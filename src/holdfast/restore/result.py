@@ -35,7 +35,7 @@ class Found:
     replays: int
     """Number of recorded steps to be done again after the full step."""
     at: FoundAt = field(repr=False)
-    """What `restore` knows it by."""
+    """The key that `restore` knows it by."""
 
 
 class Restored(int):

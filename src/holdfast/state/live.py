@@ -188,11 +188,8 @@ class Live:
 
 
 def is_stateful(value: Any) -> bool:
-    if isinstance(value, type):
-        return False
-    return callable(getattr(value, "state_dict", None)) and callable(
-        getattr(value, "load_state_dict", None)
-    )
+    names = ("state_dict", "load_state_dict")
+    return not isinstance(value, type) and all(callable(getattr(value, n, None)) for n in names)
 
 
 class LoadedStates:
@@ -450,6 +447,9 @@ def add_extra_states(
     """Add what modules keep besides tensors."""
     for name, part in extra_states(module):
         full = f"{key}.{name}"
+        others = live.modules.get(key, [])[:-1] if full in live.extras else []
+        if others and not any((name, part) in extra_states(one) for one in others):
+            raise UsageError(f"two different modules have an extra state named {full!r}")
         if on_resize and full in on_resize:
             live.rules[full] = on_resize[full]
         with naming(full, part, "get_extra_state"):
