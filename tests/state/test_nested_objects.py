@@ -236,6 +236,127 @@ def test_lists_and_dicts_that_are_objects_tell_for_themselves(tmp_path: Path, wr
     assert history.number == 5 and torch.equal(history[0], torch.full((40_000,), 2.0))
 
 
+class Outer:
+    """An object whose state_dict() has objects themselves, as that of a scheduler has."""
+
+    def __init__(self, **inside: Any) -> None:
+        self.inside = inside
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.inside)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inside.update(state)
+
+
+class Warmup(torch.optim.lr_scheduler.LRScheduler):
+    """A scheduler that hands over to another one after three steps."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, after: Any) -> None:
+        self.after = after
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        if self.last_epoch > 3:
+            self.after.step()
+            return list(self.after.get_last_lr())
+        return [0.1 for _ in self.base_lrs]
+
+
+def test_a_scheduler_in_a_scheduler_goes_on(tmp_path: Path) -> None:
+    def make() -> tuple[torch.optim.Optimizer, Warmup]:
+        optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
+        return optimizer, Warmup(optimizer, StepLR(optimizer, 2, 0.5))
+
+    def go(optimizer: torch.optim.Optimizer, scheduler: Warmup, steps: int) -> list[Any]:
+        rates = []
+        for _ in range(steps):
+            optimizer.step()
+            scheduler.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+        return rates
+
+    optimizer, scheduler = make()
+    go(optimizer, scheduler, 5)
+    holdfast.save(tmp_path, {"optim": optimizer, "sched": scheduler}, step=5)
+    expected = go(optimizer, scheduler, 6)
+    other, fresh = make()
+    after = fresh.after
+    holdfast.load(tmp_path, {"optim": other, "sched": fresh})
+    assert fresh.after is after and after.optimizer is other
+    assert go(other, fresh, 6) == expected
+
+
+@pytest.mark.parametrize("size", [3, 40_000], ids=["small", "large"])
+def test_objects_of_an_object_stay_and_get_their_states(tmp_path: Path, size: int) -> None:
+    one, deep = Kept(0, size), Kept(0, size)
+    outer = Outer(one=[one], deep=Outer(deep=deep))
+    saved = Outer(one=[Kept(4, size)], deep=Outer(deep=Kept(5, size)))
+    found = reloaded(tmp_path, saved, outer)
+    assert found.inside["one"][0] is one and found.inside["deep"].inside["deep"] is deep
+    check(one, 4, size)
+    check(deep, 5, size)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("where", ["value", "list", "deep"])
+def test_a_saved_object_of_an_object_that_is_not_here_is_told(
+    tmp_path: Path, where: str, strict: bool
+) -> None:
+    saved, here = Outer(a=1, one=Kept(4)), Outer(a=0, one=None)
+    if where == "deep":
+        saved, here = Outer(x=saved), Outer(x=here)
+    states = ([saved], [here]) if where == "list" else (saved, here)
+    with pytest.raises(StateMismatch, match=r"one: the state of an object was saved, and here is"):
+        reloaded(tmp_path, *states, strict=strict)
+    assert here.inside in ({"a": 0, "one": None}, {"x": here.inside.get("x")})
+
+
+class Extra(nn.Module):
+    """Its extra state has an object."""
+
+    def __init__(self, kept: Kept | None) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def get_extra_state(self) -> Any:
+        return {"kept": self.kept}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.kept = state["kept"]
+
+
+def test_objects_in_extra_states_stay(tmp_path: Path) -> None:
+    kept = Kept()
+    found = reloaded(tmp_path, Extra(Kept(4)), Extra(kept))
+    assert found.kept is kept
+    check(kept, 4)
+    with pytest.raises(StateMismatch, match="the state of an object was saved"):
+        reloaded(tmp_path / "none", Extra(Kept(4)), Extra(None))
+
+
+def test_objects_in_an_optimizer_stay(tmp_path: Path) -> None:
+    def make(value: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        net = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        optimizer.param_groups[0]["kept"] = Kept(value)
+        optimizer.state[net.weight]["kept"] = Kept(value)
+        return net, optimizer
+
+    net, optimizer = make(4)
+    holdfast.save(tmp_path, {"net": net, "optim": optimizer}, step=1)
+    net, optimizer = make(0)
+    places = (optimizer.param_groups[0], optimizer.state[net.weight])
+    before = [place["kept"] for place in places]
+    holdfast.load(tmp_path, {"net": net, "optim": optimizer})
+    for place, kept in zip(places, before):
+        assert place["kept"] is kept
+        check(kept, 4)
+    del optimizer.state[net.weight]["kept"]
+    with pytest.raises(StateMismatch, match=r"optim.weight.kept: the state of an object was saved"):
+        holdfast.load(tmp_path, {"net": net, "optim": optimizer})
+
+
 class Phase(str, Enum):
     """Keys that are texts and print as another one."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,11 +31,13 @@ from holdfast.restore.nested import (
     OBJECT,
     Nested,
     StateSlot,
+    homeless_in,
     is_object,
     nested,
     not_its_state,
     objects,
     put_state,
+    with_live,
 )
 from holdfast.restore.targets import RestoreOptions, empty_in, only_tensors, target_of
 from holdfast.sources import Group as ParamGroup
@@ -114,6 +117,7 @@ class ExtrasRestorer:
             if is_optimizer(value) and key in manifest.extras:
                 pairs = self._named_groups(value)
                 match_groups(key, manifest.extras[key], pairs)
+                self.problems.lines += self._homeless_in_states(key, value, pairs)
                 if self.options.strict:
                     self.problems.lines += _all_unknown(key, manifest.extras[key], pairs)
             if isinstance(value, (dict, list, tuple)) and key in manifest.extras:
@@ -121,8 +125,11 @@ class ExtrasRestorer:
                 self.problems.lines += found.missing + (
                     found.homeless if self.options.strict else []
                 )
+                for slot in found.slots:
+                    self.problems.lines += homeless_in(slot.path, slot.live.state_dict, slot.tree)
             if key in manifest.extras and is_object(value) and not is_optimizer(value):
                 self.problems.lines += not_its_state(key, value, manifest.extras[key])
+                self.problems.lines += homeless_in(key, value.state_dict, manifest.extras[key])
             if is_optimizer(value) and not self._has_common(value):
                 self.problems.lines += self._common_without_place(key, value)
             plain = stages(value) is None and not only_tensors(value)
@@ -142,6 +149,22 @@ class ExtrasRestorer:
         if source.saves_rest or tree is None:
             return []
         return [f"{name}.{text}" for text in source.lacking(self._decode(tree))]
+
+    def _homeless_in_states(
+        self, key: str, optimizer: Any, pairs: list[list[tuple[str, torch.Tensor]]]
+    ) -> list[str]:
+        """Problems: objects' states that were saved in an optimizer's states, where there is no object."""
+        saved, source = (
+            self.checkpoint.manifest.extras[key]["$optimizer"],
+            self._live.sources.of(optimizer),
+        )
+        lines: list[str] = []
+        for name, p in (one for params in pairs for one in params if not source.by_master):
+            inner, tensor = holder_of(optimizer, p, source.master(p))
+            states = {} if inner is None else inner.state.get(tensor, {})
+            for state, tree in saved.get("state", {}).get(name, {}).items():
+                lines += homeless_in(f"{key}.{name}.{state}", partial(states.get, state), tree)
+        return lines
 
     def _has_common(self, optimizer: Any) -> bool:
         """True if an optimizer can have state that belongs to no parameter, and that is saved."""
@@ -174,7 +197,10 @@ class ExtrasRestorer:
         saved = {*manifest.extras, *manifest.per_rank}
         for key, value in self.state.items():
             if self.options.only is None:
-                live.taken |= {name for name, _ in self._module_states(key, value)}
+                for name, part in self._module_states(key, value):
+                    live.taken.add(name)
+                    saved_state = manifest.extras.get(name)
+                    self.problems.lines += homeless_in(name, part.get_extra_state, saved_state)
             made: dict[str, set[str]] = {}  # by extra, which a wrapper and what it wraps share
             for name, own in self._made(key, value):
                 live.taken.add(name)
@@ -386,6 +412,7 @@ class ExtrasRestorer:
                 tree = self._tree(name, own)
                 if tree is not None:
                     with naming(name, module, "set_extra_state"):
+                        tree = with_live(name, module.get_extra_state, tree, self._decode)
                         module.set_extra_state(self._decode(tree))
             self._put_made(key, value, own)
             if stages(value) is not None:
@@ -496,7 +523,7 @@ class ExtrasRestorer:
             pairs, groups = self._named_groups(value), source.groups(value)
             put_groups(key, groups, tree, pairs, self._decode, self._live.unfit)
             if not source.by_master:
-                put_plain_states(value, source, tree, pairs, self._decode, self._live.unfit)
+                put_plain_states(key, value, source, tree, pairs, self._decode, self._live.unfit)
         elif is_stateful(value):
             put_state(key, value, tree, self._decode)
         else:
@@ -601,7 +628,7 @@ def put_groups(
     filled: dict[int, torch.Tensor] = {}
     for (group, params), source in zip(groups, match_groups(key, tree, pairs)):
         if source is not None and not any(id(p) in unfit for p in params):
-            hyper = decode(saved[source]["hyper"])
+            hyper = decode(with_live(key, partial(dict, group), saved[source]["hyper"], decode))
             for name in (n for n in hyper if n not in HOW or n not in group):
                 if not _fill(group.get(name), hyper[name], filled):
                     group[name] = hyper[name]
@@ -674,6 +701,7 @@ def on_device_of(p: torch.Tensor, value: Any, group: dict[str, Any]) -> Any:
 
 
 def put_plain_states(
+    key: str,
     optimizer: Optimizer,
     source: Source,
     tree: Any,
@@ -693,7 +721,9 @@ def put_plain_states(
             plain = body["plain"].get(name, ()) if "plain" in body else None
             lies = body.get("order", {}).get(name, {})
             for state, value in body["state"].get(name, {}).items():
-                found = decode(value)
+                where = f"{key}.{name}.{state}"
+                ask = partial(inner.state.get(tensor, {}).get, state)
+                found = decode(with_live(where, ask, value, decode))
                 if not isinstance(p, DTensor):
                     put_in_order(found, state, lies)
                 if isinstance(p, DTensor) and plain is not None and state not in plain:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from holdfast.errors import UsageError
+from holdfast.errors import StateMismatch, UsageError
 from holdfast.format import extras
 from holdfast.state.live import is_stateful, loaded_states
 from holdfast.state.own_errors import naming
@@ -58,12 +58,43 @@ class Nested:
 
 
 def put_state(path: str, value: Any, tree: Any, decode: Callable[[Any], Any]) -> None:
-    """Load an object's saved state by its `load_state_dict`."""
+    """Load an object's saved state by its `load_state_dict`; objects in it are loaded and handed over."""
     with naming(path, value, "load_state_dict"):
+        tree = with_live(path, value.state_dict, tree, decode)
         loaded_states.note(value, tree, decode)
         if type(value).__name__ == "OptimizerParamScheduler":
             value.num_steps = 0  # Megatron's adds the steps that it loads to those that it has
         value.load_state_dict(decode(tree))
+
+
+def with_live(path: str, ask: Callable[[], Any], tree: Any, decode: Callable[[Any], Any]) -> Any:
+    """Load the objects in a live state, which `ask()` gives, and return its saved tree with them in it.
+
+    StateMismatch for an object's saved state where there is none: nobody would know what to do with it.
+    """
+    if not _has_objects(tree):
+        return tree
+    inside = nested(path, ask(), tree)
+    if inside.homeless:
+        raise StateMismatch("; ".join(inside.homeless))
+    inside.put(decode)
+    return inside.tree
+
+
+def homeless_in(path: str, ask: Callable[[], Any], tree: Any) -> list[str]:
+    """Problems, as `with_live` would raise them, before anything is changed."""
+    if not _has_objects(tree):
+        return []
+    inside = nested(path, ask(), tree)
+    deeper = (homeless_in(s.path, s.live.state_dict, s.tree) for s in inside.slots)
+    return [*inside.homeless, *(line for lines in deeper for line in lines)]
+
+
+def _has_objects(tree: Any) -> bool:
+    """True if a saved tree has the state of an object in it."""
+    if isinstance(tree, dict):
+        return tree.keys() == {OBJECT} or any(map(_has_objects, tree.values()))
+    return isinstance(tree, list) and any(map(_has_objects, tree))
 
 
 def is_object(value: Any) -> bool:
