@@ -274,6 +274,38 @@ def test_groups_in_another_order_take_their_own(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("inside", [False, True], ids=["value", "list"])
+def test_groups_in_another_order_with_a_scheduler_are_refused(tmp_path: Path, inside: bool) -> None:
+    """It would give each the other's rate at its next step."""
+
+    def make(order: int, rates: tuple[float, float] = (1e-4, 1e-3)) -> tuple[dict[str, Any], Any]:
+        net = Net()
+        both = [
+            {"params": m.parameters(), "lr": lr} for m, lr in zip((net.first, net.second), rates)
+        ]
+        optimizer = torch.optim.SGD(both[::order], lr=1.0)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return {
+            "net": net,
+            "optim": optimizer,
+            "s": [scheduler] if inside else scheduler,
+        }, optimizer
+
+    holdfast.save(tmp_path, make(1)[0], step=1)
+    state, optimizer = make(-1)
+    with pytest.raises(StateMismatch, match=r"groups \[0, 1\] were saved in another order, and s"):
+        holdfast.load(tmp_path, state)
+    with pytest.warns(
+        holdfast.errors.HoldfastWarning, match="in the order in which they were saved"
+    ):
+        holdfast.load(tmp_path, state, strict=False)
+    assert [g["lr"] for g in optimizer.param_groups] == [1e-3, 1e-4]
+    holdfast.load(tmp_path, {"net": state["net"], "optim": optimizer})
+    holdfast.load(tmp_path, make(1)[0])
+    holdfast.save(tmp_path, make(1, (1e-3, 1e-3))[0], step=2)
+    holdfast.load(tmp_path, make(-1)[0])
+
+
 def test_groups_split_otherwise_are_refused(tmp_path: Path) -> None:
     net, optimizer = build(OPTIMIZERS["adam"], groups, seed=0)
     train(net, optimizer, 0, 1)

@@ -18,14 +18,14 @@ from torch.utils._pytree import tree_map_only, tree_map_with_path
 
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.rows import Want
-from holdfast.errors import FormatError, RuleError, StateMismatch
+from holdfast.errors import FormatError, RuleError, StateMismatch, warn_user
 from holdfast.events import emit
 from holdfast.format import extras
 from holdfast.format.extras import referred
 from holdfast.group import Group
 from holdfast.layout import Box, whole
 from holdfast.restore.compare import Problems
-from holdfast.restore.groups import HOW, beside_plain, match_groups
+from holdfast.restore.groups import HOW, beside_plain, goes_by_number, match_groups, moved_groups
 from holdfast.restore.nested import (
     LIVE,
     OBJECT,
@@ -106,6 +106,7 @@ class ExtrasRestorer:
         live.keys = set(state)
         if options.only is None:
             self._find_missing()
+            self._find_moved_groups()
         self._find_missing_in_modules(live)
         self._plan_tensors(live)
 
@@ -149,6 +150,25 @@ class ExtrasRestorer:
         if source.saves_rest or tree is None:
             return []
         return [f"{name}.{text}" for text in source.lacking(self._decode(tree))]
+
+    def _find_moved_groups(self) -> None:
+        """Find objects that would give an optimizer's groups each other's rates at their next step."""
+        saved = self.checkpoint.manifest.extras
+        lines: list[str] = []
+        nested_ones = [(s.path, s.live) for one in self._nested.values() for s in one.slots]
+        objects = [one for one in (*self.state.items(), *nested_ones) if is_object(one[1])]
+        for key, optimizer in self.state.items():
+            having = [path for path, one in objects if goes_by_number(one, optimizer)]
+            if having and is_optimizer(optimizer) and key in saved:
+                if moved := moved_groups(key, saved[key], self._named_groups(optimizer)):
+                    lines.append(
+                        f"{key}: groups {moved} were saved in another order, and {', '.join(having)} goes "
+                        "by their number: give the groups in the order in which they were saved"
+                    )
+        if self.options.strict:
+            self.problems.lines += lines
+        elif lines and not self.group.rank:
+            warn_user("; ".join(lines))
 
     def _homeless_in_states(
         self, key: str, optimizer: Any, pairs: list[list[tuple[str, torch.Tensor]]]

@@ -48,6 +48,27 @@ def match_groups(key: str, tree: Any, pairs: Pairs) -> list[int | None]:
     return origin
 
 
+def moved_groups(key: str, tree: Any, pairs: Pairs) -> list[int]:
+    """The live groups whose saved group had another number, with other hyper-parameters than the saved
+    group of their own number."""
+    groups = tree["$optimizer"]["groups"]
+    hypers = [_told_apart(group["hyper"]) for group in groups]
+    return [
+        number
+        for number, source in enumerate(match_groups(key, tree, pairs))
+        if source is not None and (number >= len(groups) or hypers[number] != hypers[source])
+    ]
+
+
+def goes_by_number(value: Any, optimizer: Any) -> bool:
+    """True if an object, as schedulers do, keeps a list with an item for each group of an optimizer."""
+    known = getattr(value, "__dict__", {})
+    groups = getattr(optimizer, "param_groups", ())
+    return known.get("optimizer") is optimizer and any(
+        isinstance(one, list) and len(one) == len(groups) for one in known.values()
+    )
+
+
 def _told_apart(hyper: dict[str, Any]) -> bytes:
     """Hyper-parameters as bytes that are the same for equal ones, in whatever order they were given."""
     own = {k: v for k, v in hyper.items() if k not in HOW}
