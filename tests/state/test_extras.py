@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import io
 import random
+import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
@@ -391,3 +392,18 @@ def test_two_modules_of_a_list_do_not_share_the_name_of_an_extra_state(tmp_path:
     shared.count = 0
     holdfast.load(tmp_path, {"nets": [shared, shared]})
     assert shared.count == 3
+
+
+def test_what_a_restore_removes_from_a_dict_is_told_once(tmp_path: Path) -> None:
+    holdfast.save(tmp_path, {"told once": {"epoch": 3, "more": 1}}, step=1)
+    progress = {"epoch": 0, "best": None}
+    with pytest.warns(
+        holdfast.HoldfastWarning, match="told once: step 1 has nothing of 'best', which"
+    ):
+        holdfast.load(tmp_path, {"told once": progress})
+    assert progress == {"epoch": 3, "more": 1}
+    progress["later"] = 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", holdfast.HoldfastWarning)
+        holdfast.load(tmp_path, {"told once": progress})
+    assert progress == {"epoch": 3, "more": 1}

@@ -72,6 +72,11 @@ from holdfast.state.wrappers import parts
 from holdfast.suggest import did_you_mean
 
 _RULES = ", ".join(RULES)
+MAX_SHOWN = 10
+"""Names that a warning shows."""
+
+_restored_dicts: set[str] = set()
+"""Keys of the dicts that this process has restored."""
 
 
 class ExtrasRestorer:
@@ -559,6 +564,7 @@ class ExtrasRestorer:
         if isinstance(live, dict) and isinstance(found, dict):
             if not self.options.strict:
                 _keep_missing(live, found)
+            self._tell_removed(key, [name for name in live if name not in found])
             live.clear()
             live.update(found)
             return live
@@ -570,6 +576,17 @@ class ExtrasRestorer:
             live.extend(found)
             return live
         return found
+
+    def _tell_removed(self, key: str, names: list[Any]) -> None:
+        """HoldfastWarning of what is removed from a dict, at the first restore of its key in this process:
+        later ones go back to where the run was before it had added them."""
+        if names and key not in _restored_dicts and not self.group.rank:
+            shown = ", ".join(map(repr, names[:MAX_SHOWN])) + ", ..." * (len(names) > MAX_SHOWN)
+            warn_user(
+                f"{key}: step {self.checkpoint.step} has nothing of {shown}, which is taken from the dict",
+                hint="set what a new version of a script has added after the restore, or ask by get()",
+            )
+        _restored_dicts.add(key)
 
     def _decode(self, tree: Any, live: Any = None) -> Any:
         known = dict(_with_paths(live))
