@@ -486,7 +486,8 @@ def test_what_cannot_be_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "torchrun has --no-python" in said("--no-python", "ls")
     assert "--spares -1" in said("--spares", "-1", str(SCRIPT))
     assert "--hang-s 0" in said("--hang-s", "0", str(SCRIPT))
-    assert "a spare has them before" in said("--spares", "1", str(SCRIPT), "--seed=${local_rank}")
+    for option in ("--spares=1", "--nproc-min=1"):
+        assert "a spare has them before" in said(option, str(SCRIPT), "--seed=${local_rank}")
     assert "--preload no_such" in said("--preload", "no_such", str(SCRIPT))
 
 

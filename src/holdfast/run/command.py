@@ -8,7 +8,6 @@ import importlib
 import os
 import re
 import shutil
-import signal
 import sys
 import traceback
 import uuid
@@ -122,7 +121,12 @@ def _run(given: argparse.Namespace, launch: Launch) -> int:
 def _meet_anew(given: argparse.Namespace) -> None:
     """Have one node meet by c10d, as torchrun does unless a port is given: the `static` rendezvous has one
     store for all attempts, and the next would find the keys of the last."""
-    if given.rdzv_backend == "static" and given.nnodes in ("1", "1:1"):
+    if given.rdzv_backend == "static" and given.nnodes in ("1", "1:1") and not given.standalone:
+        if given.rdzv_endpoint or given.master_port is not None:
+            host = (
+                given.rdzv_endpoint.rpartition(":")[0] or given.rdzv_endpoint or given.master_addr
+            )
+            given.local_addr = given.local_addr or host  # which ranks are told
         given.rdzv_backend, given.rdzv_endpoint = "c10d", "localhost:0"
         given.rdzv_id = str(uuid.uuid4())
 
@@ -241,7 +245,8 @@ def _checked(given: argparse.Namespace) -> argparse.Namespace:
                 f"--rdzv-backend={given.rdzv_backend}: its nodes cannot meet again after a failure",
                 hint="give --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT --rdzv-id=NAME on every node",
             )
-    if given.spares and any(map(LOCAL_RANK.search, given.training_script_args)):
+    may_move = given.spares or given.nproc_min is not None
+    if may_move and any(map(LOCAL_RANK.search, given.training_script_args)):
         raise UsageError(
             "${local_rank} in the script's arguments: a spare has them before it has a rank",
             hint="the script finds LOCAL_RANK in its environment; or no --spares",
@@ -278,10 +283,8 @@ def _server(given: argparse.Namespace) -> ForkServer:
             raise UsageError(f"--preload {name}: {error}") from error
     gc.collect()
     gc.freeze()  # the collector of a worker would copy all that memory
-    handled = getattr(given, "signals_to_handle", "").split(",")  # torch 2.8 and newer
-    return ForkServer(
-        [signal.Signals[name] for name in handled if name in signal.Signals.__members__]
-    )
+    handled = getattr(given, "signals_to_handle", "")  # older torch has no such option
+    return ForkServer([name.strip() for name in handled.split(",")])
 
 
 def _be_a_worker(server: ForkServer) -> int:

@@ -31,9 +31,9 @@ ANSWER_S = 60.0
 """Seconds that a fork may take."""
 _PR_SET_PDEATHSIG = 1
 _CUDA_NOT_INITIALIZED = 3
-ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""The signals upon which the launcher ends the workers, unless it is told of others, too.  Slurm sends them
-to all processes of a step, and workers need their server until they have saved."""
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""The signals upon which the launcher ends the workers.  Slurm sends them to all processes of a step, and
+workers need their server until they have saved."""
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -65,10 +65,10 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 class ForkServer:
     """The launcher's side."""
 
-    def __init__(self, handled: Iterable[signal.Signals] = ()) -> None:
+    def __init__(self, handled: Iterable[str] = ()) -> None:
         """Fork the server.  In the child it serves, and `worker` is what a forked worker is to do.
 
-        `handled`: the signals that it lets pass, beside `ENDING`.
+        `handled`: names of further signals upon which the launcher ends the workers.
         """
         begun = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
         if begun:
@@ -89,7 +89,7 @@ class ForkServer:
         self.pid = os.fork()
         if self.pid == 0:
             ours.close()
-            self.worker = _serve(its, launcher, {*ENDING, *handled})
+            self.worker = _serve(its, launcher, _ignored(handled))
         else:
             its.close()
             self._socket = ours
@@ -159,13 +159,19 @@ def cuda_has_begun() -> bool:
     return bool(driver.cuDeviceGetCount(ctypes.byref(count)) != _CUDA_NOT_INITIALIZED)
 
 
+def _ignored(names: Iterable[str]) -> set[signal.Signals]:
+    """Return the signals that the server ignores; torch warns of names that are none."""
+    known = {signal.Signals[name] for name in names if name in signal.Signals.__members__}
+    return {*_ENDING, *known} - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}
+
+
 def _serve(
-    launcher: socket.socket, parent: int, handled: Iterable[signal.Signals]
+    launcher: socket.socket, parent: int, ignored: Iterable[signal.Signals]
 ) -> tuple[Start, socket.socket, int]:
     """Serve until the launcher is gone.  Return in a forked worker alone, with what that is to do."""
     _die_with(parent)
     os.setsid()  # Ctrl-C reaches the launcher, which ends the workers
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in handled}
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
     wakes, wake = os.pipe()
     os.set_blocking(wake, False)
     os.set_blocking(wakes, False)
