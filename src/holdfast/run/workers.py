@@ -325,8 +325,9 @@ class Workers(PContext):  # type: ignore[misc]
         for slot in [slot for slot in self._workers if slot not in self.slots]:
             self._dismiss(self._workers.pop(slot))
         for rank in self.slots:
-            if os.path.isfile(self.error_files[rank]):  # and not /dev/null
-                os.unlink(self.error_files[rank])  # that of the attempt before
+            with suppress(OSError):
+                if os.path.isfile(self.error_files[rank]):  # and not /dev/null
+                    os.unlink(self.error_files[rank])  # that of the attempt before
             worker = self._workers.get(rank)
             while worker is None or not self._enters(worker, rank):
                 if worker is not None:
