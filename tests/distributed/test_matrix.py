@@ -14,7 +14,7 @@ import holdfast
 from gate import cases_of
 
 from .launch import launch
-from .layouts import LAYOUTS
+from .layouts import LAYOUTS, VOCABULARY, WIDTH
 
 safetensors = pytest.importorskip("safetensors")
 pytestmark = pytest.mark.distributed
@@ -24,6 +24,9 @@ MOST_READ = 1.05
 
 TIED_TWICE = {"virtual2", "pp2_dp2", "pp2_rep1_dp2_tp2"}
 """Checkpoints with the tied weights under both names, of which the other layouts want one."""
+
+COMPARED = 2 * (VOCABULARY * WIDTH * 4 + 4 * (256 << 10))
+"""Bytes that are read to compare these two, with the chunks at the edges of shards."""
 
 
 def run(verb: str, root: Path, layouts: list[str]) -> dict[str, Any]:
@@ -106,11 +109,15 @@ def test_loads_every_checkpoint_bit_by_bit(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_together_read_each_byte_about_once(loaded: dict[str, Any], layout: str) -> None:
-    """Verifying reads whole chunks; where all tensors are wanted, that is hardly more than they are."""
+    """Verifying reads whole chunks; where all tensors are wanted, that is hardly more than they are.
+
+    A weight that was saved under each of its names is read before, to see that both have the same values.
+    """
     complete = 0
     for checkpoint, found in loaded[layout].items():
         assert found["wanted"] > 5_000_000, "too little for chunks of 256 KiB to count"
-        assert found["wanted"] <= found["read"] <= MOST_READ * found["chunks"], checkpoint
+        most = MOST_READ * found["chunks"] + COMPARED * (checkpoint in TIED_TWICE)
+        assert found["wanted"] <= found["read"] <= most, checkpoint
         if checkpoint not in TIED_TWICE:
             assert found["read"] <= MOST_READ * found["wanted"], checkpoint
             complete += 1

@@ -44,7 +44,7 @@ def restored(device: str, **hyper: Any) -> tuple[dict[str, Any], dict[str, Any]]
     def decode(tree: Any) -> Any:
         return extras.decode(tree, lambda tag, body: outline_tensor(body))
 
-    put_plain_states(other, Sources().of(other), tree, [[("group0.0", q)]], decode)
+    put_plain_states("optim", other, Sources().of(other), tree, [[("group0.0", q)]], decode)
     return optimizer.state[p], other.state[q]
 
 

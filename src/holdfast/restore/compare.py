@@ -82,13 +82,14 @@ def compare(checkpoint: Checkpoint, live: Live, state: State, options: RestoreOp
 
 
 def _saved_twice(checkpoint: Checkpoint, live: Live) -> dict[str, str]:
-    """Names of tensors that have another one here, by which they are filled, and are two in the checkpoint:
-    the first name by the further one."""
+    """Names of parameters that have another one here, by which they are filled, and are two in the
+    checkpoint: the first name by the further one.  Optimizer states differ where their parameters do."""
     find = checkpoint.manifest.find
     return {
         name: first
         for name, first in live.aliases.items()
         if first in live.tensors
+        and live.tensors[first].state == "param"
         and None not in (both := {find(name), find(first)})
         and len(both) == 2
     }
