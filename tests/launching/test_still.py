@@ -10,7 +10,7 @@ import pytest
 
 from .test_run import environment
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.soak]
 
 LAUNCHER = """
 import sys
