@@ -152,7 +152,7 @@ def _encode_container(value: Any, on_other: OnTensor, path: str, depth: int, utf
     def key(k: Any) -> Json:
         return encode(k, _refuse, f"{path} key", depth + 1, utf8=utf8)
 
-    if depth and hasattr(value, "load_state_dict"):  # a list or dict that is an object all the same
+    if depth and callable(getattr(value, "load_state_dict", None)):
         return on_other(value, path)
     if isinstance(value, list):
         return items(value)

@@ -90,6 +90,7 @@ def _saved_twice(checkpoint: Checkpoint, live: Live) -> dict[str, str]:
         for name, first in live.aliases.items()
         if first in live.tensors
         and live.tensors[first].state == "param"
+        and first not in live.padded
         and None not in (both := {find(name), find(first)})
         and len(both) == 2
     }

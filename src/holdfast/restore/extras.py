@@ -21,7 +21,7 @@ from holdfast.checkpoint.rows import Want
 from holdfast.errors import FormatError, RuleError, StateMismatch, warn_user
 from holdfast.events import emit
 from holdfast.format import extras
-from holdfast.format.extras import referred
+from holdfast.format.extras import DCP_NAMES, referred
 from holdfast.group import Group
 from holdfast.layout import Box, whole
 from holdfast.restore.compare import Problems
@@ -123,7 +123,7 @@ class ExtrasRestorer:
             if is_optimizer(value) and key in manifest.extras:
                 pairs = self._named_groups(value)
                 match_groups(key, manifest.extras[key], pairs)
-                self.problems.lines += self._homeless_in_states(key, value, pairs)
+                self._note_homeless(self._homeless_in_states(key, value, pairs))
                 if self.options.strict:
                     self.problems.lines += _all_unknown(key, manifest.extras[key], pairs)
             if isinstance(value, (dict, list, tuple)) and key in manifest.extras:
@@ -132,10 +132,10 @@ class ExtrasRestorer:
                     found.homeless if self.options.strict else []
                 )
                 for slot in found.slots:
-                    self.problems.lines += homeless_in(slot.path, slot.live.state_dict, slot.tree)
+                    self._note_homeless(homeless_in(slot.path, slot.live.state_dict, slot.tree))
             if key in manifest.extras and is_object(value) and not is_optimizer(value):
                 self.problems.lines += not_its_state(key, value, manifest.extras[key])
-                self.problems.lines += homeless_in(key, value.state_dict, manifest.extras[key])
+                self._note_homeless(homeless_in(key, value.state_dict, manifest.extras[key]))
             if is_optimizer(value) and not self._has_common(value):
                 self.problems.lines += self._common_without_place(key, value)
             plain = stages(value) is None and not only_tensors(value)
@@ -156,9 +156,18 @@ class ExtrasRestorer:
             return []
         return [f"{name}.{text}" for text in source.lacking(self._decode(tree))]
 
+    def _note_homeless(self, lines: list[str]) -> None:
+        """States of objects that are not here: a problem or, if the load is not strict, told once."""
+        if self.options.strict:
+            self.problems.lines += lines
+        else:
+            self.problems.unexpected += lines
+
     def _find_moved_groups(self) -> None:
         """Find objects that would give an optimizer's groups each other's rates at their next step."""
         saved = self.checkpoint.manifest.extras
+        if self.checkpoint.format == "dcp" or DCP_NAMES in saved:
+            return  # whose groups, if they were flattened, have no numbers
         lines: list[str] = []
         nested_ones = [(s.path, s.live) for one in self._nested.values() for s in one.slots]
         objects = [one for one in (*self.state.items(), *nested_ones) if is_object(one[1])]
@@ -167,8 +176,9 @@ class ExtrasRestorer:
             if having and is_optimizer(optimizer) and key in saved:
                 if moved := moved_groups(key, saved[key], self._named_groups(optimizer)):
                     lines.append(
-                        f"{key}: groups {moved} were saved in another order, and {', '.join(having)} goes "
-                        "by their number: give the groups in the order in which they were saved"
+                        f"{key}: groups {moved} were saved by another number with other rates, and "
+                        f"{', '.join(having)} goes by their number: give the groups in the order in which "
+                        "they were saved"
                     )
         if self.options.strict:
             self.problems.lines += lines
@@ -225,7 +235,7 @@ class ExtrasRestorer:
                 for name, part in self._module_states(key, value):
                     live.taken.add(name)
                     saved_state = manifest.extras.get(name)
-                    self.problems.lines += homeless_in(name, part.get_extra_state, saved_state)
+                    self._note_homeless(homeless_in(name, part.get_extra_state, saved_state))
             made: dict[str, set[str]] = {}  # by extra, which a wrapper and what it wraps share
             for name, own in self._made(key, value):
                 live.taken.add(name)

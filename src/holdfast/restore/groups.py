@@ -16,6 +16,18 @@ from holdfast.state.live import outline_tensor
 HOW = ("foreach", "fused", "capturable", "differentiable")
 """Options of how an optimizer computes, a process's own: other hardware or layouts need others."""
 
+RATES = (
+    "lr",
+    "initial_lr",
+    "max_lr",
+    "min_lr",
+    "momentum",
+    "base_momentum",
+    "max_momentum",
+    "betas",
+)
+"""What schedulers set, group by group."""
+
 Pairs = list[list[tuple[str, torch.Tensor]]]
 """Names and parameters of each group."""
 
@@ -49,14 +61,17 @@ def match_groups(key: str, tree: Any, pairs: Pairs) -> list[int | None]:
 
 
 def moved_groups(key: str, tree: Any, pairs: Pairs) -> list[int]:
-    """The live groups whose saved group had another number, with other hyper-parameters than the saved
-    group of their own number."""
+    """The live groups whose saved group had another number, with other rates than those that were saved by
+    their own number, which groups of pipeline stages may share."""
     groups = tree["$optimizer"]["groups"]
-    hypers = [_told_apart(group["hyper"]) for group in groups]
+    numbers = [group.get("number", at) for at, group in enumerate(groups)]
+    rates = [{name: group["hyper"].get(name) for name in RATES} for group in groups]
     return [
         number
         for number, source in enumerate(match_groups(key, tree, pairs))
-        if source is not None and (number >= len(groups) or hypers[number] != hypers[source])
+        if source is not None
+        and numbers[source] != number
+        and rates[source] not in [one for n, one in zip(numbers, rates) if n == number]
     ]
 
 

@@ -11,12 +11,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from holdfast.errors import StateMismatch, UsageError
+from holdfast.errors import UsageError
 from holdfast.format import extras
 from holdfast.state.live import is_stateful, loaded_states
 from holdfast.state.own_errors import naming
@@ -70,24 +71,30 @@ def put_state(path: str, value: Any, tree: Any, decode: Callable[[Any], Any]) ->
 def with_live(path: str, ask: Callable[[], Any], tree: Any, decode: Callable[[Any], Any]) -> Any:
     """Load the objects in a live state, which `ask()` gives, and return its saved tree with them in it.
 
-    StateMismatch for an object's saved state where there is none: nobody would know what to do with it.
+    Where there is no object, or the live state cannot be asked for, what was saved of it stays in the tree.
     """
-    if not _has_objects(tree):
-        return tree
-    inside = nested(path, ask(), tree)
-    if inside.homeless:
-        raise StateMismatch("; ".join(inside.homeless))
-    inside.put(decode)
-    return inside.tree
+    for live in _asked(ask) if _has_objects(tree) else ():
+        inside = nested(path, live, tree)
+        inside.put(decode)
+        return inside.tree
+    return tree
+
+
+def _asked(ask: Callable[[], Any]) -> list[Any]:
+    """A live state; none if it cannot be asked for before its first load."""
+    with suppress(Exception):
+        return [ask()]
+    return []
 
 
 def homeless_in(path: str, ask: Callable[[], Any], tree: Any) -> list[str]:
-    """Problems, as `with_live` would raise them, before anything is changed."""
-    if not _has_objects(tree):
-        return []
-    inside = nested(path, ask(), tree)
-    deeper = (homeless_in(s.path, s.live.state_dict, s.tree) for s in inside.slots)
-    return [*inside.homeless, *(line for lines in deeper for line in lines)]
+    """Problems: saved states of objects for which `with_live` would find none."""
+    lines: list[str] = []
+    for live in _asked(ask) if _has_objects(tree) else ():
+        inside = nested(path, live, tree)
+        deeper = (homeless_in(s.path, s.live.state_dict, s.tree) for s in inside.slots)
+        lines += [*inside.homeless, *chain.from_iterable(deeper)]
+    return lines
 
 
 def _has_objects(tree: Any) -> bool:
