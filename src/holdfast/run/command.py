@@ -121,12 +121,15 @@ def _run(given: argparse.Namespace, launch: Launch) -> int:
 def _meet_anew(given: argparse.Namespace) -> None:
     """Have one node meet by c10d, as torchrun does unless a port is given: the `static` rendezvous has one
     store for all attempts, and the next would find the keys of the last."""
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
     if given.rdzv_backend == "static" and given.nnodes in ("1", "1:1") and not given.standalone:
         if given.rdzv_endpoint or given.master_port is not None:
-            host = (
-                given.rdzv_endpoint.rpartition(":")[0] or given.rdzv_endpoint or given.master_addr
+            host, _ = parse_rendezvous_endpoint(given.rdzv_endpoint, default_port=-1)
+            # which ranks are told
+            given.local_addr = given.local_addr or (
+                host if given.rdzv_endpoint else given.master_addr
             )
-            given.local_addr = given.local_addr or host  # which ranks are told
         given.rdzv_backend, given.rdzv_endpoint = "c10d", "localhost:0"
         given.rdzv_id = str(uuid.uuid4())
 
@@ -246,7 +249,8 @@ def _checked(given: argparse.Namespace) -> argparse.Namespace:
                 hint="give --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT --rdzv-id=NAME on every node",
             )
     may_move = given.spares or given.nproc_min is not None
-    if may_move and any(map(LOCAL_RANK.search, given.training_script_args)):
+    words = [word.replace("$$", "") for word in given.training_script_args]
+    if may_move and any(map(LOCAL_RANK.search, words)):
         raise UsageError(
             "${local_rank} in the script's arguments: a spare has them before it has a rank",
             hint="the script finds LOCAL_RANK in its environment; or no --spares",

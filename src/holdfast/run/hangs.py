@@ -59,13 +59,22 @@ class StepPace:
         self._heard = -math.inf
         """When any rank was heard last."""
         self._least_s = LEAST_HANG_S
+        self._is_measuring = True
+
+    def rest(self) -> None:
+        """Measure nothing from now on: ranks leave, or hang, and nodes wait for each other."""
+        self._is_measuring = False
+
+    def go_on(self, now: float) -> None:
+        """Measure again: an attempt has begun."""
+        self._is_measuring, self._heard = True, now
 
     def stepped(self, progress: Progress, step: int, now: float) -> None:
         """Note that a rank has done a step."""
         self._hear(progress, now)
         if progress.has_stepped:
             self._is_measured = True
-        else:
+        elif self._is_measuring:
             self._start_s = max(self._start_s, now - progress.since)
         progress.step, progress.since, progress.has_stepped = step, now, True
 
@@ -76,7 +85,7 @@ class StepPace:
 
     def _hear(self, progress: Progress, now: float) -> None:
         """Note how long nobody was heard: an evaluation on one rank is no long step of the others."""
-        if progress.has_stepped:
+        if progress.has_stepped and self._is_measuring:
             self._still_s = max(self._still_s, now - self._heard)
         self._heard = now
 
@@ -98,7 +107,8 @@ class StepPace:
         if self.asked_s is not None:
             if progress.has_stepped:
                 return self.asked_s
-            return self.asked_s + self._start_s if self._start_s else max(self.asked_s, SURE_S)
+            longest_s = min(SURE_S, HANG_STEPS * self._start_s) if self._start_s else SURE_S
+            return max(self.asked_s + self._start_s, longest_s)
         if not self._start_s:
             return math.inf
         is_measured = progress.has_stepped and self._is_measured

@@ -22,6 +22,8 @@ from holdfast import events
 
 BUSY = 0.05
 """Share of a core from which on the processes below a worker compute."""
+LONGEST_S = 7200.0
+"""Seconds for which that counts while the worker itself is still: a monitor may compute for ever."""
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -51,13 +53,17 @@ class Movement:
 
     def __init__(self) -> None:
         self._place = 0
+        self._moved_at = time.monotonic()
         self._looked_at = time.monotonic()
         self._used_s = 0.0
 
     def is_seen(self) -> bool:
         """Tell whether this process has moved since the last call."""
         before, self._place = self._place, _place()
-        return self._place != before or self._have_computed()
+        if self._place != before:
+            self._moved_at = time.monotonic()
+            return True
+        return self._have_computed() and time.monotonic() - self._moved_at < LONGEST_S
 
     def _have_computed(self) -> bool:
         """Tell whether the processes below this one have computed since the last call."""

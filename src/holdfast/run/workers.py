@@ -201,6 +201,7 @@ class Workers(PContext):  # type: ignore[misc]
 
         Where no rank has failed, `is_calm`, a script that is not marked may save first, as with torchrun.
         """
+        self._pace.rest()
         inside = [w for w in self._workers.values() if w.status is None and not w.is_out]
         saving = [w for w in inside if is_calm and not w.is_marked]
         for worker in saving:
@@ -336,6 +337,7 @@ class Workers(PContext):  # type: ignore[misc]
             worker.left, worker.is_done = None, False
             worker.is_spare = worker.is_stuck = False
             worker.progress.enter(time.monotonic())
+        self._pace.go_on(time.monotonic())
 
     def _enters(self, worker: RankProcess, rank: int) -> bool:
         """Have a process take a rank; False if it is none that can."""
@@ -572,6 +574,7 @@ class Workers(PContext):  # type: ignore[misc]
         limit_s = self._pace.exceeded_s([w.progress for w in running.values()], now)
         if limit_s is None:
             return
+        self._pace.rest()
         stopped = {r for r, w in running.items() if _is_stopped(w.pid)}
         behind = min(w.step for w in running.values())
         ahead = max(w.step for w in running.values())
