@@ -222,7 +222,9 @@ class _Attached:
 
 def _newest_in(project_dir: Any) -> tuple[str, int] | None:
     """Return the newest folder that Accelerate has named itself, and its number."""
-    folders = Path(project_dir or "", "checkpoints").glob("checkpoint_*")
+    if project_dir is None:
+        return None
+    folders = Path(project_dir, "checkpoints").glob("checkpoint_*")
     numbers = ((re.fullmatch(r"checkpoint_(\d+)", one.name), one) for one in folders)
     found = [(int(number[1]), str(one)) for number, one in numbers if number and one.is_dir()]
     number, folder = max(found, default=(-1, ""))

@@ -435,7 +435,11 @@ class AttachedEngine:
         do with old ones, for `keep` to delete the steps, too."""
         coming = {(one.folder, one.tag) for one in (*self.pending, *self.unwritten)}
         for label, (folder, tag) in list(self.labelled.items()):
-            if (folder, tag) not in coming and not Path(folder, tag).exists():
+            try:
+                is_there = Path(folder, tag).exists()
+            except OSError:  # of this rank alone: the others would wait
+                is_there = True
+            if (folder, tag) not in coming and not is_there:
                 del self.labelled[label]
                 try:
                     unpin(open_store(self.root), label)
