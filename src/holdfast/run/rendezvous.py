@@ -91,6 +91,8 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
         self._say = say
         self._pause_s = pause_s(given.max_nodes)
         self._waits_since = 0.0
+        self._has_ended_well = False
+        """The others are still to be told so."""
         self._door = Door()
         self._neighbour: Neighbour | None = None
         self._torchs = TorchRendezvous(create, given, self._pause_s)
@@ -113,8 +115,9 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
     def end_round(self, *, is_calm: bool) -> Callable[[], bool]:
         """Say that the round is over; what is returned tells later if nobody had said so before."""
         of = self.current
-        answer = self._asked(lambda: of.end(is_calm))
-        return lambda: answer.done() and answer.exception() is None and answer.result()
+        of.ends_calmly = is_calm
+        self._asked(of.put)
+        return lambda: of.is_first
 
     def are_all(self, what: str) -> bool:
         """Say that the ranks of this node are `done`, or `out`; return whether those of all nodes are.
@@ -126,11 +129,11 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
         return is_alone or (self.view.are_done if what == "done" else self.view.are_out)
 
     def say(self, what: str, value: bytes = b"1") -> None:
-        """Say something of this node to the others of the round; nobody waits for it."""
+        """Say something of this node to the others of the round: they hear it when the store has it."""
         of = self.current
         if what not in of.said:
             of.said[what], of.last_said_at = value, time.monotonic()
-            self._asked(lambda: of.put(what))
+            self._asked(of.put)
 
     def cards(self) -> tuple[dict[int, EndOfRound], list[int]]:
         """Wait for the cards of all nodes that are not lost; return them, and the lost ones."""
@@ -143,7 +146,9 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
                 others = {*state.wait_list, *state.redundancy_list} - set(of.members)
                 self._torchs.expected = 0 if of.me in lost else len(cards) + len(others)
                 return cards, lost
-            if time.monotonic() > until or self.problem or self._torchs.silent_s > SILENT_S:
+            self.check()
+            is_lost = bool(self.problem) and not self._torchs.outlives_nodes
+            if time.monotonic() > until or is_lost or self._torchs.silent_s > SILENT_S:
                 return cards, [n for n in range(len(of.members)) if n not in cards]
             time.sleep(self._pause_s / 2)
 
@@ -162,17 +167,21 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
 
     def is_new(self, cause: str) -> bool:
         """Note why something is left out; False if it was noted before, by any node."""
-        store, text = self._torchs.store, f"{self.get_run_id()} {cause}"
+        text = f"{self.get_run_id()} {cause}"
         key = f"holdfast/left-out/{zlib.crc32(text.encode()):08x}"
-        answer = self._asked(lambda: int(store.add(key, 1)) == 1)
-        with suppress(TimeoutError, *_LOST):
-            return answer.result(SILENT_S)
-        return False
+        until = time.monotonic() + SILENT_S
+        while True:
+            with suppress(TimeoutError, *_LOST):
+                answer = self._asked(lambda: int(self._torchs.store.add(key, 1)) == 1)
+                return answer.result(SILENT_S)
+            if time.monotonic() > until or not self._torchs.outlives_nodes:
+                return False
+            time.sleep(AGAIN_S)
 
     def say_it_ended_well(self) -> None:
         """Say so to nodes that wait, before the rendezvous is closed."""
-        store, key = self._torchs.store, f"{WELL}/{self.get_run_id()}"
-        self._asked(lambda: store.set(key, b"1"))
+        self._has_ended_well = True
+        self._asked(self._tell_that_it_ended_well)
 
     def leave(self) -> None:
         """Leave the others at once, who go on: nobody need find out."""
@@ -251,13 +260,27 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
 
     def shutdown(self) -> bool:
         """Close the rendezvous: the run is over, unless this node alone leaves it."""
-        is_closed = True
-        if not self.problem and not self.is_left:
-            answer = self._asked(self._torchs.handler.shutdown)
-            with suppress(TimeoutError):
-                is_closed = bool(answer.result(SILENT_S))
+        until, is_closed = time.monotonic() + SILENT_S, False
+        may_answer = not self.is_left and (not self.problem or self._torchs.outlives_nodes)
+        while may_answer and not is_closed:
+            with suppress(TimeoutError, *_LOST):
+                is_closed = self._asked(self._close).result(SILENT_S)
+            may_answer = self._torchs.outlives_nodes and time.monotonic() < until
+            if may_answer and not is_closed:
+                time.sleep(AGAIN_S)
         self._end()
-        return is_closed
+        return is_closed or self.is_left
+
+    def _close(self) -> bool:
+        if self.problem:
+            self._reconnect()
+        self._tell_that_it_ended_well()
+        return bool(self._torchs.handler.shutdown())
+
+    def _tell_that_it_ended_well(self) -> None:
+        if self._has_ended_well:
+            self._torchs.store.set(f"{WELL}/{self.get_run_id()}", b"1")
+            self._has_ended_well = False
 
     # -- the thread -------------------------------------------------------------------------------
 
@@ -298,7 +321,7 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
                         self._reconnect()
                     self._look()
                     pause = self._pause_s
-                except _LOST as error:
+                except Exception as error:  # the run would stand still without this thread
                     pause = AGAIN_S
                     if words is self._words:
                         self._complain(error)
@@ -316,6 +339,7 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
         view = of.look(members, waiting)
         if self.round is of:
             self.view = view
+        of.put()
 
     # -- the connection ---------------------------------------------------------------------------
 
@@ -331,7 +355,8 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
 
     def _complain(self, error: Exception) -> None:
         if not self.problem:
-            why = str(error.__cause__ or error).partition("\n")[0]
+            cause = error.__cause__ or error
+            why = str(cause).partition("\n")[0] or type(cause).__name__
             self._say(f"the rendezvous at {self._torchs.endpoint} does not answer: {why}")
         self.problem = str(error) or type(error).__name__
 

@@ -6,8 +6,8 @@
     holdfast/calm       it is so for no failure: a node joins, or a process is ready
     holdfast/card/N     what failed at node N, put there when its ranks have left
 
-A node says a thing once in a round.  What it has said is kept here, too, and said again over a new
-connection, whose host may know nothing of it.
+A node says a thing once in a round.  What it has said is kept here, too, and is put into the store until
+that has confirmed it, and once more over a new connection, whose host may know nothing of it.
 """
 
 from __future__ import annotations
@@ -54,6 +54,12 @@ class Round:
     """What this node has said of itself: `done`, `out`, and its card."""
     last_said_at: float = 0.0
     """When it said the last of it."""
+    ends_calmly: bool | None = None
+    """This node has said that the round is over, and whether that is for no failure; None: it has not."""
+    is_first: bool = False
+    """Nobody had said so before."""
+    confirmed: set[str] = field(default_factory=set)
+    """The store has confirmed these of them, by name."""
 
     def lost(self, view: RoundView) -> list[int]:
         """Return the nodes that were struck off without a word."""
@@ -70,21 +76,23 @@ class Round:
 
     # -- in the store: each waits for its answer --------------------------------------------------
 
-    def put(self, what: str) -> None:
-        """Put something that this node has said into the store."""
-        self.store.set(f"holdfast/{what}/{self.me}", self.said[what])
+    def put(self) -> None:
+        """Put what this node has said into the store, but for what that has confirmed."""
+        if self.ends_calmly is not None and ENDS not in self.confirmed:
+            if self.ends_calmly:
+                self.store.set(CALM, b"1")
+            self.is_first = int(self.store.add(ENDS, 1)) == 1
+            self.confirmed.add(ENDS)
+        for what in list(self.said):  # more may be said meanwhile
+            if what not in self.confirmed:
+                self.store.set(f"holdfast/{what}/{self.me}", self.said[what])
+                self.confirmed.add(what)
 
     def go_on(self, store: Any) -> None:
         """Go on in the store of a new connection, and say there what this node has said."""
         self.store = store
-        for what in list(self.said):  # more may be said meanwhile
-            self.put(what)
-
-    def end(self, is_calm: bool) -> bool:
-        """Say that the round is over, `is_calm`: for no failure.  Return whether nobody had said so."""
-        if is_calm:
-            self.store.set(CALM, b"1")
-        return int(self.store.add(ENDS, 1)) == 1
+        self.confirmed &= {ENDS}
+        self.put()
 
     def look(self, members: frozenset[Any], waiting: int) -> RoundView:
         """Return what is known now: `members` and `waiting` by torch, the rest from the store."""

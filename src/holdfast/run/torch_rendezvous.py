@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta, timezone
 from typing import Any, TypeVar
 
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
+    RendezvousError,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousTimeoutError,
@@ -37,6 +38,17 @@ SILENT_S = 10.0
 """Seconds without an answer after which a connection is given up, while the nodes are to meet."""
 MOVE_S = 2.0
 """The same where there is another endpoint, and at any time."""
+
+
+@contextmanager
+def as_lost_connection() -> Iterator[None]:
+    """In this block whatever a client of the host raises is the error of a lost connection."""
+    try:
+        yield
+    except RendezvousError:
+        raise
+    except Exception as error:
+        raise RendezvousConnectionError(f"{type(error).__name__}: {error}") from error
 
 
 class _Calls(RendezvousTimeout):  # type: ignore[misc]
@@ -72,7 +84,8 @@ class _Backend:
     def _ask(self, question: Callable[[], T]) -> T:
         if self.is_given_up:
             raise RendezvousConnectionError("this connection was given up")
-        answer = question()
+        with as_lost_connection():
+            answer = question()
         self.answered_at = time.monotonic()
         return answer
 
@@ -124,6 +137,11 @@ class TorchRendezvous:
     def least(self) -> int:
         """Number of nodes without which there is no round."""
         return int(self._given.min_nodes)
+
+    @property
+    def outlives_nodes(self) -> bool:
+        """The host is no node of the run: it may answer again, whichever nodes are lost."""
+        return bool(self._given.backend != "c10d")
 
     @property
     def endpoint(self) -> str:
@@ -213,7 +231,11 @@ class TorchRendezvous:
         """Ask over a new connection from now on, as the same node."""
         self._turn()
         fresh, handler = self._connected(), self.handler
-        handler._store, handler._heartbeat_lock = fresh._store, threading.Lock()
+        handler._heartbeat_lock = threading.Lock()
+        if self.outlives_nodes:
+            handler._store.client = fresh._store.client
+        else:
+            handler._store = fresh._store
         self._ask_over(fresh._state_holder._backend)
 
     def renew_heartbeats(self, *, begin: bool) -> None:
@@ -232,12 +254,20 @@ class TorchRendezvous:
             for _ in self._endpoints[1:]:
                 self._given.endpoint = self._endpoints[0]
                 with suppress(RendezvousConnectionError):
-                    return self._create(self._given)
+                    return self._created()
                 self._turn()
             self._given.endpoint = self._endpoints[0]
-            return self._create(self._given)
+            return self._created()
         finally:
             self._is_connecting, self.turned_at = False, time.monotonic()
+
+    def _created(self) -> DynamicRendezvousHandler:
+        handler = self._create(self._given)
+        if self.outlives_nodes:
+            from holdfast.run.etcd_store import LosableEtcdStore
+
+            handler._store = LosableEtcdStore(handler._store)
+        return handler
 
     def _turn(self) -> None:
         """Have the next endpoint be the first."""

@@ -1,0 +1,267 @@
+"""A rendezvous on etcd whose server fails for a while: nobody stands still, and no word is lost.
+
+etcd is a real one.  Launchers reach it through a proxy that it advertises as its own address.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import msgspec
+import pytest
+from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+
+from holdfast.run.nodes import EndOfRound, Introduction
+from holdfast.run.rendezvous import Rendezvous
+from ports import free_port
+
+from .test_joining import TRAINS
+from .test_run import environment, until
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.slow,
+    pytest.mark.soak,
+    pytest.mark.skipif(shutil.which("etcd") is None, reason="no etcd-server, of Debian"),
+    pytest.mark.skipif(find_spec("etcd") is None, reason="no python-etcd"),
+]
+
+STORE, STATE = "/v2/keys/torch/elastic/store", "/v2/keys/torch/elastic/rendezvous"
+
+
+class Etcd:
+    """One member of etcd, and a proxy that refuses the requests that `refuses` names."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port, self._behind, self._folder = free_port(), free_port(), folder
+        self.refuses: Callable[[str, str], bool] = lambda method, path: False
+        self.num_refused = 0
+        self.begin()
+        self._proxy = ThreadingHTTPServer(("127.0.0.1", self.port), self._requests())
+        Thread(target=self._proxy.serve_forever, daemon=True).start()
+
+    def begin(self) -> None:
+        """Start it, on the data that it has."""
+        urls = [f"http://127.0.0.1:{port}" for port in (self._behind, self.port, free_port())]
+        command = ["etcd", "--enable-v2", f"--data-dir={self._folder}"]
+        command += [f"--listen-client-urls={urls[0]}", f"--advertise-client-urls={urls[1]}"]
+        command += [f"--listen-peer-urls={urls[2]}", f"--initial-advertise-peer-urls={urls[2]}"]
+        command += [f"--initial-cluster=default={urls[2]}"]
+        with self._folder.with_suffix(".log").open("a") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+        until(self._is_well)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def end(self) -> None:
+        self._proxy.shutdown()
+        self._proxy.server_close()
+        self.kill()
+
+    def _is_well(self) -> bool:
+        with suppress(OSError):
+            url = f"http://127.0.0.1:{self._behind}/health"
+            return b"true" in urllib.request.urlopen(url).read()
+        return False
+
+    def _requests(etcd) -> type[BaseHTTPRequestHandler]:  # noqa: N805
+        class Request(BaseHTTPRequestHandler):
+            def _pass_on(self) -> None:
+                body = self.rfile.read(int(self.headers.get("content-length", 0)))
+                self.close_connection = True
+                if etcd.refuses(self.command, self.path):
+                    etcd.num_refused += 1
+                    return
+                behind = http.client.HTTPConnection("127.0.0.1", etcd._behind)
+                try:
+                    behind.request(self.command, self.path, body, dict(self.headers))
+                    answer = behind.getresponse()
+                    status, fields, content = answer.status, answer.getheaders(), answer.read()
+                except (OSError, http.client.HTTPException):
+                    return
+                finally:
+                    behind.close()
+                self._answer(status, content, dict(fields))
+
+            def _answer(self, status: int, content: bytes, fields: dict[str, str]) -> None:
+                self.send_response(status)
+                for name, value in fields.items():
+                    if name.lower() not in ("transfer-encoding", "content-length", "connection"):
+                        self.send_header(name, value)
+                self.send_header("content-length", str(len(content)))
+                self.end_headers()
+                with suppress(OSError):
+                    self.wfile.write(content)
+
+            def log_message(self, *of: Any) -> None:
+                pass
+
+            do_GET = do_PUT = do_POST = do_DELETE = _pass_on  # noqa: N815
+
+        return Request
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[Etcd]:
+    server = Etcd(tmp_path / "etcd")
+    yield server
+    server.end()
+
+
+class Nodes:
+    """Two nodes of one run, as their launchers see them."""
+
+    def __init__(self, port: int, backend: str = "etcd-v2") -> None:
+        self.said: list[str] = []
+        self.handlers = []
+        for number in range(2):
+            config = {"join_timeout": 60, "last_call_timeout": 1, "is_host": int(number == 0)}
+            config |= {"keep_alive_interval": 1, "keep_alive_max_attempt": 10}
+            given = RendezvousParameters(
+                backend, f"127.0.0.1:{port}", "run", 2, 2, local_addr="127.0.0.1", **config
+            )
+            create = registry.get_rendezvous_handler
+            self.handlers.append(Rendezvous(create, given, self.said.append))
+            self.handlers[-1].introduction = Introduction(f"node{number}", 1, [])
+
+    def meet(self) -> None:
+        """Have both meet; raise what one of them raises."""
+        with ThreadPoolExecutor(2) as pool:
+            for met in [pool.submit(node.next_rendezvous) for node in self.handlers]:
+                met.result(90)
+
+    @property
+    def have_complained(self) -> bool:
+        return sum("does not answer" in text for text in self.said) >= 2
+
+    def are_all(self, what: str) -> bool:
+        return all([node.are_all(what) for node in self.handlers])
+
+    def end(self) -> None:
+        for node in self.handlers:
+            node.shutdown()
+
+
+@pytest.fixture
+def nodes(etcd: Etcd) -> Iterator[Nodes]:
+    both = Nodes(etcd.port)
+    yield both
+    etcd.refuses = lambda method, path: False
+    both.end()
+
+
+def test_the_store_fails_while_the_state_is_read(etcd: Etcd, nodes: Nodes) -> None:
+    """Launchers look again, and hear the end of the run."""
+    nodes.meet()
+    etcd.refuses = lambda method, path: path.startswith(STORE)
+    until(lambda: etcd.num_refused >= 16, 30)
+    etcd.refuses = lambda method, path: False
+    until(lambda: nodes.are_all("done"), 30)
+    until(lambda: nodes.are_all("out"), 30)
+    assert nodes.have_complained
+
+
+def test_what_is_said_while_nothing_can_be_written_is_heard_later(etcd: Etcd, nodes: Nodes) -> None:
+    nodes.meet()
+    etcd.refuses = lambda method, path: method == "PUT" and path.startswith(STORE)
+    first, second = nodes.handlers
+    first.end_round(is_calm=True)
+    card = msgspec.json.encode(EndOfRound([]))
+    first.say("card", card)
+    until(lambda: etcd.num_refused >= 4, 30)
+    etcd.refuses = lambda method, path: False
+    until(lambda: second.view.ends and second.view.is_calm, 30)
+    second.say("card", card)
+    for node in nodes.handlers:
+        cards, lost = node.cards()
+        assert sorted(cards) == [0, 1] and not lost
+
+
+def test_the_store_fails_while_nodes_meet(etcd: Etcd, nodes: Nodes) -> None:
+    etcd.refuses = lambda method, path: path.startswith(STORE)
+
+    def lets_through() -> None:
+        until(lambda: etcd.num_refused >= 8, 30)
+        etcd.refuses = lambda method, path: False
+
+    Thread(target=lets_through).start()
+    nodes.meet()
+    until(lambda: nodes.are_all("done"), 30)
+
+
+def test_a_rendezvous_is_closed_though_the_first_try_fails(etcd: Etcd, nodes: Nodes) -> None:
+    """Nodes that wait would begin to train alone."""
+    nodes.meet()
+    first, second = nodes.handlers
+    first.say_it_ended_well()
+    etcd.refuses = lambda method, path: path.startswith(STATE)
+    closing = Thread(target=first.shutdown)
+    closing.start()
+    until(lambda: etcd.num_refused >= 16, 30)
+    etcd.refuses = lambda method, path: False
+    closing.join()
+    nodes.handlers.remove(first)
+    assert second.is_closed()
+
+
+def test_a_word_that_cannot_be_read_does_not_end_the_looks() -> None:
+    """Also where the rendezvous is not on etcd."""
+    nodes = Nodes(free_port(), "c10d")
+    nodes.meet()
+    first, second = nodes.handlers
+    first.current.store.set("holdfast/card/1", b"no card")
+    card = msgspec.json.encode(EndOfRound([]))
+    first.say("card", card)
+    until(lambda: any("does not answer" in text for text in nodes.said), 30)
+    second.say("card", card)
+    until(lambda: sorted(first.view.cards) == [0, 1], 30)
+    second.shutdown()
+    first.shutdown()
+
+
+def test_a_run_goes_on_and_ends_well_when_etcd_has_begun_anew(etcd: Etcd, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(TRAINS)
+    command = [sys.executable, "-W", "ignore", "-m", "holdfast", "run", "--local-addr=127.0.0.1"]
+    command += ["--rdzv-backend=etcd-v2", f"--rdzv-endpoint=127.0.0.1:{etcd.port}", "--rdzv-id=run"]
+    command += ["--nnodes=2", "--rdzv-conf=keep_alive_max_attempt=20", str(script), str(tmp_path)]
+    logs = [tmp_path / f"log{number}" for number in range(2)]
+    launchers = []
+    for log in logs:
+        with log.open("w") as file:
+            launchers.append(
+                subprocess.Popen(
+                    command, env=environment(), stdout=file, stderr=file, start_new_session=True
+                )
+            )
+    try:
+        until((tmp_path / "trains on 2").exists)
+        etcd.kill()
+        until(lambda: all("does not answer" in log.read_text() for log in logs), 30)
+        etcd.begin()
+        until(lambda: all("answers again" in log.read_text() for log in logs), 30)
+        (tmp_path / "stop").touch()
+        assert [launcher.wait(90) for launcher in launchers] == [0, 0]
+    finally:
+        for launcher in launchers:
+            if launcher.poll() is None:
+                os.killpg(launcher.pid, signal.SIGKILL)
+                launcher.wait()
+    said = "\n".join(log.read_text() for log in logs)
+    assert "Traceback" not in said and "failed after step" not in said
