@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -73,6 +74,11 @@ class Etcd:
         self._proxy.shutdown()
         self._proxy.server_close()
         self.kill()
+
+    def forget(self, run_id: str) -> None:
+        """Do what etcd does when the time of a rendezvous' state is over."""
+        url = f"http://127.0.0.1:{self._behind}{STATE}/{run_id}"
+        urllib.request.urlopen(urllib.request.Request(url, method="DELETE")).read()
 
     def _is_well(self) -> bool:
         with suppress(OSError):
@@ -218,6 +224,26 @@ def test_a_rendezvous_is_closed_though_the_first_try_fails(etcd: Etcd, nodes: No
     closing.join()
     nodes.handlers.remove(first)
     assert second.is_closed()
+
+
+def test_a_later_run_of_the_same_name_hears_nothing_of_an_earlier_one(etcd: Etcd) -> None:
+    """The state is forgotten after two hours, and its rounds begin with 0 again."""
+    for _ in range(2):
+        nodes = Nodes(etcd.port)
+        nodes.meet()
+        first, second = nodes.handlers
+        until(lambda: first.view.at_s and second.view.at_s, 30)
+        assert not first.view.ends and not second.view.ends
+        first.say("done")
+        said_at = time.monotonic() + 0.5
+        until(lambda: first.view.at_s > said_at, 30)
+        assert not first.view.are_done
+        until(lambda: nodes.are_all("done"), 30)
+        assert first.is_new("a cause")
+        first.end_round(is_calm=False)
+        until(lambda: second.view.ends, 30)
+        nodes.end()
+        etcd.forget("run")
 
 
 def test_a_word_that_cannot_be_read_does_not_end_the_looks() -> None:

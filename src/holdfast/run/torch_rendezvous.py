@@ -4,6 +4,11 @@ torch makes a handler for one connection.  When that fails, the handler is of no
 new handler would be a new node to the others.  Here the handler is kept, and is given the store and
 the backend of a new connection: to the next of several endpoints, if there are several.
 
+etcd forgets the state of a rendezvous after two hours, and no key of its store.  A later run of the same
+name counts its rounds from 0 again, and would find what was said in those of the earlier one.  So the first
+node of a run puts an identifier into the state, which all others take from there, and it is part of each
+key.
+
 `Rendezvous` leaves the private parts of torch's handler to this file.  A method that asks the host
 blocks until it answers: `Rendezvous` calls it from a thread of its own.
 """
@@ -16,7 +21,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta, timezone
 from typing import Any, TypeVar
+from uuid import uuid4
 
+import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousError,
@@ -38,6 +45,8 @@ SILENT_S = 10.0
 """Seconds without an answer after which a connection is given up, while the nodes are to meet."""
 MOVE_S = 2.0
 """The same where there is another endpoint, and at any time."""
+RUN = "holdfast_run"
+"""An attribute of the state of torch's rendezvous: which run it is, of all that had its name."""
 
 
 @contextmanager
@@ -120,12 +129,17 @@ class TorchRendezvous:
     @property
     def store(self) -> Any:
         """The store of all rounds."""
-        return self.handler._store
+        return dist.PrefixStore(self._run, self.handler._store)
 
     @property
     def store_of_round(self) -> Any:
         """The part of it in which the keys of the current round are."""
         return self.handler._get_store()
+
+    @property
+    def _run(self) -> str:
+        """The run, in keys; empty before its first node has come."""
+        return str(getattr(self.state, RUN, ""))
 
     @property
     def is_waiting(self) -> bool:
@@ -190,15 +204,18 @@ class TorchRendezvous:
         holder._cache_duration = pause_s
         self._ask_over(holder._backend)
         executor = handler._op_executor
-        add = executor._add_to_participants
+        add, store_of_round = executor._add_to_participants, handler._get_store
 
         def add_and_begin() -> None:
+            if not self._run:
+                setattr(holder.state, RUN, uuid4().hex)
             add()
             count = len(holder.state.participants)
             if not holder.state.complete and self._given.min_nodes <= self.expected <= count:
                 executor._mark_rendezvous_complete()
 
         executor._add_to_participants = add_and_begin
+        handler._get_store = lambda: dist.PrefixStore(self._run, store_of_round())
         if self._given.get("last_call_timeout") is None:
             calls = _Calls(handler.settings.timeout, lambda: int(holder.state.round))
             object.__setattr__(handler.settings, "timeout", calls)
