@@ -176,7 +176,7 @@ def test_the_store_fails_while_the_state_is_read(etcd: Etcd, nodes: Nodes) -> No
     """Launchers look again, and hear the end of the run."""
     nodes.meet()
     etcd.refuses = lambda method, path: path.startswith(STORE)
-    until(lambda: etcd.num_refused >= 16, 30)
+    until(lambda: etcd.num_refused >= 8, 30)
     etcd.refuses = lambda method, path: False
     until(lambda: nodes.are_all("done"), 30)
     until(lambda: nodes.are_all("out"), 30)
