@@ -302,6 +302,70 @@ def labelled(root: str) -> None:
     assert json.loads(Path(best, "best/holdfast.json").read_text())["step"] == 11
 
 
+def labelled_by_a_run_before(root: str) -> None:
+    """A label goes with its folder after a restart, too; if that was gone before, it may lie elsewhere."""
+    kept, rotated, elsewhere = (str(Path(root).parent / name) for name in ("a", "b", "c"))
+    engine = engine_of()
+
+    def save(folder: str = root, tag: str | None = None) -> None:
+        train(engine, 1)
+        engine.save_checkpoint(folder, tag)
+        ckpt.wait()
+
+    with attach(engine, root, keep=holdfast.Keep(last=1)) as ckpt:
+        for folder in (kept, rotated, elsewhere):
+            save(folder, "pytorch_model")
+    shutil.rmtree(elsewhere)
+    engine = engine_of()
+    with attach(engine, root, keep=holdfast.Keep(last=1)) as ckpt:
+        engine.load_checkpoint(root)
+        save()
+        assert holdfast.steps(root) == [1, 2, 3, 4]
+        shutil.rmtree(rotated)
+        save()
+        save()
+    assert holdfast.steps(root) == [1, 3, 6]
+
+
+def relative(root: str) -> None:
+    """A folder is that of the working directory when it was named."""
+    place = Path(root).parent
+    for name in ("one", "two"):
+        (place / name).mkdir()
+    engine = engine_of()
+    with attach(engine, root) as ckpt:
+        for folder, tag in (("out", "best"), (".", "best")):
+            os.chdir(place / "one")
+            train(engine, 1)
+            engine.save_checkpoint(folder, tag)
+            os.chdir(place / "two")
+            ckpt.wait()
+        engine.load_checkpoint(str(place / "one/out"))
+    assert engine.global_steps == 1 and os.listdir(place / "two") == []
+    os.chdir(place)
+    with attach(engine_of(1), root, keep=holdfast.Keep(last=1)) as ckpt:
+        engine = ckpt.state["model"]
+        for folder, step in (("one/out", 1), ("one", 2)):
+            engine.load_checkpoint(folder, "best")
+            assert engine.global_steps == step
+
+
+def not_labelled(root: str) -> None:
+    """A label that cannot be written is told; the pointer is written."""
+    folder = str(Path(root).parent / "out")
+    engine = engine_of()
+    with attach(engine, root) as ckpt:
+        train(engine, 1)
+        engine.save_checkpoint(root)
+        ckpt.wait()
+        Path(root, "steps/notes.json").mkdir()
+        train(engine, 1)
+        with pytest.warns(holdfast.HoldfastWarning, match="out/best.*no label keeps step 2"):
+            engine.save_checkpoint(folder, "best")
+        ckpt.wait()
+        assert engine.load_checkpoint(folder) == (f"{folder}/best", {})
+
+
 def replaced(root: str) -> None:
     """What points to a step that another run has saved anew gives nothing else; an older file does."""
     best = str(Path(root).parent / "best")
@@ -632,6 +696,9 @@ CASES = {
         twice,
         kept_as_given,
         after_every,
+        labelled_by_a_run_before,
+        relative,
+        not_labelled,
         went_back,
         went_back_in_part,
         accumulated,

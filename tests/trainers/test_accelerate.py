@@ -308,15 +308,39 @@ def test_a_run_that_moves_over_goes_on_from_the_newest_folder(tmp_path: Path) ->
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("given", [{"load_module_only": True}, {"load_kwargs": {"mmap": True}}])
+@pytest.mark.parametrize(
+    "given", [{"load_module_only": True}, {"load_kwargs": {"pickle_module": None}}]
+)
 def test_arguments_for_files_are_refused_for_a_step(given: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     accelerator, _ = attached(tmp_path)
     accelerator.save_state()
     for folder in (None, "step_0"):
-        with pytest.raises(holdfast.errors.UsageError, match=next(iter(given))):
+        with pytest.raises(holdfast.errors.UsageError, match=r"load_module|pickle_module"):
             accelerator.load_state(folder, map_location="cpu", **given)
-    assert accelerator.load_state("step_0", map_location="cpu", load_kwargs={}) == 0
+    how = {"mmap": True, "weights_only": False, "map_location": "cpu"}
+    for load_kwargs in ({}, how):
+        assert accelerator.load_state("step_0", map_location="cpu", load_kwargs=load_kwargs) == 0
+    accelerator.end_training()
+
+
+@pytest.mark.soak
+def test_without_a_project_dir_folders_of_the_working_directory_are_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("accelerate")
+    from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration
+
+    from holdfast.integrations.accelerate import attach
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checkpoints/checkpoint_3").mkdir(parents=True)
+    config = ProjectConfiguration(automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=config)
+    accelerator.prepare(torch.nn.Linear(1, 1))
+    attach(accelerator, tmp_path / "root")
+    assert accelerator.load_state() == 0
     accelerator.end_training()
 
 

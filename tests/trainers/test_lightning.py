@@ -31,7 +31,7 @@ from holdfast.checkpoint import notes
 from holdfast.checkpoint.notes import read_notes
 from holdfast.errors import NotRecoverable, UsageError
 from holdfast.integrations import lightning as integration
-from holdfast.integrations.lightning_pointers import label_of
+from holdfast.integrations.lightning_pointers import beside, label_of
 from holdfast.store import open_store
 from trainers import lit
 from trainers.forked import Ranks, losses, value
@@ -592,6 +592,18 @@ def test_weights_alone_have_an_upload_and_files(tmp_path: Path) -> None:
     texts = [str(one.message) for one in told]
     assert sum("has not got an upload" in text for text in texts) == 1
     assert sum("'note.txt' cannot be read" in text for text in texts) == 2
+
+
+@pytest.mark.parametrize(
+    ("root", "expected"),
+    [
+        ("/runs/a/", "/runs/a-weights"),
+        ("s3://bucket/runs/a?region=x", "s3://bucket/runs/a-weights?region=x"),
+        ("s3://bucket/?region=x", "s3://bucket/weights?region=x"),
+    ],
+)
+def test_weights_beside_a_root_are_in_its_own_bucket(root: str, expected: str) -> None:
+    assert beside(root, "weights") == expected
 
 
 def test_a_link_is_a_last_path_too(tmp_path: Path) -> None:

@@ -195,8 +195,9 @@ class _Attached:
         if own is not None:
             self.load_native(own, load_kwargs, **load_model_func_kwargs)
             return None
-        given = load_model_func_kwargs | ({} if not load_kwargs else {"load_kwargs": load_kwargs})
-        _refuse_for_steps(given.keys() - {"map_location"})
+        _refuse_for_steps(
+            (load_model_func_kwargs.keys() | dict(load_kwargs or {}).keys()) - _HOW_TO_READ
+        )
         step = None if input_dir is None else _number_in(input_dir, "load_state")
         restored = self.checkpointer.restore(step)
         self.last_step = int(restored)
@@ -229,6 +230,11 @@ def _newest_in(project_dir: Any) -> tuple[str, int] | None:
     found = [(int(number[1]), str(one)) for number, one in numbers if number and one.is_dir()]
     number, folder = max(found, default=(-1, ""))
     return (folder, number) if found else None
+
+
+_HOW_TO_READ = {"map_location", "mmap", "weights_only"}
+"""Arguments of torch.load that change nothing of what is loaded: a step has no pickle, and each value goes
+to the device at which it is used."""
 
 
 def _refuse_for_steps(names: Collection[str]) -> None:

@@ -24,7 +24,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import wraps
@@ -333,8 +332,8 @@ class AttachedEngine:
     pending: list[Pending] = field(default_factory=list)
     unwritten: list[Pending] = field(default_factory=list)
     """Saves that are committed, and whose pointers could not be written."""
-    labelled: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """The folder and the tag of each label whose pointer was written."""
+    labelled: dict[str, tuple[str, str]] | None = None
+    """The folder and the tag of each label whose pointer was written; None: not looked for yet."""
     told_of_frozen: bool = False
 
     def __post_init__(self) -> None:
@@ -381,13 +380,21 @@ class AttachedEngine:
             self.client.saved(step)
         finally:
             self.client.clear()
+        if not is_root:  # absolute: a script may change its working directory before the commit
+            self.pending.append(Pending(save, place, name, latest))
         if TAG.fullmatch(name) is None:
-            with suppress(NotFound):  # the save has failed, which is told
-                self.ckpt.pin(step, label)
-        if not is_root:
-            self.pending.append(Pending(save, os.fspath(folder), name, latest))
+            self._pin(step, label)
         self._point(again=True)
         return True
+
+    def _pin(self, step: int, label: str) -> None:
+        """Have a label keep a step; told where that cannot be written, since the save goes on."""
+        try:
+            self.ckpt.pin(step, label)
+        except NotFound:  # the save has failed, which is told
+            pass
+        except HoldfastError as error:
+            warn_user(f"{label}: no label keeps step {step}, so `keep` may delete it: {error}")
 
     def _leave_out_frozen(self) -> None:
         """Write, and expect, no frozen weights from now on; told where they are written all the same."""
@@ -428,19 +435,41 @@ class AttachedEngine:
         if not _has_written(pointed, one.folder, one.latest):
             self.unwritten.append(one)
         elif TAG.fullmatch(one.tag) is None:
-            self.labelled[_label_of(one.folder, one.tag)] = one.folder, one.tag
+            self._labelled_folders()[_label_of(one.folder, one.tag)] = one.folder, one.tag
+
+    def _labelled_folders(self) -> dict[str, tuple[str, str]]:
+        """Return `labelled`.  Runs before have left labels; of these count those whose folders are there:
+        a folder that is not may lie on another machine, or have been moved."""
+        if self.labelled is None:
+            self.labelled = {}
+            try:
+                labels, steps = (
+                    read_notes(open_store(self.root)).live_labels,
+                    looking.steps(self.root),
+                )
+                for label, step in labels.items():
+                    extras = looking.open(self.root, step=step).extras if step in steps else {}
+                    for folder, tag in map(_place_of, _saves_of(extras.get(CLIENT, {}))):
+                        if not folder or tag is None or label != _label_of(folder, tag):
+                            continue
+                        if Path(folder, tag).exists():
+                            self.labelled[label] = folder, tag
+            except (HoldfastError, OSError) as error:
+                warn_user(f"{self.root}: labels of runs before stay, whatever is deleted: {error}")
+        return self.labelled
 
     def _let_go(self) -> None:
-        """Take the labels of this run away whose folders were deleted since, as trainers above an engine
+        """Take the labels away whose folders were deleted since they were seen, as trainers above an engine
         do with old ones, for `keep` to delete the steps, too."""
         coming = {(one.folder, one.tag) for one in (*self.pending, *self.unwritten)}
-        for label, (folder, tag) in list(self.labelled.items()):
+        labelled = self._labelled_folders()
+        for label, (folder, tag) in list(labelled.items()):
             try:
                 is_there = Path(folder, tag).exists()
             except OSError:  # of this rank alone: the others would wait
                 is_there = True
             if (folder, tag) not in coming and not is_there:
-                del self.labelled[label]
+                del labelled[label]
                 try:
                     unpin(open_store(self.root), label)
                 except HoldfastError as error:
@@ -720,7 +749,8 @@ def _check_label(tag: str, step: int) -> None:
 def _label_of(folder: str, tag: str) -> str:
     """Return the label of the step that a tag in a folder besides the root keeps."""
     place = os.path.join(_absolute(folder), tag)
-    return f"{ascii(f'{Path(folder).name}/{tag}')[1:-1][-80:]} {hexdigest(place.encode())[:8]}"
+    name = f"{Path(_absolute(folder)).name}/{tag}"
+    return f"{ascii(name)[1:-1][-80:]} {hexdigest(place.encode())[:8]}"
 
 
 def _is_latest(extras: dict[str, Any]) -> bool:

@@ -146,8 +146,11 @@ def remove_pointer(path: str) -> Pointer | None:
 
 
 def beside(root: str, name: str) -> str:
+    """Return a root beside another one; in a bucket that is a root as a whole, the key `name`."""
     path, mark, options = root.partition("?")
-    return f"{path.rstrip('/')}-{name}{mark}{options}"
+    path = path.rstrip("/")
+    is_bucket = "://" in path and "/" not in path.partition("://")[2]
+    return f"{path}{'/' if is_bucket else '-'}{name}{mark}{options}"
 
 
 def digest_of(path: str) -> str:

@@ -613,9 +613,12 @@ _OF_FOLDERS = (
 """The Trainer's methods that write the folder of a checkpoint, or read it."""
 
 
+_LIBRARIES = ("transformers", "trl", "sentence_transformers")
+"""Their classes write weights in another form; a step has all of the model."""
+
+
 def _not_called(trainer_class: type) -> list[str]:
-    """Return the overrides of such methods that are not called, but for those of transformers' and TRL's
-    classes that write weights in another form: a step has all of the model."""
+    """Return the overrides of such methods that are not called, but for what `_LIBRARIES` do to weights."""
     found, comes_after = [], False
     for base in trainer_class.__mro__:
         if base is Trainer:
@@ -623,7 +626,7 @@ def _not_called(trainer_class: type) -> list[str]:
         if base is _Holdfast:
             comes_after = True
             continue
-        known = base.__module__.partition(".")[0] in ("transformers", "trl")
+        known = base.__module__.partition(".")[0] in _LIBRARIES
         for name in _OF_FOLDERS:
             is_called = not comes_after and name in vars(_Holdfast)
             is_harmless = known and name in _OF_WEIGHTS
