@@ -24,10 +24,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 
 from holdfast.run.nodes import EndOfRound, Introduction
 from holdfast.run.rendezvous import Rendezvous
+from holdfast.run.torch_rendezvous import as_lost_connection
 from ports import free_port
 
 from .test_joining import TRAINS
@@ -45,11 +47,14 @@ STORE, STATE = "/v2/keys/torch/elastic/store", "/v2/keys/torch/elastic/rendezvou
 
 
 class Etcd:
-    """One member of etcd, and a proxy that refuses the requests that `refuses` names."""
+    """One member of etcd, and a proxy that refuses the requests that `refuses` names, does not tell what
+    came of those that `loses` names, and answers others only after `holds_s`."""
 
     def __init__(self, folder: Path) -> None:
         self.port, self._behind, self._folder = free_port(), free_port(), folder
         self.refuses: Callable[[str, str], bool] = lambda method, path: False
+        self.loses: Callable[[str, str], bool] = lambda method, path: False
+        self.holds_s: Callable[[str, str], float] = lambda method, path: 0.0
         self.num_refused = 0
         self.begin()
         self._proxy = ThreadingHTTPServer(("127.0.0.1", self.port), self._requests())
@@ -94,6 +99,7 @@ class Etcd:
                 if etcd.refuses(self.command, self.path):
                     etcd.num_refused += 1
                     return
+                time.sleep(etcd.holds_s(self.command, self.path))
                 behind = http.client.HTTPConnection("127.0.0.1", etcd._behind)
                 try:
                     behind.request(self.command, self.path, body, dict(self.headers))
@@ -103,7 +109,8 @@ class Etcd:
                     return
                 finally:
                     behind.close()
-                self._answer(status, content, dict(fields))
+                if not etcd.loses(self.command, self.path):
+                    self._answer(status, content, dict(fields))
 
             def _answer(self, status: int, content: bytes, fields: dict[str, str]) -> None:
                 self.send_response(status)
@@ -158,6 +165,11 @@ class Nodes:
 
     def are_all(self, what: str) -> bool:
         return all([node.are_all(what) for node in self.handlers])
+
+    def look(self) -> None:
+        """Wait until both have looked once more."""
+        now = time.monotonic()
+        until(lambda: all(node.view.at_s > now + 0.2 for node in self.handlers), 30)
 
     def end(self) -> None:
         for node in self.handlers:
@@ -214,6 +226,7 @@ def test_the_store_fails_while_nodes_meet(etcd: Etcd, nodes: Nodes) -> None:
 def test_a_rendezvous_is_closed_though_the_first_try_fails(etcd: Etcd, nodes: Nodes) -> None:
     """Nodes that wait would begin to train alone."""
     nodes.meet()
+    until(lambda: nodes.are_all("done") and nodes.are_all("out"), 30)
     first, second = nodes.handlers
     first.say_it_ended_well()
     etcd.refuses = lambda method, path: path.startswith(STATE)
@@ -235,8 +248,7 @@ def test_a_later_run_of_the_same_name_hears_nothing_of_an_earlier_one(etcd: Etcd
         until(lambda: first.view.at_s and second.view.at_s, 30)
         assert not first.view.ends and not second.view.ends
         first.say("done")
-        said_at = time.monotonic() + 0.5
-        until(lambda: first.view.at_s > said_at, 30)
+        nodes.look()
         assert not first.view.are_done
         until(lambda: nodes.are_all("done"), 30)
         assert first.is_new("a cause")
@@ -244,6 +256,120 @@ def test_a_later_run_of_the_same_name_hears_nothing_of_an_earlier_one(etcd: Etcd
         until(lambda: second.view.ends, 30)
         nodes.end()
         etcd.forget("run")
+
+
+def test_an_earlier_run_that_was_killed_is_another_one(etcd: Etcd) -> None:
+    """Though its state is there."""
+    for _ in range(2):
+        nodes = Nodes(etcd.port)
+        nodes.meet()
+        assert nodes.handlers[0].is_new("a cause") and not nodes.handlers[1].is_new("a cause")
+        for node in nodes.handlers:
+            node._end()
+
+
+def test_words_stay_in_their_round(etcd: Etcd, nodes: Nodes) -> None:
+    """Nodes that gave no sign of life were struck off, so the next round has begun."""
+    nodes.meet()
+    nodes.look()
+    first, second = nodes.handlers
+    for node in nodes.handlers:
+        node._torchs.renew_heartbeats(begin=False)
+    before = first.current
+    until(lambda: not first.view.members, 60)
+    etcd.refuses = lambda method, path: method == "PUT" and path.startswith(STORE)
+    first.end_round(is_calm=False)
+    until(lambda: etcd.num_refused >= 8, 30)
+    etcd.refuses = lambda method, path: False
+    until(lambda: before.is_first, 30)
+    nodes.meet()
+    nodes.look()
+    assert not first.view.ends and not second.view.ends
+
+
+def test_an_answer_that_is_lost_is_asked_for_again(etcd: Etcd, nodes: Nodes) -> None:
+    """The client repeats a request that the server has seen to."""
+    nodes.meet()
+    first, second = nodes.handlers
+    num_lost = 0
+
+    def loses(method: str, path: str) -> bool:
+        nonlocal num_lost
+        is_lost = method == "PUT" and path.startswith(STORE) and num_lost < 6
+        num_lost += is_lost
+        return is_lost
+
+    etcd.loses = loses
+    is_first = first.end_round(is_calm=False)
+    until(is_first, 30)
+    until(lambda: second.view.ends, 30)
+    assert not second.end_round(is_calm=False)()
+    num_lost = 0
+    assert first.is_new("a cause") and not second.is_new("a cause")
+
+
+def test_a_thread_that_was_given_up_does_not_go_on(etcd: Etcd) -> None:
+    """It would take its node out of the round in which that trains."""
+    nodes = Nodes(etcd.port)
+    first, second = nodes.handlers
+    held: list[float] = []
+
+    def holds_s(method: str, path: str) -> float:
+        if method == "GET" and path.startswith(STATE) and not held:
+            held.append(14.0)
+            return held[0]
+        return 0.0
+
+    etcd.holds_s = holds_s
+    thread = first._thread
+    with ThreadPoolExecutor(2) as pool:
+        late = pool.submit(first.next_rendezvous)
+        until(lambda: bool(held), 30)
+        other = pool.submit(second.next_rendezvous)
+        late.result(60), other.result(60)
+    assert first._thread is not thread
+    until(lambda: not thread.is_alive(), 30)
+    nodes.look()
+    assert not first.current.lost(first.view) and not second.current.lost(second.view)
+    nodes.end()
+
+
+def test_a_short_loss_does_not_end_a_run_of_which_one_node_is_done(
+    etcd: Etcd, nodes: Nodes
+) -> None:
+    nodes.meet()
+    first, second = nodes.handlers
+    assert not first.are_all("done")
+    nodes.look()
+    first.current.last_said_at -= 3600
+    etcd.refuses = lambda method, path: path.startswith(STORE)
+    until(lambda: nodes.have_complained, 30)
+    assert not first.are_all("done")
+    etcd.refuses = lambda method, path: False
+    nodes.look()
+    assert not first.are_all("done")
+    until(lambda: second.are_all("done"), 30)
+
+
+def test_a_node_that_ends_alone_does_not_close_the_rendezvous(etcd: Etcd, nodes: Nodes) -> None:
+    nodes.meet()
+    first, second = nodes.handlers
+    first.are_all("done")
+    etcd.refuses = lambda method, path: True
+    until(lambda: nodes.have_complained, 30)
+    first._lost_since = first.current.last_said_at = time.monotonic() - 3600
+    assert first.are_all("done") and first.are_all("out") is False
+    first.say_it_ended_well()
+    etcd.refuses = lambda method, path: False
+    assert first.shutdown()
+    nodes.handlers.remove(first)
+    nodes.look()
+    assert not second.is_closed()
+
+
+def test_a_signal_is_no_lost_connection() -> None:
+    with pytest.raises(SignalException), as_lost_connection():
+        raise SignalException("a signal", signal.SIGTERM)
 
 
 def test_a_word_that_cannot_be_read_does_not_end_the_looks() -> None:

@@ -208,7 +208,7 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
         """See what has become of the ranks of this node together with what became of the others'."""
         workers, of, view = self._running, nodes.current, nodes.view
         if result.state == WorkerState.SUCCEEDED and nodes.are_all("out"):
-            if of.lost(view):
+            if of.lost(view) or not nodes.view.are_out:
                 self._exit_barrier_timeout = LAST_S
             nodes.say_it_ended_well()
             return result

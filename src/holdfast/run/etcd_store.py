@@ -11,13 +11,14 @@ got it, torch's agent for one, asks over that one, too.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
+import etcd
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore
-
-from holdfast.run.torch_rendezvous import as_lost_connection
 
 WAIT_S = 10.0
 """Seconds that a value is waited for: the node that was to put it there may have begun anew."""
@@ -25,33 +26,63 @@ PAUSE_S = 0.05
 
 
 class LosableEtcdStore(EtcdStore):  # type: ignore[misc]
-    """The store of a handler of torch, made of its `torchs`."""
+    """The store of a handler of torch, made of its `torchs`; `asked` is the context of each question.
 
-    def __init__(self, torchs: EtcdStore) -> None:
+    A single key is read by itself: torch reads all keys that there are, those of earlier runs included.
+    """
+
+    def __init__(
+        self, torchs: EtcdStore, asked: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         super().__init__(torchs.client, torchs.prefix)
+        self._asked = asked
 
     def set(self, key: str, value: bytes) -> None:
-        with as_lost_connection():
+        with self._asked():
             super().set(key, value)
 
     def get(self, key: str) -> bytes:
         """Return a value, looking for it: torch's watch fails only after four times its timeout."""
         until = time.monotonic() + WAIT_S
-        while not self.check([key]):
+        while True:
+            value = self._value(key)
+            if value is not None:
+                return value
             if time.monotonic() > until:
                 raise RendezvousConnectionError(f"nobody has put {key} there")
             time.sleep(PAUSE_S)
-        with as_lost_connection():
-            return bytes(super().get(key))
 
     def add(self, key: str, num: int) -> int:
-        with as_lost_connection():
+        with self._asked():
             return int(super().add(key, num))
 
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        """Put a value where there is none, which `expected` is to say; return the one that is there."""
+        if expected:
+            raise NotImplementedError("compare_set() of a value that is there")
+        with self._asked():
+            try:
+                self.client.write(self._path(key), self._encode(desired), prevExist=False)
+            except etcd.EtcdAlreadyExist:
+                return self.get(key)
+        return desired
+
     def wait(self, keys: list[str], override_timeout: timedelta | None = None) -> Any:
-        with as_lost_connection():
+        with self._asked():
             return super().wait(keys, override_timeout)
 
     def check(self, keys: list[str]) -> bool:
-        with as_lost_connection():
+        if len(keys) == 1:
+            return self._value(keys[0]) is not None
+        with self._asked():
             return bool(super().check(keys))
+
+    def _value(self, key: str) -> bytes | None:
+        with self._asked():
+            try:
+                return bytes(self._decode(self.client.read(self._path(key)).value))
+            except etcd.EtcdKeyNotFound:
+                return None
+
+    def _path(self, key: str) -> str:
+        return f"{self.prefix}{self._encode(key)}"

@@ -18,18 +18,21 @@ from __future__ import annotations
 import math
 import threading
 import time
+import traceback
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import TypeVar
+from uuid import uuid4
 
 import msgspec
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
+    RendezvousError,
     RendezvousGracefulExitError,
     RendezvousHandler,
     RendezvousInfo,
@@ -43,7 +46,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from holdfast.run.door import Door, Neighbour
 from holdfast.run.nodes import EndOfRound, Introduction
 from holdfast.run.round import Round, RoundView
-from holdfast.run.torch_rendezvous import SILENT_S, TorchRendezvous
+from holdfast.run.torch_rendezvous import SILENT_S, TIMER, TorchRendezvous
+from holdfast.threads import result_of
 from holdfast.wire import decode_json
 
 T = TypeVar("T")
@@ -84,13 +88,13 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
         self.introduction = Introduction("", 0, [])
         self.view = RoundView()
         self.round: Round | None = None
-        self.problem = ""
-        """Why the rendezvous cannot be asked; empty: it can be."""
         self.is_left = False
         """This node goes, and the others stay: the rendezvous is not to be closed."""
         self._say = say
         self._pause_s = pause_s(given.max_nodes)
         self._waits_since = 0.0
+        self._lost_since: float | None = None
+        """Since when the rendezvous cannot be asked; None: it can be."""
         self._has_ended_well = False
         """The others are still to be told so."""
         self._door = Door()
@@ -125,7 +129,10 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
         Where the rendezvous is lost, the others are taken to be so after a while.
         """
         self.say(what)
-        is_alone = bool(self.problem) and time.monotonic() - self.current.last_said_at > ALONE_S
+        since = (
+            None if self._lost_since is None else max(self._lost_since, self.current.last_said_at)
+        )
+        is_alone = since is not None and time.monotonic() - since > ALONE_S
         return is_alone or (self.view.are_done if what == "done" else self.view.are_out)
 
     def say(self, what: str, value: bytes = b"1") -> None:
@@ -147,7 +154,7 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
                 self._torchs.expected = 0 if of.me in lost else len(cards) + len(others)
                 return cards, lost
             self.check()
-            is_lost = bool(self.problem) and not self._torchs.outlives_nodes
+            is_lost = self._lost_since is not None and not self._torchs.outlives_nodes
             if time.monotonic() > until or is_lost or self._torchs.silent_s > SILENT_S:
                 return cards, [n for n in range(len(of.members)) if n not in cards]
             time.sleep(self._pause_s / 2)
@@ -168,26 +175,30 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
     def is_new(self, cause: str) -> bool:
         """Note why something is left out; False if it was noted before, by any node."""
         text = f"{self.get_run_id()} {cause}"
-        key = f"holdfast/left-out/{zlib.crc32(text.encode()):08x}"
+        key, mine = f"holdfast/left-out/{zlib.crc32(text.encode()):08x}", uuid4().hex
         until = time.monotonic() + SILENT_S
         while True:
             with suppress(TimeoutError, *_LOST):
-                answer = self._asked(lambda: int(self._torchs.store.add(key, 1)) == 1)
-                return answer.result(SILENT_S)
+                answer = self._asked(lambda: self._torchs.store.compare_set(key, "", mine))
+                return bytes(result_of(answer, SILENT_S, TimeoutError)) == mine.encode()
             if time.monotonic() > until or not self._torchs.outlives_nodes:
                 return False
             time.sleep(AGAIN_S)
 
     def say_it_ended_well(self) -> None:
-        """Say so to nodes that wait, before the rendezvous is closed."""
-        self._has_ended_well = True
-        self._asked(self._tell_that_it_ended_well)
+        """Say so to nodes that wait, before the rendezvous is closed.  A node that has not heard from the
+        others does not know it, and leaves alone."""
+        if self.view.are_out:
+            self._has_ended_well = True
+            self._asked(self._tell_that_it_ended_well)
+        else:
+            self.is_left = True
 
     def leave(self) -> None:
         """Leave the others at once, who go on: nobody need find out."""
         self.is_left = True
         with suppress(TimeoutError, *_LOST):
-            self._asked(self._torchs.leave).result(SILENT_S / 2)
+            result_of(self._asked(self._torchs.leave), SILENT_S / 2, TimeoutError)
         self._end()
 
     # -- what torch asks --------------------------------------------------------------------------
@@ -209,8 +220,9 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
 
     def _met(self) -> tuple[RendezvousInfo, Round] | None:
         """Meet the others, and exchange introductions; None if one was lost before that."""
-        if self.problem:
+        if self._lost_since is not None:
             self._reconnect()
+            self._answers()
         try:
             info = self._torchs.meet()
         except RendezvousClosedError:
@@ -223,6 +235,8 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
             return None
         state = self._torchs.state
         members = sorted(state.participants, key=lambda node: int(state.participants[node]))
+        if len(members) != info.world_size:  # some were struck off meanwhile
+            return None
         store, mine = info.store, msgspec.structs.replace(self.introduction, door=self._door.port)
         store.set(f"holdfast/node/{info.rank}", msgspec.json.encode(mine))
         keys = [f"holdfast/node/{n}" for n in range(info.world_size)]
@@ -260,22 +274,35 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
 
     def shutdown(self) -> bool:
         """Close the rendezvous: the run is over, unless this node alone leaves it."""
-        until, is_closed = time.monotonic() + SILENT_S, False
-        may_answer = not self.is_left and (not self.problem or self._torchs.outlives_nodes)
-        while may_answer and not is_closed:
-            with suppress(TimeoutError, *_LOST):
-                is_closed = self._asked(self._close).result(SILENT_S)
-            may_answer = self._torchs.outlives_nodes and time.monotonic() < until
-            if may_answer and not is_closed:
-                time.sleep(AGAIN_S)
-        self._end()
-        return is_closed or self.is_left
+        until = time.monotonic() + SILENT_S
 
-    def _close(self) -> bool:
-        if self.problem:
+        def check() -> None:
+            if time.monotonic() > until:
+                raise RendezvousConnectionError("no answer")
+            if self._torchs.can_move and self._torchs.is_silent:
+                raise self._given_up()
+
+        try:
+            while not self.is_left:
+                try:
+                    _awaited(self._asked(self._close), check)
+                    break
+                except (RendezvousError, *_LOST) as error:
+                    if time.monotonic() > until or not self._torchs.outlives_nodes:
+                        return False
+                    self._complain(error)
+                    time.sleep(AGAIN_S)
+            return True
+        finally:
+            self._end()
+
+    def _close(self) -> None:
+        if self._lost_since is not None:
+            if not self._torchs.outlives_nodes:
+                raise RendezvousConnectionError("its host is gone")
             self._reconnect()
         self._tell_that_it_ended_well()
-        return bool(self._torchs.handler.shutdown())
+        self._torchs.close()
 
     def _tell_that_it_ended_well(self) -> None:
         if self._has_ended_well:
@@ -293,8 +320,8 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
     def _end(self) -> None:
         """End the thread: torch ends a process in which one is inside it when Python is gone."""
         self._words = SimpleQueue()
-        self._torchs.stop_heartbeats()
         self._thread.join(SILENT_S)
+        self._torchs.renew_heartbeats(begin=False)  # last: the thread may have begun them anew
 
     def _asked(self, work: Callable[[], T]) -> Future[T]:
         """Have the thread do something; the future has what came of it."""
@@ -317,9 +344,10 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
                 words.get(timeout=pause)()
             except Empty:
                 try:
-                    if self.problem:
+                    if self._lost_since is not None:
                         self._reconnect()
                     self._look()
+                    self._answers()
                     pause = self._pause_s
                 except Exception as error:  # the run would stand still without this thread
                     pause = AGAIN_S
@@ -350,15 +378,21 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
         if of is not None:
             of.go_on(self._torchs.store_of_round)
         self._torchs.renew_heartbeats(begin=of is not None)
-        self.problem = ""
-        self._say("the rendezvous answers again")
+
+    def _answers(self) -> None:
+        if self._lost_since is not None:
+            self._lost_since = None
+            self._say("the rendezvous answers again")
 
     def _complain(self, error: Exception) -> None:
-        if not self.problem:
-            cause = error.__cause__ or error
-            why = str(cause).partition("\n")[0] or type(cause).__name__
-            self._say(f"the rendezvous at {self._torchs.endpoint} does not answer: {why}")
-        self.problem = str(error) or type(error).__name__
+        if self._lost_since is not None:
+            return
+        self._lost_since = time.monotonic()
+        cause = error.__cause__ or error
+        why = str(cause).partition("\n")[0] or type(cause).__name__
+        if not isinstance(error, _LOST):
+            why += "\n" + "".join(traceback.format_exception(error))
+        self._say(f"the rendezvous at {self._torchs.endpoint} does not answer: {why}")
 
     def _while_it_waits(self) -> None:
         """Say once that this node is not needed now; give up a connection that is silent, with the thread
@@ -374,7 +408,7 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
 
     def _given_up(self) -> RendezvousConnectionError:
         """Give up a connection, with the thread that waits for it; return the error."""
-        error = self._torchs.give_up()
+        error = self._torchs.give_up(self._thread)
         self._begin()
         return error
 
@@ -384,14 +418,14 @@ def is_inside() -> bool:
 
     torch would end the process by SIGABRT when Python ends.
     """
-    return any(thread.name == THREAD for thread in threading.enumerate())
+    return any(thread.name.startswith((THREAD, TIMER)) for thread in threading.enumerate())
 
 
 def _awaited(answer: Future[T], check: Callable[[], None] = lambda: None) -> T:
     """Return the answer, whatever it takes; signals reach this thread meanwhile."""
     while True:
         with suppress(TimeoutError):
-            return answer.result(SLICE_S)
+            return result_of(answer, SLICE_S, TimeoutError)
         if answer.done():
             return answer.result()
         check()

@@ -2,7 +2,7 @@
 
     holdfast/done/N     the ranks of node N have done what there was to do
     holdfast/out/N      they have ended, too
-    holdfast/ends       number of nodes that have said that the round is over
+    holdfast/ends       the node that was the first to say that the round is over
     holdfast/calm       it is so for no failure: a node joins, or a process is ready
     holdfast/card/N     what failed at node N, put there when its ranks have left
 
@@ -81,7 +81,8 @@ class Round:
         if self.ends_calmly is not None and ENDS not in self.confirmed:
             if self.ends_calmly:
                 self.store.set(CALM, b"1")
-            self.is_first = int(self.store.add(ENDS, 1)) == 1
+            mine = str(self.me)
+            self.is_first = self.store.compare_set(ENDS, "", mine) == mine.encode()
             self.confirmed.add(ENDS)
         for what in list(self.said):  # more may be said meanwhile
             if what not in self.confirmed:

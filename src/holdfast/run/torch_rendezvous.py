@@ -7,7 +7,7 @@ the backend of a new connection: to the next of several endpoints, if there are 
 etcd forgets the state of a rendezvous after two hours, and no key of its store.  A later run of the same
 name counts its rounds from 0 again, and would find what was said in those of the earlier one.  So the first
 node of a run puts an identifier into the state, which all others take from there, and it is part of each
-key.
+key.  The first of a round is the first of a run, too, unless one comes after it that was in a round before.
 
 `Rendezvous` leaves the private parts of torch's handler to this file.  A method that asks the host
 blocks until it answers: `Rendezvous` calls it from a thread of its own.
@@ -18,12 +18,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import datetime, timedelta, timezone
 from typing import Any, TypeVar
 from uuid import uuid4
+from weakref import WeakSet
 
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousError,
@@ -45,6 +47,8 @@ SILENT_S = 10.0
 """Seconds without an answer after which a connection is given up, while the nodes are to meet."""
 MOVE_S = 2.0
 """The same where there is another endpoint, and at any time."""
+TIMER = "RendezvousKeepAliveTimer"
+"""The names of torch's threads that give signs of life begin so."""
 RUN = "holdfast_run"
 """An attribute of the state of torch's rendezvous: which run it is, of all that had its name."""
 
@@ -54,7 +58,7 @@ def as_lost_connection() -> Iterator[None]:
     """In this block whatever a client of the host raises is the error of a lost connection."""
     try:
         yield
-    except RendezvousError:
+    except (RendezvousError, SignalException):
         raise
     except Exception as error:
         raise RendezvousConnectionError(f"{type(error).__name__}: {error}") from error
@@ -73,11 +77,10 @@ class _Calls(RendezvousTimeout):  # type: ignore[misc]
 
 
 class _Backend:
-    """torch's backend, that tells when it has answered, and can be given up."""
+    """torch's backend, whose questions are `asked` in a context, and which can be given up."""
 
-    def __init__(self, backend: Any) -> None:
-        self._backend = backend
-        self.answered_at = time.monotonic()
+    def __init__(self, backend: Any, asked: Callable[[], AbstractContextManager[None]]) -> None:
+        self._backend, self._asked = backend, asked
         self.is_given_up = False
 
     @property
@@ -93,10 +96,8 @@ class _Backend:
     def _ask(self, question: Callable[[], T]) -> T:
         if self.is_given_up:
             raise RendezvousConnectionError("this connection was given up")
-        with as_lost_connection():
-            answer = question()
-        self.answered_at = time.monotonic()
-        return answer
+        with self._asked():
+            return question()
 
 
 class TorchRendezvous:
@@ -110,11 +111,15 @@ class TorchRendezvous:
     ) -> None:
         self._create, self._given = create, given
         self._endpoints = given.endpoint.split(",") if given.backend != "c10d" else [given.endpoint]
-        self._timers: list[Any] = []
         self.expected = 0
         """Number of nodes with which the next round is complete; 0: not known."""
         self.turned_at = time.monotonic()
         """When the thread that asks last had no question open."""
+        self.answered_at = self.turned_at
+        self._given_up: WeakSet[threading.Thread] = WeakSet()
+        """Threads that were given up: they may not go on over a new connection."""
+        self._met: tuple[str, int] | None = None
+        """The run, and its round in which the nodes met last; None: this node has met nobody."""
         self._is_connecting = False
         self.handler = self._connected()
         self._settle(pause_s)
@@ -133,8 +138,9 @@ class TorchRendezvous:
 
     @property
     def store_of_round(self) -> Any:
-        """The part of it in which the keys of the current round are."""
-        return self.handler._get_store()
+        """The part of it in which the keys of the round are in which the nodes met last."""
+        run, number = self._met or ("", 0)
+        return dist.PrefixStore(f"{run}/{number}", self.handler._store)
 
     @property
     def _run(self) -> str:
@@ -166,6 +172,7 @@ class TorchRendezvous:
 
     def meet(self) -> RendezvousInfo | None:
         """Meet the others; None if they train, and this node still waits to be taken in."""
+        self.renew_heartbeats(begin=False)  # torch would wait for the thread of the timer
         for name in ("_shared_tcp_store_server", "_bootstrap_store_info"):
             setattr(self.handler, name, None)  # else this round's ranks would see the last one's
         try:
@@ -190,12 +197,16 @@ class TorchRendezvous:
 
     def leave(self) -> None:
         """Take this node out of the round."""
-        self.stop_heartbeats()
+        self.renew_heartbeats(begin=False)
         deadline = time.monotonic() + SILENT_S
         self.handler._op_executor.run(dynamic_rendezvous._RendezvousExitOp(), deadline)
 
-    def stop_heartbeats(self) -> None:
-        self.handler._stop_heartbeats()
+    def close(self) -> None:
+        """Close the rendezvous, but for others who train on and have struck this node off."""
+        self.renew_heartbeats(begin=False)
+        self.handler.num_nodes_waiting()
+        if not self.state.complete or self.handler._this_node in self.state.participants:
+            self.handler.set_closed()
 
     def _settle(self, pause_s: float) -> None:
         """Have the handler look often, and wait for nobody who will not come."""
@@ -204,18 +215,27 @@ class TorchRendezvous:
         holder._cache_duration = pause_s
         self._ask_over(holder._backend)
         executor = handler._op_executor
-        add, store_of_round = executor._add_to_participants, handler._get_store
+        add = executor._add_to_participants
 
         def add_and_begin() -> None:
-            if not self._run:
-                setattr(holder.state, RUN, uuid4().hex)
+            state = holder.state
+            if self._met is not None and self._met[1] < state.round:
+                setattr(
+                    state, RUN, self._met[0]
+                )  # where one that is new has been the first to come
+            elif not self._run or not state.participants:
+                setattr(state, RUN, uuid4().hex)
             add()
-            count = len(holder.state.participants)
-            if not holder.state.complete and self._given.min_nodes <= self.expected <= count:
+            count = len(state.participants)
+            if not state.complete and self._given.min_nodes <= self.expected <= count:
                 executor._mark_rendezvous_complete()
 
+        def store_of_new_round() -> Any:
+            self._met = self._run, int(holder.state.round)
+            return self.store_of_round
+
         executor._add_to_participants = add_and_begin
-        handler._get_store = lambda: dist.PrefixStore(self._run, store_of_round())
+        handler._get_store = store_of_new_round
         if self._given.get("last_call_timeout") is None:
             calls = _Calls(handler.settings.timeout, lambda: int(holder.state.round))
             object.__setattr__(handler.settings, "timeout", calls)
@@ -230,7 +250,7 @@ class TorchRendezvous:
     @property
     def silent_s(self) -> float:
         """Seconds for which a question has had no answer; 0 while a connection is made."""
-        last = max(self._backend.answered_at, self.turned_at)
+        last = max(self.answered_at, self.turned_at)
         return 0.0 if self._is_connecting else time.monotonic() - last
 
     @property
@@ -238,16 +258,32 @@ class TorchRendezvous:
         """The host has been silent for so long that the connection is to be given up."""
         return self.silent_s > (MOVE_S if self.can_move else SILENT_S)
 
-    def give_up(self) -> RendezvousConnectionError:
-        """Give up the connection: nothing more is asked over it.  Return the error that says so."""
+    @contextmanager
+    def asked(self) -> Iterator[None]:
+        """In this block the host is asked something, by a thread that is not given up."""
+        self._end_if_given_up()
+        with as_lost_connection():
+            yield
+        self._end_if_given_up()
+        self.answered_at = time.monotonic()
+
+    def _end_if_given_up(self) -> None:
+        if threading.current_thread() in self._given_up:
+            raise RendezvousConnectionError("this thread was given up")
+
+    def give_up(self, thread: threading.Thread) -> RendezvousConnectionError:
+        """Give up the connection, and the thread that waits for it: neither asks anything more.  Return the
+        error that says so."""
         silent_s = self.silent_s
+        self._given_up.add(thread)
         self._backend.is_given_up = True
         return RendezvousConnectionError(f"no answer for {silent_s:.0f} s")
 
     def reconnect(self) -> None:
         """Ask over a new connection from now on, as the same node."""
         self._turn()
-        fresh, handler = self._connected(), self.handler
+        with as_lost_connection():
+            fresh, handler = self._connected(), self.handler
         handler._heartbeat_lock = threading.Lock()
         if self.outlives_nodes:
             handler._store.client = fresh._store.client
@@ -256,12 +292,13 @@ class TorchRendezvous:
         self._ask_over(fresh._state_holder._backend)
 
     def renew_heartbeats(self, *, begin: bool) -> None:
-        """Stop the timer that gave signs of life over the last connection; `begin` another."""
+        """Stop the timer that gives signs of life, whose thread may wait for an answer; `begin` another."""
         timer, self.handler._keep_alive_timer = self.handler._keep_alive_timer, None
         if timer is not None:
             timer._ctx.stop_event.set()
-            self._timers.append(timer)  # who lets go of it waits for its thread
+            timer._finalizer.detach()  # it would wait for that thread
         if begin:
+            self.handler._keep_alive()  # the first of a timer comes late
             self.handler._start_heartbeats()
 
     def _connected(self) -> DynamicRendezvousHandler:
@@ -283,7 +320,7 @@ class TorchRendezvous:
         if self.outlives_nodes:
             from holdfast.run.etcd_store import LosableEtcdStore
 
-            handler._store = LosableEtcdStore(handler._store)
+            handler._store = LosableEtcdStore(handler._store, self.asked)
         return handler
 
     def _turn(self) -> None:
@@ -292,4 +329,5 @@ class TorchRendezvous:
 
     def _ask_over(self, backend: Any) -> None:
         """Have the handler ask over this backend, of the newest connection."""
-        self._backend = self.handler._state_holder._backend = _Backend(backend)
+        self._backend = self.handler._state_holder._backend = _Backend(backend, self.asked)
+        self.answered_at = time.monotonic()
