@@ -94,7 +94,10 @@ def unwoken(run: Soaked) -> list[set[int]]:
 
 
 def growth(run: Soaked) -> list[str]:
-    """Return what grew in a process from its third entry on, and what is left of an attempt at any."""
+    """Return what grew in a process from its third entry on, and what is left of an attempt at any.
+
+    Attempts that are cut off at once open nothing: what is opened once, when one lasts, is no growth.
+    """
     entries: dict[int, list[dict[str, Any]]] = {}
     for t in run.told:
         if "holds" in t:
@@ -106,7 +109,8 @@ def growth(run: Soaked) -> list[str]:
                 found.append(f"process {pid} holds an attempt that it has left: {h}")
         for name in ("fds", "sockets", "threads", "maps", "groups"):
             numbers = [h[name] for h in held[2:]]
-            if len(numbers) > 2 and min(numbers[-2:]) > max(numbers[:1]):
+            early_ones = numbers[: max(1, len(numbers) // 2)]
+            if len(numbers) > 2 and min(numbers[-2:]) > max(early_ones):
                 late, early = ([*h["links"], *h["names"]] for h in (held[-1], held[2]))
                 opened = Counter(late) - Counter(early)
                 found.append(f"process {pid}: {name} {numbers}; open since: {dict(opened)}")
