@@ -15,7 +15,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +25,11 @@ from typing import Any
 import msgspec
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousParameters,
+    registry,
+)
 
 from holdfast.run.nodes import EndOfRound, Introduction
 from holdfast.run.rendezvous import Rendezvous
@@ -334,6 +338,23 @@ def test_a_thread_that_was_given_up_does_not_go_on(etcd: Etcd) -> None:
     nodes.end()
 
 
+def test_a_node_that_leaves_while_it_waits_for_others_is_gone_at_once(etcd: Etcd) -> None:
+    """Nobody meets it."""
+    nodes = Nodes(etcd.port)
+    first, second = nodes.handlers
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(first.next_rendezvous)
+        until(lambda: first._torchs.node in first._torchs.state.participants, 30)
+        thread = first._thread
+        first.leave()
+        with pytest.raises(RendezvousConnectionError):
+            waiting.result(30)
+    assert not thread.is_alive()
+    second._torchs.handler.num_nodes_waiting()
+    assert not second._torchs.state.participants
+    second.shutdown()
+
+
 def test_a_short_loss_does_not_end_a_run_of_which_one_node_is_done(
     etcd: Etcd, nodes: Nodes
 ) -> None:
@@ -387,33 +408,44 @@ def test_a_word_that_cannot_be_read_does_not_end_the_looks() -> None:
     first.shutdown()
 
 
-def test_a_run_goes_on_and_ends_well_when_etcd_has_begun_anew(etcd: Etcd, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
+@contextmanager
+def launched(
+    etcd: Etcd, folder: Path
+) -> Iterator[tuple[Callable[[], subprocess.Popen[bytes]], Callable[[], list[str]]]]:
+    """Return what starts a launcher of a run on two nodes, and what reads their logs."""
+    script = folder / "script.py"
     script.write_text(TRAINS)
     command = [sys.executable, "-W", "ignore", "-m", "holdfast", "run", "--local-addr=127.0.0.1"]
     command += ["--rdzv-backend=etcd-v2", f"--rdzv-endpoint=127.0.0.1:{etcd.port}", "--rdzv-id=run"]
-    command += ["--nnodes=2", "--rdzv-conf=keep_alive_max_attempt=20", str(script), str(tmp_path)]
-    logs = [tmp_path / f"log{number}" for number in range(2)]
-    launchers = []
-    for log in logs:
-        with log.open("w") as file:
-            launchers.append(
-                subprocess.Popen(
-                    command, env=environment(), stdout=file, stderr=file, start_new_session=True
-                )
+    command += ["--nnodes=2", "--rdzv-conf=keep_alive_max_attempt=20", str(script), str(folder)]
+    launchers: list[subprocess.Popen[bytes]] = []
+
+    def start() -> subprocess.Popen[bytes]:
+        with (folder / f"log{len(launchers)}").open("w") as log:
+            launcher = subprocess.Popen(
+                command, env=environment(), stdout=log, stderr=log, start_new_session=True
             )
+        launchers.append(launcher)
+        return launcher
+
     try:
-        until((tmp_path / "trains on 2").exists)
-        etcd.kill()
-        until(lambda: all("does not answer" in log.read_text() for log in logs), 30)
-        etcd.begin()
-        until(lambda: all("answers again" in log.read_text() for log in logs), 30)
-        (tmp_path / "stop").touch()
-        assert [launcher.wait(90) for launcher in launchers] == [0, 0]
+        yield start, lambda: [(folder / f"log{n}").read_text() for n in range(len(launchers))]
     finally:
         for launcher in launchers:
             if launcher.poll() is None:
                 os.killpg(launcher.pid, signal.SIGKILL)
                 launcher.wait()
-    said = "\n".join(log.read_text() for log in logs)
+
+
+def test_a_run_goes_on_and_ends_well_when_etcd_has_begun_anew(etcd: Etcd, tmp_path: Path) -> None:
+    with launched(etcd, tmp_path) as (start, logs):
+        launchers = [start(), start()]
+        until((tmp_path / "trains on 2").exists)
+        etcd.kill()
+        until(lambda: all("does not answer" in log for log in logs()), 30)
+        etcd.begin()
+        until(lambda: all("answers again" in log for log in logs()), 30)
+        (tmp_path / "stop").touch()
+        assert [launcher.wait(90) for launcher in launchers] == [0, 0]
+        said = "\n".join(logs())
     assert "Traceback" not in said and "failed after step" not in said

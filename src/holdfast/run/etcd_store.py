@@ -72,10 +72,7 @@ class LosableEtcdStore(EtcdStore):  # type: ignore[misc]
             return super().wait(keys, override_timeout)
 
     def check(self, keys: list[str]) -> bool:
-        if len(keys) == 1:
-            return self._value(keys[0]) is not None
-        with self._asked():
-            return bool(super().check(keys))
+        return all(self._value(key) is not None for key in keys)
 
     def _value(self, key: str) -> bytes | None:
         with self._asked():

@@ -187,7 +187,7 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
 
     def say_it_ended_well(self) -> None:
         """Say so to nodes that wait, before the rendezvous is closed.  A node that has not heard from the
-        others does not know it, and leaves alone."""
+        others does not know it, and leaves alone: where all do, a node that waits begins to train again."""
         if self.view.are_out:
             self._has_ended_well = True
             self._asked(self._tell_that_it_ended_well)
@@ -197,6 +197,9 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
     def leave(self) -> None:
         """Leave the others at once, who go on: nobody need find out."""
         self.is_left = True
+        if self.round is None:  # the thread waits for others
+            self._torchs.give_up_thread(self._thread)
+            self._begin()
         with suppress(TimeoutError, *_LOST):
             result_of(self._asked(self._torchs.leave), SILENT_S / 2, TimeoutError)
         self._end()
@@ -213,7 +216,7 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
                     info, self.round = met
                     return info
             except _LOST as error:
-                if time.monotonic() > until:
+                if self.is_left or time.monotonic() > until:
                     raise
                 self._complain(error)
                 time.sleep(AGAIN_S)
@@ -235,7 +238,8 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
             return None
         state = self._torchs.state
         members = sorted(state.participants, key=lambda node: int(state.participants[node]))
-        if len(members) != info.world_size:  # some were struck off meanwhile
+        me = self._torchs.node
+        if len(members) != info.world_size or members[info.rank] != me:  # struck off meanwhile
             return None
         store, mine = info.store, msgspec.structs.replace(self.introduction, door=self._door.port)
         store.set(f"holdfast/node/{info.rank}", msgspec.json.encode(mine))
@@ -244,10 +248,11 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
             self._torchs.handler.num_nodes_waiting()
             now = self._torchs.state.participants
             for key, member in zip(keys, members, strict=True):
-                if member not in now and not store.check([key]):
+                if member not in now and (member == me or not store.check([key])):
                     return None
             time.sleep(self._pause_s)
         told = [decode_json(store.get(key), Introduction) for key in keys]
+        self._torchs.end_if_given_up()
         of = Round(store, info.rank, members, told)
         self._neighbour = Neighbour.of(of.nodes, of.me)
         return info, of
@@ -277,7 +282,9 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
         until = time.monotonic() + SILENT_S
 
         def check() -> None:
-            if time.monotonic() > until:
+            if time.monotonic() > until or (
+                self._torchs.is_connecting and not self._torchs.outlives_nodes
+            ):
                 raise RendezvousConnectionError("no answer")
             if self._torchs.can_move and self._torchs.is_silent:
                 raise self._given_up()
@@ -297,9 +304,7 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
             self._end()
 
     def _close(self) -> None:
-        if self._lost_since is not None:
-            if not self._torchs.outlives_nodes:
-                raise RendezvousConnectionError("its host is gone")
+        if self._lost_since is not None and self._torchs.outlives_nodes:
             self._reconnect()
         self._tell_that_it_ended_well()
         self._torchs.close()
@@ -320,6 +325,7 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
     def _end(self) -> None:
         """End the thread: torch ends a process in which one is inside it when Python is gone."""
         self._words = SimpleQueue()
+        self._torchs.give_up_thread(self._thread)
         self._thread.join(SILENT_S)
         self._torchs.renew_heartbeats(begin=False)  # last: the thread may have begun them anew
 

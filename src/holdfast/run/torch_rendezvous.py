@@ -120,7 +120,7 @@ class TorchRendezvous:
         """Threads that were given up: they may not go on over a new connection."""
         self._met: tuple[str, int] | None = None
         """The run, and its round in which the nodes met last; None: this node has met nobody."""
-        self._is_connecting = False
+        self.is_connecting = False
         self.handler = self._connected()
         self._settle(pause_s)
 
@@ -148,9 +148,14 @@ class TorchRendezvous:
         return str(getattr(self.state, RUN, ""))
 
     @property
+    def node(self) -> Any:
+        """This node, as the others know it."""
+        return self.handler._this_node
+
+    @property
     def is_waiting(self) -> bool:
         """The others train, and this node waits to be taken in."""
-        state, node = self.state, self.handler._this_node
+        state, node = self.state, self.node
         return bool(state.complete and node in {*state.redundancy_list, *state.wait_list})
 
     @property
@@ -173,10 +178,9 @@ class TorchRendezvous:
     def meet(self) -> RendezvousInfo | None:
         """Meet the others; None if they train, and this node still waits to be taken in."""
         self.renew_heartbeats(begin=False)  # torch would wait for the thread of the timer
-        for name in ("_shared_tcp_store_server", "_bootstrap_store_info"):
-            setattr(self.handler, name, None)  # else this round's ranks would see the last one's
         try:
             info = self.handler.next_rendezvous()
+            self.end_if_given_up()
             self.expected = 0
         except RendezvousTimeoutError:
             if self.state.complete:
@@ -202,10 +206,12 @@ class TorchRendezvous:
         self.handler._op_executor.run(dynamic_rendezvous._RendezvousExitOp(), deadline)
 
     def close(self) -> None:
-        """Close the rendezvous, but for others who train on and have struck this node off."""
+        """Close the rendezvous, unless this node is out of it, and the others can go on."""
         self.renew_heartbeats(begin=False)
         self.handler.num_nodes_waiting()
-        if not self.state.complete or self.handler._this_node in self.state.participants:
+        state, me = self.state, self.node
+        others = {*state.participants, *state.wait_list, *state.redundancy_list} - {me}
+        if me in state.participants or len(others) < self.least:
             self.handler.set_closed()
 
     def _settle(self, pause_s: float) -> None:
@@ -231,6 +237,8 @@ class TorchRendezvous:
                 executor._mark_rendezvous_complete()
 
         def store_of_new_round() -> Any:
+            for name in ("_shared_tcp_store_server", "_bootstrap_store_info"):
+                setattr(handler, name, None)  # else this round's ranks would see the last one's
             self._met = self._run, int(holder.state.round)
             return self.store_of_round
 
@@ -251,7 +259,7 @@ class TorchRendezvous:
     def silent_s(self) -> float:
         """Seconds for which a question has had no answer; 0 while a connection is made."""
         last = max(self.answered_at, self.turned_at)
-        return 0.0 if self._is_connecting else time.monotonic() - last
+        return 0.0 if self.is_connecting else time.monotonic() - last
 
     @property
     def is_silent(self) -> bool:
@@ -261,13 +269,14 @@ class TorchRendezvous:
     @contextmanager
     def asked(self) -> Iterator[None]:
         """In this block the host is asked something, by a thread that is not given up."""
-        self._end_if_given_up()
+        self.end_if_given_up()
         with as_lost_connection():
             yield
-        self._end_if_given_up()
+        self.end_if_given_up()
         self.answered_at = time.monotonic()
 
-    def _end_if_given_up(self) -> None:
+    def end_if_given_up(self) -> None:
+        """RendezvousConnectionError in a thread that was given up."""
         if threading.current_thread() in self._given_up:
             raise RendezvousConnectionError("this thread was given up")
 
@@ -275,16 +284,19 @@ class TorchRendezvous:
         """Give up the connection, and the thread that waits for it: neither asks anything more.  Return the
         error that says so."""
         silent_s = self.silent_s
-        self._given_up.add(thread)
+        self.give_up_thread(thread)
         self._backend.is_given_up = True
         return RendezvousConnectionError(f"no answer for {silent_s:.0f} s")
+
+    def give_up_thread(self, thread: threading.Thread) -> None:
+        """Give up a thread: it asks nothing more, and no answer that it waits for is taken over."""
+        self._given_up.add(thread)
 
     def reconnect(self) -> None:
         """Ask over a new connection from now on, as the same node."""
         self._turn()
         with as_lost_connection():
             fresh, handler = self._connected(), self.handler
-        handler._heartbeat_lock = threading.Lock()
         if self.outlives_nodes:
             handler._store.client = fresh._store.client
         else:
@@ -297,13 +309,15 @@ class TorchRendezvous:
         if timer is not None:
             timer._ctx.stop_event.set()
             timer._finalizer.detach()  # it would wait for that thread
+            self.give_up_thread(timer._thread)
+            self.handler._heartbeat_lock = threading.Lock()  # it may hold the one before
         if begin:
             self.handler._keep_alive()  # the first of a timer comes late
             self.handler._start_heartbeats()
 
     def _connected(self) -> DynamicRendezvousHandler:
         """Return a handler with a new connection, to the first endpoint that answers."""
-        self._is_connecting = True
+        self.is_connecting = True
         try:
             for _ in self._endpoints[1:]:
                 self._given.endpoint = self._endpoints[0]
@@ -313,7 +327,7 @@ class TorchRendezvous:
             self._given.endpoint = self._endpoints[0]
             return self._created()
         finally:
-            self._is_connecting, self.turned_at = False, time.monotonic()
+            self.is_connecting, self.turned_at = False, time.monotonic()
 
     def _created(self) -> DynamicRendezvousHandler:
         handler = self._create(self._given)
