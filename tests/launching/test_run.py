@@ -311,6 +311,7 @@ def test_a_script_that_is_not_marked_is_started_again(
     ran = run(tmp_path / "root", "--plain", "--fail", "kill", 1, 8, 1, options=options)
     assert ran.status == 0, ran.printed[-4000:]
     assert ran.digest == expected
+    assert ran.printed.count("each attempt of one node has a free port") == has_port
     first, second = ran.begun
     assert {second[r]["begins"] for r in second} <= {6, 7}  # a save of step 7 may not be over
     assert not {f["pid"] for f in first.values()} & {s["pid"] for s in second.values()}

@@ -130,6 +130,8 @@ def _meet_anew(given: argparse.Namespace) -> None:
             given.local_addr = given.local_addr or (
                 host if given.rdzv_endpoint else given.master_addr
             )
+        if given.master_port:
+            say(f"MASTER_PORT is not {given.master_port}: each attempt of one node has a free port")
         given.rdzv_backend, given.rdzv_endpoint = "c10d", "localhost:0"
         given.rdzv_id = str(uuid.uuid4())
 
