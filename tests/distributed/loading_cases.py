@@ -84,6 +84,29 @@ def meta_models_become_real_and_stay_tied(root: Path) -> None:
     holdfast.save(root, {"model": empty, "optim": trained(empty)}, step=2)
 
 
+def two_weights_that_differ_in_one_row(root: Path) -> None:
+    """All ranks find it, whoever reads the row, and whether all have the tied weight or one alone."""
+    rank = dist.get_rank()
+    for step, row in enumerate((None, 0, 500, 1000)):
+        torch.manual_seed(0)
+        apart = Net()
+        apart.head.weight = nn.Parameter(apart.embed.weight.detach().clone())
+        if row is not None:
+            apart.head.weight.data[row] += 1
+        holdfast.save(root, {"model": apart}, step=step)
+        for have_all in (True, False):
+            tied = sharded(1) if have_all else Net()
+            if not have_all and rank != 2:
+                del tied.embed, tied.head
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("holdfast.restore.tied.BLOCK_BYTES", 16 << 10)
+                if row is None:
+                    holdfast.load(root, {"model": tied}, step=step)
+                    continue
+                with pytest.raises(StateMismatch, match=r"head\.weight .*with different values"):
+                    holdfast.load(root, {"model": tied}, step=step)
+
+
 def state_goes_on_under_fsdp(root: Path) -> None:
     """Also read by `test_sharded_state_on_one_rank`, in another process with one rank."""
     net = sharded(0)
@@ -444,6 +467,7 @@ CASES = [
     a_damaged_newest_manifest_is_told_by_rank_0_alone,
     a_dcp_directory_loads_on_other_cuts,
     meta_models_become_real_and_stay_tied,
+    two_weights_that_differ_in_one_row,
     state_goes_on_under_fsdp,
     state_that_belongs_to_no_parameter,
     records_have_the_learning_rate_of_each_rank,

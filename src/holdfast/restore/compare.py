@@ -41,6 +41,8 @@ class Problems:
     """Names that the checkpoint lacks."""
     unexpected: list[str] = field(default_factory=list)
     """Names that the checkpoint has of a module and the live module has not."""
+    twice: dict[str, str] = field(default_factory=dict)
+    """Further names of tied weights that the checkpoint has as tensors, too, with the first names."""
 
     def add(self, other: Problems) -> None:
         """Take over what another look has found."""
@@ -74,26 +76,11 @@ def compare(checkpoint: Checkpoint, live: Live, state: State, options: RestoreOp
         from holdfast.restore.apart import made_otherwise
 
         found.lines += made_otherwise(checkpoint, live, found.missing, found.lines)
-    if twice := _saved_twice(checkpoint, live):
-        from holdfast.restore.tied import differing
+    if live.aliases:
+        from holdfast.restore.tied import saved_twice
 
-        found.unexpected += differing(checkpoint, live, twice)
+        found.twice = saved_twice(checkpoint, live)
     return found
-
-
-def _saved_twice(checkpoint: Checkpoint, live: Live) -> dict[str, str]:
-    """Names of parameters that have another one here, by which they are filled, and are two in the
-    checkpoint: the first name by the further one.  Optimizer states differ where their parameters do."""
-    find = checkpoint.manifest.find
-    return {
-        name: first
-        for name, first in live.aliases.items()
-        if first in live.tensors
-        and live.tensors[first].state == "param"
-        and first not in live.padded
-        and None not in (both := {find(name), find(first)})
-        and len(both) == 2
-    }
 
 
 def _differ_in_rows(saved: tuple[int, ...], here: tuple[int, ...]) -> bool:
@@ -115,6 +102,8 @@ class _Compared(msgspec.Struct, frozen=True, array_like=True):
     """Patterns of `only` by which nothing that this rank holds is loaded."""
     left_out: bytes = b""
     """One bit per parameter that the checkpoint lists as left out: this rank has it."""
+    twice: list[str] = []
+    """Further names of tied weights that the checkpoint has as tensors, too."""
 
 
 class _Together(msgspec.Struct, frozen=True, array_like=True):
@@ -123,6 +112,8 @@ class _Together(msgspec.Struct, frozen=True, array_like=True):
     problems: list[str]
     resized: bool
     untouched: list[str]
+    having: dict[str, list[int]]
+    """The ranks that have a tied weight's further name under which it was saved, too."""
 
 
 def judge_together(
@@ -145,6 +136,7 @@ def judge_together(
         problems.unexpected,
         _matching_nothing(checkpoint, live, options),
         _having(checkpoint, live),
+        list(problems.twice),
     )  # fmt: skip
     group.asked += 1
     answer = group.ask(
@@ -154,29 +146,39 @@ def judge_together(
         awaited=f"compared its state with step {checkpoint.step}",
     )
     together = decode_msgpack(answer, _Together)
-    if together.problems:
+    lines, untouched = together.problems, together.untouched
+    if together.having and not lines:
+        from holdfast.restore.tied import differing_together
+
+        found = differing_together(checkpoint, problems.twice, together.having, group)
+        found = [f"unexpected in the checkpoint: {line}" for line in found]
+        lines, untouched = (found, untouched) if options.strict else ([], [*found, *untouched])
+    if lines:
         # until all have read it: rank 0, which holds the answer for them, may end at once
         with suppress(HoldfastError):  # a rank that is gone is not what is to be told
             group.any(True)
-    if error is not None and len(together.problems) == 1:
+    if error is not None and len(lines) == 1:
         raise error
-    if together.problems:
-        lines = together.problems
-        named = any(line.startswith(("missing", "unexpected")) for line in lines)
-        misspelled = all(line.startswith("only=") for line in lines)
-        shown = lines[:50] + ([f"... and {len(lines) - 50} more"] if len(lines) > 50 else [])
-        raise StateMismatch(
-            f"step {checkpoint.step} does not fit the live state:\n  " + "\n  ".join(shown),
-            tuple(lines),
-            step=checkpoint.step,
-            hint=_refused(checkpoint, live)
-            or ("correct the pattern: `holdfast inspect` lists the names" if misspelled else "")
-            or "build the same model and optimizer"
-            + (", or pass strict=False: it ignores missing and unexpected names" * named)
-            + (OTHER_NAMES * (named and checkpoint.format == "huggingface")),
-        )
-    tell_untouched(checkpoint, together.untouched, group)
+    if lines:
+        raise _mismatch(checkpoint, live, lines)
+    tell_untouched(checkpoint, untouched, group)
     return together.resized
+
+
+def _mismatch(checkpoint: Checkpoint, live: Live, lines: list[str]) -> StateMismatch:
+    named = any(line.startswith(("missing", "unexpected")) for line in lines)
+    misspelled = all(line.startswith("only=") for line in lines)
+    shown = lines[:50] + ([f"... and {len(lines) - 50} more"] if len(lines) > 50 else [])
+    return StateMismatch(
+        f"step {checkpoint.step} does not fit the live state:\n  " + "\n  ".join(shown),
+        tuple(lines),
+        step=checkpoint.step,
+        hint=_refused(checkpoint, live)
+        or ("correct the pattern: `holdfast inspect` lists the names" if misspelled else "")
+        or "build the same model and optimizer"
+        + (", or pass strict=False: it ignores missing and unexpected names" * named)
+        + (OTHER_NAMES * (named and checkpoint.format == "huggingface")),
+    )
 
 
 def tell_untouched(checkpoint: Checkpoint, lines: list[str], group: Group) -> None:
@@ -236,7 +238,11 @@ def _combine(
         lines += _idle_patterns(checkpoint, found, live.keys, options)
     axes = {a for f in found for a in f.axes}
     resized = _resized(checkpoint, axes, size, options.mesh)
-    return msgspec.msgpack.encode(_Together(lines, resized, untouched))
+    having: dict[str, list[int]] = {}
+    for rank, f in enumerate(found):
+        for name in f.twice:
+            having.setdefault(name, []).append(rank)
+    return msgspec.msgpack.encode(_Together(lines, resized, untouched, having))
 
 
 def _having(checkpoint: Checkpoint, live: Live) -> bytes:

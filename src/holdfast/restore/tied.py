@@ -2,61 +2,91 @@
 
 A tied weight goes by two names and is filled once.  Other writers, `dcp.save` among them, write it under
 each, which is well.  If the two differ, the model was not tied when it was saved, and one would be lost.
+All ranks that have such a weight compare it together, so that it is read once for all.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
+from itertools import islice
 
+import msgspec
 import numpy as np
 
 from holdfast.checkpoint.diffing import BLOCK_BYTES, blocks
 from holdfast.checkpoint.opened import Checkpoint
+from holdfast.checkpoint.peers import raise_on_all
 from holdfast.checkpoint.reading import read_alone
 from holdfast.checkpoint.rows import RAW, ArrayTarget, Want
 from holdfast.errors import FormatError, StoreError
 from holdfast.format.dtypes import DTYPES
-from holdfast.layout import Box
+from holdfast.format.manifest import TensorEntry
+from holdfast.group import Group
 from holdfast.state.live import Live
+from holdfast.wire import decode_msgpack
 
 
-def differing(checkpoint: Checkpoint, live: Live, twice: dict[str, str]) -> list[str]:
-    """Further names, with the first, whose saved values differ on what this rank has of the tensor; read
-    in blocks of bounded size.  `twice`: the first names, by further ones."""
-    tensors = checkpoint.manifest.tensors
+def saved_twice(checkpoint: Checkpoint, live: Live) -> dict[str, str]:
+    """Names of parameters that have another one here, by which they are filled, and are two in the
+    checkpoint: the first name by the further one.  Optimizer states differ where their parameters do."""
+    tensors, find = checkpoint.manifest.tensors, checkpoint.manifest.find
+    return {
+        name: first
+        for name, first in live.aliases.items()
+        if first in live.tensors
+        and live.tensors[first].state == "param"
+        and first not in live.padded
+        and None not in (both := {find(name), find(first)})
+        and len(both) == 2
+        and tensors[checkpoint.index(first)].shape == live.tensors[first].placed.shape
+    }
+
+
+def differing_together(
+    checkpoint: Checkpoint, twice: dict[str, str], having: dict[str, list[int]], group: Group
+) -> list[str]:
+    """Return, on every rank, the further names, with the first, whose saved values differ.  `twice`: this
+    rank's, the first names by further ones; `having`: the ranks that have a further name.  Collective;
+    reads in blocks of bounded size."""
     found = []
-    for name, first in twice.items():
-        one, other = (tensors[checkpoint.index(n)] for n in (first, name))
-        boxes = [part.box for part in live.tensors[first].parts]
-        if one.shape != live.tensors[first].placed.shape:
-            continue  # which is told already
-        if (one.shape, one.dtype) == (other.shape, other.dtype):
-            with suppress(FormatError, StoreError):  # met again, by all ranks together
-                if _agree(checkpoint, (first, name), one.dtype, boxes):
-                    continue
-                found.append(
-                    f"{name} (here it is {first}, but the two were saved with different values)"
-                )
-        else:
-            kind = f"as {other.dtype} {other.shape}, that one as {one.dtype} {one.shape}"
-            found.append(f"{name} (here it is {first}, but this one was saved {kind})")
-    return found
+    with raise_on_all(group, checkpoint.step):
+        for name, first in twice.items():
+            ranks = having[name]
+            why = _difference(checkpoint, first, name, ranks.index(group.rank), len(ranks))
+            found += [f"{name} (here it is {first}, but {why})"] if why else []
+    group.asked += 1
+    answer = group.ask(
+        f"ties/{group.asked}",
+        msgspec.msgpack.encode(found),
+        lambda answers: msgspec.msgpack.encode(
+            list(dict.fromkeys(line for a in answers for line in decode_msgpack(a, list[str])))
+        ),
+        awaited=f"compared the tied weights of step {checkpoint.step}",
+    )
+    return decode_msgpack(answer, list[str])
 
 
-def _agree(checkpoint: Checkpoint, names: tuple[str, str], dtype: str, boxes: list[Box]) -> bool:
-    """True if both tensors have the same bits in all boxes."""
-    size = DTYPES[dtype].bytes
-    for box in boxes:
-        for block in blocks(box.shape, BLOCK_BYTES // size):
-            start, stop = (
-                tuple(map(sum, zip(ends, box.start))) for ends in (block.start, block.stop)
-            )
-            one, other = (np.empty(block.shape, RAW[size]) for _ in names)
-            wants = [
-                Want(checkpoint.index(name), Box(start, stop), ArrayTarget(array))
-                for name, array in zip(names, (one, other))
-            ]
-            read_alone(checkpoint.images, wants)
-            if not np.array_equal(one.reshape(-1).view("u1"), other.reshape(-1).view("u1")):
-                return False
+def _difference(checkpoint: Checkpoint, first: str, name: str, share: int, shares: int) -> str:
+    """Return how two tensors differ, in so far as every `shares`-th block of them tells; empty: not."""
+    one, other = (checkpoint.manifest.tensors[checkpoint.index(n)] for n in (first, name))
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return f"this one was saved as {other.dtype} {other.shape}, that one as {one.dtype} {one.shape}"
+    with suppress(FormatError, StoreError):  # met again, by all ranks together
+        if not _agree(checkpoint, one, other, share, shares):
+            return "the two were saved with different values"
+    return ""
+
+
+def _agree(
+    checkpoint: Checkpoint, one: TensorEntry, other: TensorEntry, share: int, shares: int
+) -> bool:
+    """True if both tensors have the same bits in these blocks."""
+    size, indexes = DTYPES[one.dtype].bytes, [checkpoint.index(t.name) for t in (one, other)]
+    for block in islice(blocks(one.shape, BLOCK_BYTES // size), share, None, shares):
+        arrays = [np.empty(block.shape, RAW[size]) for _ in indexes]
+        wants = [Want(i, block, ArrayTarget(array)) for i, array in zip(indexes, arrays)]
+        read_alone(checkpoint.images, wants)
+        bits, others = (array.reshape(-1).view("u1") for array in arrays)
+        if not np.array_equal(bits, others):
+            return False
     return True
