@@ -25,6 +25,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import count
 from multiprocessing.process import BaseProcess
 from types import ModuleType
 from typing import Any, TypeVar
@@ -41,6 +42,9 @@ from holdfast.run.cutting import abort_on_devices
 T = TypeVar("T")
 Setting = tuple[Callable[[], Any], Callable[[Any], object]]
 """How it is read and written."""
+
+_counts = count(1000, 1000)
+"""More than a function makes groups."""
 
 END_S = 1.0
 """Seconds that processes have to end, before they are killed."""
@@ -274,6 +278,21 @@ def _end_groups() -> None:
         register.clear()
     c10d._unregister_all_process_groups()
     world.group_count = 0
+
+
+def name_groups_otherwise() -> None:
+    """Give groups that are made from now on names that none has had, in a function that is called again.
+
+    torch counts them from 0 once the ones before are destroyed.  A group of the same name finds the keys of
+    the one before in the attempt's store: its ranks connect to where the others are no more, and some wait
+    for ever.
+    """
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+
+    if not dist.is_initialized():
+        with suppress(AttributeError):
+            c10d._world.group_count = next(_counts)
 
 
 def _forget_shardings() -> None:

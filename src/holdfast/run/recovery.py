@@ -105,6 +105,10 @@ def recoverable(function: Callable[P, T]) -> Callable[P, T]:
     def enter(*args: P.args, **kwargs: P.kwargs) -> T:
         launched = _launched
         if launched is None or launched.has_begun:
+            if launched is not None and launched.is_over:
+                from holdfast.run.leftovers import name_groups_otherwise
+
+                name_groups_otherwise()
             return function(*args, **kwargs)
         return launched.run(lambda: function(*args, **kwargs))
 
@@ -139,7 +143,7 @@ class _Launched:
     def __init__(self, end: WorkerEnd) -> None:
         self.has_begun = False
         """The function has been called: what it calls, and what comes after it, is plain."""
-        self._is_over = False
+        self.is_over = False
         """It has come to its end."""
         self._end = end
         self._words: SimpleQueue[Enter | End] = SimpleQueue()
@@ -209,7 +213,7 @@ class _Launched:
                 with _ends_within(DROP_S):
                     drop()
                     before.end()
-        self._is_over = True
+        self.is_over = True
         if isinstance(result, Left):
             raise SystemExit(0 if result is _NEVER_ENTERED else 1)
         return result
@@ -311,7 +315,7 @@ class _Launched:
                 has_saved.set()
 
         with events.listen(note):
-            while not self._is_over:
+            while not self.is_over:
                 has_saved.clear()
                 commits.at(self._attempt, events.last_step)
                 beat, now = Beat(events.last_step, commits.number), time.monotonic()
