@@ -93,6 +93,17 @@ def test_a_step_whose_rank_moves_at_its_end_is_still_before() -> None:
     assert not run.hangs_after(30 * HANG_STEPS - 1)
 
 
+def test_only_a_step_shows_that_ranks_did_not_hang_before() -> None:
+    """One that fails may move on its way to the collective in which all hang."""
+    run = Run(2)
+    run.steps(5, 1.0)
+    run.moves(0, 11.0, each_s=11.0)
+    assert run.hangs_after(LEAST_HANG_S + 1)
+    run.steps(1, 1.0)
+    assert not run.hangs_after(11 * HANG_STEPS - 1)
+    assert run.hangs_after(11 * HANG_STEPS + 1)
+
+
 def test_the_first_step_after_a_recovery_has_the_restore_before_it() -> None:
     run = Run(2)
     run.steps(1, 30.0)

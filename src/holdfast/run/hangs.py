@@ -51,7 +51,10 @@ class StepPace:
         """`asked_s`: the limit that the user has set; it is on steps alone, once there are some."""
         self.asked_s = asked_s
         self._still_s = 0.0
-        """The longest that all ranks were still before one that is at its steps was heard."""
+        """The longest that all ranks were still before one that is at its steps was heard, up to the newest
+        step: only that shows that they did not hang."""
+        self._since_step_s = 0.0
+        """The same since then."""
         self._start_s = 0.0
         """The longest from entering to the first step."""
         self._is_measured = False
@@ -67,13 +70,14 @@ class StepPace:
 
     def go_on(self, now: float) -> None:
         """Measure again: an attempt has begun."""
-        self._is_measuring, self._heard = True, now
+        self._is_measuring, self._heard, self._since_step_s = True, now, 0.0
 
     def stepped(self, progress: Progress, step: int, now: float) -> None:
         """Note that a rank has done a step."""
         self._hear(progress, now)
         if progress.has_stepped:
             self._is_measured = True
+            self._still_s, self._since_step_s = max(self._still_s, self._since_step_s), 0.0
         elif self._is_measuring:
             self._start_s = max(self._start_s, now - progress.since)
         progress.step, progress.since, progress.has_stepped = step, now, True
@@ -86,7 +90,7 @@ class StepPace:
     def _hear(self, progress: Progress, now: float) -> None:
         """Note how long nobody was heard: an evaluation on one rank is no long step of the others."""
         if progress.has_stepped and self._is_measuring:
-            self._still_s = max(self._still_s, now - self._heard)
+            self._since_step_s = max(self._since_step_s, now - self._heard)
         self._heard = now
 
     def is_sure(self, limit_s: float) -> bool:
