@@ -58,8 +58,8 @@ class Soaked:
                 stderr=log,
                 start_new_session=True,
             )
-        self.wounded: list[int] = []
-        """The ranks that were killed, one after the other."""
+        self.wounded: list[int | None] = []
+        """The ranks that were killed, one after the other; None: one that has told nothing yet."""
         self._read = 0
         self.told: list[dict[str, Any]] = []
 

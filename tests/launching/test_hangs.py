@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.run.again import SAME, Failures
-from holdfast.run.hangs import HANG_STEPS, LEAST_HANG_S, SURE_S, Progress, StepPace
+from holdfast.run.hangs import HANG_STEPS, LEAST_HANG_S, OPEN_STEPS, SURE_S, Progress, StepPace
 from holdfast.run.nodes import RankFailure
 
 
@@ -99,6 +99,13 @@ def test_only_a_step_shows_that_ranks_did_not_hang_before() -> None:
     run.steps(5, 1.0)
     run.moves(0, 11.0, each_s=11.0)
     assert run.hangs_after(LEAST_HANG_S + 1)
+    run.moves(0, 50.0, each_s=50.0)
+    assert not run.hangs_after(50 * OPEN_STEPS - 1)
+    assert run.hangs_after(50 * OPEN_STEPS + 1)
+    run.enters()
+    run.pace.go_on(run.now)
+    run.steps(2, 1.0)
+    run.moves(0, 11.0, each_s=11.0)
     run.steps(1, 1.0)
     assert not run.hangs_after(11 * HANG_STEPS - 1)
     assert run.hangs_after(11 * HANG_STEPS + 1)

@@ -34,6 +34,14 @@ EVENTS = {
 }  # fmt: skip
 
 
+def may_be_third(run: Soaked, rank: int | None) -> bool:
+    """Tell whether the last two that were killed may have been this rank, too.  None: nobody knows which a
+    process is, or was, that has told nothing yet."""
+    last = run.wounded[-2:]
+    ranks = {*last, rank} - {None}
+    return len(last) == 2 and len(ranks) <= 1
+
+
 def wound(run: Soaked, chance: random.Random, events: list[str]) -> str:
     """Kill something of a run at a random moment; return what.
 
@@ -44,7 +52,7 @@ def wound(run: Soaked, chance: random.Random, events: list[str]) -> str:
     order.unlink(missing_ok=True)  # of an event that did not come
     kind = chance.choices(["any", "event", "again"], [4, 4, 3])[0]
     time.sleep(chance.uniform(0, 0.4))
-    rank = chance.choice([r for r in range(RANKS) if run.wounded[-2:] != [r, r]])
+    rank = chance.choice([r for r in range(RANKS) if not may_be_third(run, r)])
     run.wounded.append(rank)
     if kind == "event":
         event = chance.choice(events)
@@ -63,10 +71,10 @@ def wound(run: Soaked, chance: random.Random, events: list[str]) -> str:
     later = chance.uniform(0, 1.0)
     time.sleep(later)
     ranks_of = {t["pid"]: t["rank"] for t in run.look()}
-    others = [p for p in run.forked() if run.wounded[-2:] != [ranks_of.get(p)] * 2]
+    others = [p for p in run.forked() if not may_be_third(run, ranks_of.get(p))]
     if others:
         other = chance.choice(others)
-        run.wounded += [ranks_of[other]] if other in ranks_of else []
+        run.wounded.append(ranks_of.get(other))
         run.kill(other)
     return f"rank {rank}, and another process {later:.3f} s later"
 

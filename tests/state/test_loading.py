@@ -217,6 +217,25 @@ def test_two_weights_that_differ_do_not_become_one(tmp_path: Path, shape: tuple[
     assert torch.equal(tied.embed.weight, apart.embed.weight)
 
 
+def test_a_step_whose_second_weight_is_damaged_is_passed_over(tmp_path: Path) -> None:
+    """Nobody can tell whether it is the same as the first."""
+    apart, tied = (
+        nn.ModuleDict({"embed": nn.Embedding(600, 300), "head": nn.Linear(300, 600, bias=False)})
+        for _ in range(2)
+    )
+    apart["head"].weight = nn.Parameter(apart["embed"].weight.detach().clone())
+    tied["head"].weight = tied["embed"].weight
+    for step in (1, 2):
+        holdfast.save(tmp_path, {"model": apart}, step=step)
+    flip(tmp_path, 2, "model.head.weight")
+    with (
+        holdfast.Checkpointer(tmp_path, {"model": tied}) as ckpt,
+        pytest.warns(holdfast.HoldfastWarning, match="step 2"),
+    ):
+        assert ckpt.restore() == 1
+    assert torch.equal(tied["embed"].weight, apart["embed"].weight)
+
+
 def test_a_tied_weight_can_be_chosen_by_each_of_its_names(tmp_path: Path) -> None:
     saved = build(0)
     holdfast.save(tmp_path, {"model": saved}, step=1)

@@ -1,4 +1,7 @@
-"""Comparing checkpoint and live state over all ranks: every difference in one error, on every rank."""
+"""Comparing checkpoint and live state over all ranks: every difference in one error, on every rank.
+
+Values of tied weights are compared where there is no other difference: they have to be read.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +106,7 @@ class _Compared(msgspec.Struct, frozen=True, array_like=True):
     left_out: bytes = b""
     """One bit per parameter that the checkpoint lists as left out: this rank has it."""
     twice: list[str] = []
-    """Further names of tied weights that the checkpoint has as tensors, too."""
+    """Further names of tied weights that the checkpoint has as tensors, too, each with the first name."""
 
 
 class _Together(msgspec.Struct, frozen=True, array_like=True):
@@ -113,7 +116,7 @@ class _Together(msgspec.Struct, frozen=True, array_like=True):
     resized: bool
     untouched: list[str]
     having: dict[str, list[int]]
-    """The ranks that have a tied weight's further name under which it was saved, too."""
+    """The ranks that have a tied weight's further name under which it was saved, too, with the first."""
 
 
 def judge_together(
@@ -136,7 +139,7 @@ def judge_together(
         problems.unexpected,
         _matching_nothing(checkpoint, live, options),
         _having(checkpoint, live),
-        list(problems.twice),
+        [f"{name} {first}" for name, first in problems.twice.items()],
     )  # fmt: skip
     group.asked += 1
     answer = group.ask(
@@ -240,8 +243,8 @@ def _combine(
     resized = _resized(checkpoint, axes, size, options.mesh)
     having: dict[str, list[int]] = {}
     for rank, f in enumerate(found):
-        for name in f.twice:
-            having.setdefault(name, []).append(rank)
+        for both in f.twice:
+            having.setdefault(both, []).append(rank)
     return msgspec.msgpack.encode(_Together(lines, resized, untouched, having))
 
 

@@ -7,8 +7,8 @@ All ranks that have such a weight compare it together, so that it is read once f
 
 from __future__ import annotations
 
-from contextlib import suppress
 from itertools import islice
+from zlib import crc32
 
 import msgspec
 import numpy as np
@@ -18,7 +18,6 @@ from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.peers import raise_on_all
 from holdfast.checkpoint.reading import read_alone
 from holdfast.checkpoint.rows import RAW, ArrayTarget, Want
-from holdfast.errors import FormatError, StoreError
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.manifest import TensorEntry
 from holdfast.group import Group
@@ -46,13 +45,14 @@ def differing_together(
     checkpoint: Checkpoint, twice: dict[str, str], having: dict[str, list[int]], group: Group
 ) -> list[str]:
     """Return, on every rank, the further names, with the first, whose saved values differ.  `twice`: this
-    rank's, the first names by further ones; `having`: the ranks that have a further name.  Collective;
-    reads in blocks of bounded size."""
+    rank's, the first names by further ones; `having`: the ranks that have a further name and a first one.
+    Collective; reads in blocks of bounded size, and raises on all what fails on one."""
     found = []
     with raise_on_all(group, checkpoint.step):
         for name, first in twice.items():
-            ranks = having[name]
-            why = _difference(checkpoint, first, name, ranks.index(group.rank), len(ranks))
+            ranks = having[f"{name} {first}"]
+            share = (ranks.index(group.rank) + crc32(name.encode())) % len(ranks)
+            why = _difference(checkpoint, first, name, share, len(ranks))
             found += [f"{name} (here it is {first}, but {why})"] if why else []
     group.asked += 1
     answer = group.ask(
@@ -71,10 +71,8 @@ def _difference(checkpoint: Checkpoint, first: str, name: str, share: int, share
     one, other = (checkpoint.manifest.tensors[checkpoint.index(n)] for n in (first, name))
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return f"this one was saved as {other.dtype} {other.shape}, that one as {one.dtype} {one.shape}"
-    with suppress(FormatError, StoreError):  # met again, by all ranks together
-        if not _agree(checkpoint, one, other, share, shares):
-            return "the two were saved with different values"
-    return ""
+    is_same = _agree(checkpoint, one, other, share, shares)
+    return "" if is_same else "the two were saved with different values"
 
 
 def _agree(

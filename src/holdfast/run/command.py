@@ -130,7 +130,8 @@ def _meet_anew(given: argparse.Namespace) -> None:
             given.local_addr = given.local_addr or (
                 host if given.rdzv_endpoint else given.master_addr
             )
-        if given.master_port:
+        usual = None if "PET_MASTER_PORT" in os.environ else parser().get_default("master_port")
+        if given.master_port not in (None, usual):
             say(f"MASTER_PORT is not {given.master_port}: each attempt of one node has a free port")
         given.rdzv_backend, given.rdzv_endpoint = "c10d", "localhost:0"
         given.rdzv_id = str(uuid.uuid4())

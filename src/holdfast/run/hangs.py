@@ -22,6 +22,8 @@ from dataclasses import dataclass
 
 HANG_STEPS = 20
 """Ranks hang that are still for so many times the longest that they were between steps so far."""
+OPEN_STEPS = 5
+"""The same, of what they were still since the newest step: it may be a part of the hang."""
 LEAST_HANG_S = 60.0
 SURE_S = 1800.0
 """Ranks that do nothing for so long hang, though they are alike, or have never done a step."""
@@ -117,7 +119,7 @@ class StepPace:
             return math.inf
         is_measured = progress.has_stepped and self._is_measured
         longest_s = self._still_s if is_measured else max(self._start_s, self._still_s)
-        return max(self._least_s, HANG_STEPS * longest_s)
+        return max(self._least_s, HANG_STEPS * longest_s, OPEN_STEPS * self._since_step_s)
 
     def exceeded_s(self, running: Collection[Progress], now: float) -> float | None:
         """Return the limit that all ranks that are at work have exceeded; None if some has not."""

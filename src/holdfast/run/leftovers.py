@@ -290,8 +290,8 @@ def name_groups_otherwise() -> None:
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
 
-    if not dist.is_initialized():
-        with suppress(AttributeError):
+    with suppress(AttributeError):
+        if not dist.is_initialized() and not c10d._world.group_count:
             c10d._world.group_count = next(_counts)
 
 

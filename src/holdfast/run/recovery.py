@@ -171,7 +171,7 @@ class _Launched:
 
     def run(self, function: Callable[[], T]) -> T:
         """Call the function, again and again until all ranks are done; return what it returned."""
-        from holdfast.run.leftovers import Leftovers
+        from holdfast.run.leftovers import Leftovers, name_groups_otherwise
 
         refuse_a_group()
         share_heaps()
@@ -214,6 +214,7 @@ class _Launched:
                     drop()
                     before.end()
         self.is_over = True
+        name_groups_otherwise()
         if isinstance(result, Left):
             raise SystemExit(0 if result is _NEVER_ENTERED else 1)
         return result

@@ -76,6 +76,19 @@ class _Calls(RendezvousTimeout):  # type: ignore[misc]
         return self._last_call if self._round_number() == 0 else timedelta(seconds=LATER_CALL_S)
 
 
+def _leave(asked: Any, deadline: float) -> Any:
+    """torch's operation of leaving a round, for a node that waits, too."""
+    state, actions = asked.state, dynamic_rendezvous._Action
+    for there, action in (
+        (state.participants, actions.REMOVE_FROM_PARTICIPANTS),
+        (state.wait_list, actions.REMOVE_FROM_WAIT_LIST),
+        (state.redundancy_list, actions.REMOVE_FROM_REDUNDANCY_LIST),
+    ):
+        if asked.node in there:
+            return actions.ERROR_TIMEOUT if time.monotonic() > deadline else action
+    return actions.FINISH
+
+
 class _Backend:
     """torch's backend, whose questions are `asked` in a context, and which can be given up."""
 
@@ -203,7 +216,7 @@ class TorchRendezvous:
         """Take this node out of the round."""
         self.renew_heartbeats(begin=False)
         deadline = time.monotonic() + SILENT_S
-        self.handler._op_executor.run(dynamic_rendezvous._RendezvousExitOp(), deadline)
+        self.handler._op_executor.run(_leave, deadline)
 
     def close(self) -> None:
         """Close the rendezvous, unless this node is out of it, and the others can go on."""
@@ -310,9 +323,10 @@ class TorchRendezvous:
             timer._ctx.stop_event.set()
             timer._finalizer.detach()  # it would wait for that thread
             self.give_up_thread(timer._thread)
-            self.handler._heartbeat_lock = threading.Lock()  # it may hold the one before
+        self.handler._heartbeat_lock = threading.Lock()  # who was given up may hold the one before
         if begin:
             self.handler._keep_alive()  # the first of a timer comes late
+            self.end_if_given_up()
             self.handler._start_heartbeats()
 
     def _connected(self) -> DynamicRendezvousHandler:
