@@ -146,16 +146,23 @@ class Nodes:
 
     def __init__(self, port: int, backend: str = "etcd-v2") -> None:
         self.said: list[str] = []
-        self.handlers = []
-        for number in range(2):
-            config = {"join_timeout": 60, "last_call_timeout": 1, "is_host": int(number == 0)}
-            config |= {"keep_alive_interval": 1, "keep_alive_max_attempt": 10}
-            given = RendezvousParameters(
-                backend, f"127.0.0.1:{port}", "run", 2, 2, local_addr="127.0.0.1", **config
-            )
-            create = registry.get_rendezvous_handler
-            self.handlers.append(Rendezvous(create, given, self.said.append))
-            self.handlers[-1].introduction = Introduction(f"node{number}", 1, [])
+        self.handlers: list[Rendezvous] = []
+        self._of = backend, port
+        for _ in range(2):
+            self.add()
+
+    def add(self) -> Rendezvous:
+        """Return one more node."""
+        (backend, port), number = self._of, len(self.handlers)
+        config = {"join_timeout": 60, "last_call_timeout": 1, "is_host": int(number == 0)}
+        config |= {"keep_alive_interval": 1, "keep_alive_max_attempt": 10}
+        given = RendezvousParameters(
+            backend, f"127.0.0.1:{port}", "run", 2, 2, local_addr="127.0.0.1", **config
+        )
+        create = registry.get_rendezvous_handler
+        self.handlers.append(Rendezvous(create, given, self.said.append))
+        self.handlers[-1].introduction = Introduction(f"node{number}", 1, [])
+        return self.handlers[-1]
 
     def meet(self) -> None:
         """Have both meet; raise what one of them raises."""
@@ -353,6 +360,22 @@ def test_a_node_that_leaves_while_it_waits_for_others_is_gone_at_once(etcd: Etcd
     second._torchs.handler.num_nodes_waiting()
     assert not second._torchs.state.participants
     second.shutdown()
+
+
+def test_a_node_that_leaves_while_others_train_is_gone_at_once(etcd: Etcd, nodes: Nodes) -> None:
+    """Nobody begins anew for it."""
+    nodes.meet()
+    third, first = nodes.add(), nodes.handlers[0]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(third.next_rendezvous)
+        until(lambda: first._torchs.state.redundancy_list | first._torchs.state.wait_list, 30)
+        third.leave()
+        with pytest.raises(RendezvousConnectionError):
+            waiting.result(30)
+    nodes.handlers.remove(third)
+    nodes.look()
+    state = first._torchs.state
+    assert not state.redundancy_list and not state.wait_list and len(state.participants) == 2
 
 
 def test_a_short_loss_does_not_end_a_run_of_which_one_node_is_done(
