@@ -443,11 +443,8 @@ class AttachedEngine:
         if self.labelled is None:
             self.labelled = {}
             try:
-                labels, steps = (
-                    read_notes(open_store(self.root)).live_labels,
-                    looking.steps(self.root),
-                )
-                for label, step in labels.items():
+                steps = set(looking.steps(self.root))
+                for label, step in read_notes(open_store(self.root)).live_labels.items():
                     extras = looking.open(self.root, step=step).extras if step in steps else {}
                     for folder, tag in map(_place_of, _saves_of(extras.get(CLIENT, {}))):
                         if not folder or tag is None or label != _label_of(folder, tag):

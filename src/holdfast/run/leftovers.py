@@ -281,7 +281,8 @@ def _end_groups() -> None:
 
 
 def name_groups_otherwise() -> None:
-    """Give groups that are made from now on names that none has had, in a function that is called again.
+    """Give groups that are made from now on names that none has had: the function has returned, and may be
+    called again.
 
     torch counts them from 0 once the ones before are destroyed.  A group of the same name finds the keys of
     the one before in the attempt's store: its ranks connect to where the others are no more, and some wait

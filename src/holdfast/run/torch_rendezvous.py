@@ -239,9 +239,8 @@ class TorchRendezvous:
         def add_and_begin() -> None:
             state = holder.state
             if self._met is not None and self._met[1] < state.round:
-                setattr(
-                    state, RUN, self._met[0]
-                )  # where one that is new has been the first to come
+                # one that is new may have been the first to come, and have taken itself for a run's first
+                setattr(state, RUN, self._met[0])
             elif not self._run or not state.participants:
                 setattr(state, RUN, uuid4().hex)
             add()
