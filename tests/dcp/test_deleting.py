@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 import holdfast
+import holdfast.dcp.attempts as attempts
 import holdfast.dcp.writer as module
 from holdfast.dcp import Reader, Writer
 
@@ -21,7 +23,7 @@ def test_no_save_returns_late_for_a_deletion_and_none_meets_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go, order = threading.Event(), list[str]()
-    prune, begin_once = module.prune, module.begin_once
+    prune, begin_once = module.prune, attempts.begin_once
 
     def held_up(*args: Any, **kwargs: Any) -> list[int]:
         assert go.wait(60)
@@ -34,7 +36,7 @@ def test_no_save_returns_late_for_a_deletion_and_none_meets_one(
         return begin_once(store, step, **options)
 
     monkeypatch.setattr(module, "prune", held_up)
-    monkeypatch.setattr(module, "begin_once", beginning)
+    monkeypatch.setattr(attempts, "begin_once", beginning)
 
     def save(step: int) -> Writer:
         writer = Writer(tmp_path, keep=holdfast.Keep(last=1))
@@ -90,6 +92,10 @@ def test_a_reader_and_a_writer_that_are_used_again(tmp_path: Path) -> None:
     save(3)
     assert holdfast.steps(tmp_path) == [1, 2, 3]
     assert (load(), load(checkpoint_id="2")) == (3, 2)
+    for asked in ("1", "9"):  # of a load that fails, too
+        with pytest.raises(BaseException, match=r"Missing key|there is no step 9|metadata"):
+            dcp.load({"y": 1}, storage_reader=reader, checkpoint_id=asked, no_dist=True)
+        assert load() == 3
 
 
 def test_a_training_that_went_back_in_a_root_that_a_checkpointer_has_left(tmp_path: Path) -> None:
@@ -107,3 +113,49 @@ def test_a_training_that_went_back_in_a_root_that_a_checkpointer_has_left(tmp_pa
         assert ckpt.restore() == 60
         ckpt.save(70).wait()
     assert holdfast.open(tmp_path).manifest.run == 3
+
+
+def test_what_a_failed_save_has_left_goes_with_the_next_one_of_any_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process of `async_save` is given another `Writer` each time, and lives as long as training."""
+
+    def save() -> None:
+        dcp.save({"x": torch.ones(9)}, storage_writer=Writer(tmp_path), no_dist=True)
+
+    def images() -> list[Path]:
+        return sorted(tmp_path.rglob("*.safetensors"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "commit", lambda *_: 1 / 0)
+        with pytest.raises(CheckpointException, match="division by zero"):
+            save()
+    left = images()
+    save()
+    assert len(left) == len(images()) == 1 and left != images()
+
+
+def test_two_saves_at_once_without_an_id_are_two_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both, commit = threading.Barrier(2), module.commit
+
+    def together(*args: Any) -> Any:
+        both.wait(60)
+        return commit(*args)
+
+    monkeypatch.setattr(module, "commit", together)
+    saves = [
+        dcp.async_save(
+            {"x": torch.full((3,), value)}, storage_writer=Writer(tmp_path), no_dist=True
+        )
+        for value in (1.0, 2.0)
+    ]
+    for one in saves:
+        one.result(60)
+    found = []
+    for step in holdfast.steps(tmp_path):
+        state = {"x": torch.zeros(3)}
+        dcp.load(state, storage_reader=Reader(tmp_path), checkpoint_id=str(step), no_dist=True)
+        found.append(float(state["x"][0]))
+    assert sorted(found) == [1.0, 2.0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
@@ -18,6 +19,9 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import holdfast
 from holdfast.dcp import Reader, Writer
+from holdfast.dcp.ids import step_of_id
+from holdfast.errors import UsageError
+from holdfast.saving.writing import WRITE_BYTES
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -111,6 +115,47 @@ def test_what_the_user_has_declared_safe_stays(tmp_path: Path, added: Any) -> No
         found = loaded(tmp_path / str(number))
         assert found.pop("number") == number
         assert {key: repr(value) for key, value in found.items()} == EXPECTED
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_an_image_that_ends_with_a_block(tmp_path: Path, blocks: int) -> None:
+    state = {"w": torch.arange((blocks * WRITE_BYTES - 4096) // 4, dtype=torch.int32)}
+    dcp.save(state, storage_writer=Writer(tmp_path), no_dist=True)
+    (file,) = holdfast.open(tmp_path).manifest.files
+    assert file.table == blocks * WRITE_BYTES
+    found = {"w": torch.zeros_like(state["w"])}
+    dcp.load(found, storage_reader=Reader(tmp_path), no_dist=True)
+    assert torch.equal(found["w"], state["w"])
+
+
+@pytest.mark.parametrize(
+    "name", ["model-10", "optim_10", "best10", "epoch-10", "10b", "-10", "+10"]
+)
+def test_an_id_that_may_name_another_thing_than_a_step_is_refused(
+    name: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match="names no step of"):
+        Writer(tmp_path).reset(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["10", "step-10", "step10", "global_step10", "iter_0000010", "checkpoint-10", "ckpt_10"]
+)
+def test_ids_that_name_a_step(name: str, tmp_path: Path) -> None:
+    for checkpoint_id in (name, f"{tmp_path}/{name}", tmp_path / name):
+        assert step_of_id(checkpoint_id, str(tmp_path)) == 10
+
+
+def test_memory_of_this_process_is_none_of_the_process_of_async_save() -> None:
+    with pytest.raises(UsageError, match="memory of one process"):
+        pickle.dumps(Writer("memory://here"))
+
+
+def test_a_part_that_looks_whole_is_refused(tmp_path: Path) -> None:
+    cut = torch.nn.Parameter(torch.zeros(0))
+    cut.ds_id = 3  # type: ignore[attr-defined]
+    with pytest.raises(CheckpointException, match="ZeRO-3 has partitioned"):
+        dcp.save({"w": cut}, storage_writer=Writer(tmp_path), no_dist=True)
 
 
 class Strange:

@@ -233,6 +233,25 @@ def test_dicts_with_numbers_as_keys_load_in_dcp(tmp_path: Path) -> None:
     assert found["seen"] == {"shards": {"3": "x", "7": [1, 2]}}  # as torch itself names them
 
 
+def test_lists_of_dicts_load_in_dcp_by_the_state_dict_that_was_saved(tmp_path: Path) -> None:
+    def made(lr: float) -> dict[str, Any]:
+        optim = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=lr)
+        schedules = [torch.optim.lr_scheduler.StepLR(optim, size) for size in (3, 5)]
+        return torch.optim.lr_scheduler.SequentialLR(optim, schedules, [4]).state_dict()
+
+    saved, found = (
+        {"sched": made(lr), "l": [[1, {"a": n}], n, [n]]} for lr, n in ((0.5, 7), (2.0, 0))
+    )
+    holdfast.save(tmp_path / "r", saved, step=1)
+    holdfast.convert(tmp_path / "r", tmp_path / "d", to="dcp")
+    dcp.load(found, checkpoint_id=tmp_path / "d")
+    assert found == saved
+    holdfast.convert(tmp_path / "d", tmp_path / "back")
+    found["l"] = None
+    holdfast.load(tmp_path / "back", found)
+    assert found == saved
+
+
 def test_deepspeed_names_what_has_no_place(tmp_path: Path) -> None:
     state = run(0, 2)
     other = nn.Linear(4, 4)

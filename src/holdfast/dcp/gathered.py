@@ -37,6 +37,10 @@ class Gathered:
         self._starts = (image.data_start + image.pieces.offset).tolist()
         self._stops = [a + n for a, n in zip(self._starts, image.pieces.bytes.tolist())]
         self._scratch = _Scratch()
+        for device in {flat.device for flat in self._flat if not flat.is_cpu}:
+            torch.accelerator.current_stream(
+                device
+            ).synchronize()  # other threads have other streams
 
     def block(self, start: int, stop: int) -> memoryview:
         """Gather bytes `start..stop` into the memory of this thread."""
@@ -54,7 +58,8 @@ class Gathered:
         """Gather what is before the table again."""
         size = self._image.table_start - start
         view = memoryview(mmap.mmap(-1, -(-(size + len(table)) // mmap.PAGESIZE) * mmap.PAGESIZE))
-        view[:size] = self.block(start, self._image.table_start)
+        if size:  # none, if the image ends with a block
+            view[:size] = self.block(start, self._image.table_start)
         view[size : size + len(table)] = table
         return view[: size + len(table)]
 

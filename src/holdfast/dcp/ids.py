@@ -8,7 +8,8 @@ import re
 from holdfast.arguments import shown
 from holdfast.errors import UsageError
 
-_STEP = re.compile(r"(?:[A-Za-z]+[-_]?)?(\d{1,18})")
+_STEP = re.compile(r"(?:(?:global_?)?step[-_]?|iter[-_]?|checkpoint[-_]|ckpt[-_])?(\d{1,18})")
+"""Only words for a step: of `model-10` and `optim-10` one would take the other's place."""
 
 CheckpointId = str | int | os.PathLike[str] | None
 

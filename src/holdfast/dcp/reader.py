@@ -76,7 +76,11 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch gives no types
 
     def read_metadata(self, *args: Any) -> Metadata:
         """Return what there is to load.  Each tensor is said to be one chunk: any part can be read."""
-        step = self._open(self._wanted).step  # a newer one may have come since the last load
+        try:
+            step = self._open(self._wanted).step  # a newer one may have come since the last load
+        except HoldfastError:
+            self._wanted = None
+            raise
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         for flat, (_, value) in self._listing.items():
             if isinstance(value, StandIn):
@@ -90,7 +94,8 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch gives no types
         return Metadata(entries, planner_data=paths, storage_meta=meta)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """Nothing is to be set up."""
+        """Take it that the id is done with: the next load says which it wants, also if this one fails."""
+        self._wanted = None
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Leave the plan as it is."""
@@ -135,7 +140,6 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch gives no types
                 wants.append(Want(number, box, target_of(target.detach(), dtype)))
             taken[address] = item, target
         fill()
-        self._wanted = None  # the next load says which it wants
         done: Future[None] = Future()
         done.set_result(None)
         return done

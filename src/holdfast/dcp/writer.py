@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -28,15 +29,15 @@ from torch.futures import Future
 
 from holdfast.arguments import path_of, unfit
 from holdfast.checkpoint.committing import commit
-from holdfast.checkpoint.names import step_numbers
 from holdfast.checkpoint.pruning import prune
 from holdfast.checkpoint.tidying import Keep, discard
 from holdfast.codec.digest import ALGORITHM, CHUNK_BYTES, hexdigest
+from holdfast.dcp.attempts import SaveAttempt, under_way
 from holdfast.dcp.gathered import Gathered
 from holdfast.dcp.ids import CheckpointId, step_of_id
 from holdfast.dcp.names import Listing, StateDictNames, table_for
 from holdfast.dcp.values import encoded, named
-from holdfast.errors import HoldfastError, UsageError
+from holdfast.errors import AgentError, HoldfastError, UsageError
 from holdfast.events import emit, span
 from holdfast.format.checking import check
 from holdfast.format.extras import DCP_NAMES
@@ -51,7 +52,6 @@ from holdfast.format.manifest import (
 )
 from holdfast.group.handed import hand, handed, take_away
 from holdfast.layout import Pieces
-from holdfast.once import begin_once
 from holdfast.roots import require_native_root, sweep_host
 from holdfast.saving.writing import write_blocks
 from holdfast.state.kinds import check_kind
@@ -60,15 +60,6 @@ from holdfast.store import Store, open_store
 from holdfast.threads import Worker
 from holdfast.version import __version__
 from holdfast.wire import decode_msgpack
-
-
-class SaveAttempt(msgspec.Struct, frozen=True, array_like=True):
-    """One try of one save, as the coordinator gives it out."""
-
-    step: int
-    run: int
-    name: str
-    """Name of the folder that its files are in."""
 
 
 class TensorShare(msgspec.Struct, frozen=True, array_like=True):
@@ -168,13 +159,16 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch gives no types
             raise unfit("Writer", "keep", keep, "a Keep", typed=True)
         self.keep = keep
         self._turn = _Turn()
-        self._open: list[tuple[threading.Thread, SaveAttempt]] = []
-        """On the coordinator: attempts that have not come to `finish`, and the thread of each."""
         self._is_behind = False
         """True in the process of `async_save`: training does not wait for what is done here."""
 
     def __getstate__(self) -> dict[str, Any]:
         """For the process of `async_save`: no thread has anything under way there."""
+        if self.root.startswith("memory://"):
+            raise UsageError(
+                f"{self.root} is memory of one process, and the process of async_save another",
+                hint="save to a folder or a bucket, or by AsyncCheckpointerType.THREAD",
+            )
         return {"root": self.root, "keep": self.keep}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -224,23 +218,9 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch gives no types
         self.wait()  # a step that is being deleted may be the one to save
         store = open_store(self.root)
         sweep_host(store)
-        self._discard_failed(store)
-        step = self._turn.wanted
-        if step is None:
-            step = max(step_numbers(store), default=-1) + 1
-        attempt = SaveAttempt(step, *begin_once(store, step, goes_on=True))
-        self._turn.attempt = attempt
-        self._open.append((threading.current_thread(), attempt))
+        self._turn.attempt = attempt = under_way(os.getpid()).begin(store, self._turn.wanted)
         hand(self._key(), msgspec.msgpack.encode(attempt))
         return plans
-
-    def _discard_failed(self, store: Store) -> None:
-        """Delete what saves have left that failed on some rank, of which DCP tells nobody."""
-        me = threading.current_thread()
-        over = [one for one in self._open if one[0] is me or not one[0].is_alive()]
-        for one in over:
-            self._open.remove(one)
-            discard(store, one[1].step, one[1].name)
 
     def _key(self) -> str:
         step = "next" if self._turn.wanted is None else self._turn.wanted
@@ -251,6 +231,7 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch gives no types
         found = self._turn.attempt if given is None else decode_msgpack(given, SaveAttempt)
         if found is None:
             raise UsageError("the coordinator has not planned this save")
+        under_way(os.getpid()).take(self.root, found)
         return found
 
     # -- writing ----------------------------------------------------------------------------------
@@ -283,14 +264,14 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch gives no types
             raise HoldfastError("ranks have written parts of different saves", step=attempt.step)
         manifest = _manifest(attempt, written, StateDictNames(metadata.planner_data), len(results))
         replaced = commit(store, manifest)
-        self._open = [one for one in self._open if one[1] != attempt]
+        others = under_way(os.getpid()).end(store, attempt)
         metadata.storage_meta = StorageMeta(checkpoint_id=self.root, save_id=str(attempt.step))
-        take_away(self._key())
+        with suppress(AgentError):  # the step is there; the next save puts another value
+            take_away(self._key())
         emit("save.committed", step=attempt.step, seconds=round(time.perf_counter() - began, 3))
         if replaced is None and self.keep is None:
             return
-        spare = [attempt.step, *(one.step for _, one in self._open)]
-        due = store, attempt.step, replaced, spare
+        due = store, attempt.step, replaced, [attempt.step, *others]
         if self._is_behind or threading.current_thread() is not threading.main_thread():
             self._tidy(*due)
         else:
@@ -326,6 +307,8 @@ def _tensor_data(item: WriteItem) -> TensorWriteData:
 def _local(item: WriteItem, data: Any) -> torch.Tensor:
     """The tensor that an item of a plan saves; UsageError if it is none that can be written."""
     flat, sizes = item.index.fqn, tuple(_tensor_data(item).chunk.sizes)
+    if item.type == WriteItemType.TENSOR:
+        check_kind(data, flat)  # a shard may have the marks of the parameter that was cut
     tensor = data.detach()
     check_kind(tensor, flat)
     if tuple(tensor.shape) != sizes:

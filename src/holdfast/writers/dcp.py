@@ -136,7 +136,7 @@ def _referred(tree: Any, path: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _values(extras: dict[str, Any], tied: set[str]) -> Iterator[tuple[Path, Any]]:
-    """Extras as DCP flattens them: nested dicts apart, whatever else is in them whole.
+    """Extras as DCP flattens them: nested dicts apart, and lists of them, whatever else is in them whole.
 
     `tied`: further names of tied parameters, which torch leaves out of optimizers.
     """
@@ -191,8 +191,16 @@ def _flat(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
     if isinstance(value, dict) and value and all(isinstance(k, (str, int)) for k in value):
         for k, v in value.items():
             yield from _flat((*path, str(k)), v)  # as torch: numbers in a path are places in lists
+    elif isinstance(value, list) and _leads_on(value):
+        for i, v in enumerate(value):
+            yield from _flat((*path, i), v)
     else:
         yield path, value
+
+
+def _leads_on(value: Any) -> bool:
+    """True if DCP takes a value apart: a dict, and a list that one is in."""
+    return isinstance(value, dict) or (isinstance(value, list) and any(map(_leads_on, value)))
 
 
 # -- metadata -------------------------------------------------------------------------------------

@@ -1,0 +1,80 @@
+"""Attempts: the tries of saves, of which a process may have several under way."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from functools import cache
+
+import msgspec
+
+from holdfast.checkpoint.names import step_numbers
+from holdfast.checkpoint.tidying import discard
+from holdfast.errors import HoldfastError
+from holdfast.once import begin_once
+from holdfast.store import Store
+
+
+class SaveAttempt(msgspec.Struct, frozen=True, array_like=True):
+    """One try of one save, as the coordinator gives it out."""
+
+    step: int
+    run: int
+    name: str
+    """Name of the folder that its files are in."""
+
+
+class UnderWay:
+    """The attempts of a process, of all its `Writer`s: DCP makes another of these for each `async_save`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: list[tuple[str, threading.Thread, SaveAttempt]] = []
+        """On the coordinator: root, thread and attempt of each save that has not been committed."""
+        self._taken: deque[str] = deque(maxlen=16)
+        """Names of the attempts that this rank has written for last."""
+
+    def begin(self, store: Store, wanted: int | None) -> SaveAttempt:
+        """On the coordinator: begin an attempt of step `wanted`, or of one after all that there are, under
+        way, too.  Deletes first what saves have left that failed on some rank, of which DCP tells nobody.
+        """
+        me = threading.current_thread()
+        with self._lock:
+            for one in [one for one in self._open if one[0] == store.url]:
+                _, thread, failed = one
+                if thread is me or not thread.is_alive():
+                    self._open.remove(one)
+                    discard(store, failed.step, failed.name)
+            step = wanted
+            if step is None:
+                step = max([*step_numbers(store), *self._steps(store)], default=-1) + 1
+            attempt = SaveAttempt(step, *begin_once(store, step, goes_on=True))
+            self._open.append((store.url, me, attempt))
+            return attempt
+
+    def take(self, root: str, attempt: SaveAttempt) -> None:
+        """Note that this rank writes for an attempt.  HoldfastError if it has written for that before: it
+        was given to another save, too."""
+        with self._lock:
+            if attempt.name in self._taken:
+                raise HoldfastError(
+                    f"two saves of {root} are under way at once, and ranks cannot tell them apart",
+                    step=attempt.step,
+                    hint="give each a checkpoint_id of its own, or wait for the first",
+                )
+            self._taken.append(attempt.name)
+
+    def end(self, store: Store, attempt: SaveAttempt) -> list[int]:
+        """Forget an attempt that was committed; the steps of the others of that root."""
+        with self._lock:
+            self._open = [one for one in self._open if one[2] != attempt]
+            return self._steps(store)
+
+    def _steps(self, store: Store) -> list[int]:
+        return [attempt.step for root, _, attempt in self._open if root == store.url]
+
+
+@cache
+def under_way(pid: int) -> UnderWay:
+    """The attempts of the process `pid`, which is this one: a fork has none of its parent's."""
+    return UnderWay()
