@@ -88,3 +88,65 @@ def test_a_hook_that_fails_is_told(tmp_path: Path) -> None:
     with pytest.warns(holdfast.HoldfastWarning, match=r"model\.0: .*this Linear derives.*KeyError"):
         holdfast.load(tmp_path, {"model": model})
     assert torch.equal(model[0].weight, saved[0].weight)
+
+
+class Scaled(Halved):
+    """Its state_dict() has the weight in other units; a load takes it back, or anything else."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        if way != "load":
+            self.register_state_dict_post_hook(self._scale)
+        self.register_load_state_dict_pre_hook(
+            self._in_place if way == "in place" else self._scale_back
+        )
+        self.register_load_state_dict_post_hook(lambda *_: self.derive())
+
+    @staticmethod
+    def _scale(_: Any, entries: Any, prefix: str, __: Any) -> None:
+        entries[f"{prefix}weight"] = entries[f"{prefix}weight"] * 3
+
+    @staticmethod
+    def _scale_back(_: Any, entries: Any, prefix: str, *__: Any) -> None:
+        entries[f"{prefix}weight"] = entries[f"{prefix}weight"] / 3
+
+    @staticmethod
+    def _in_place(module: Any, entries: Any, prefix: str, *__: Any) -> None:
+        module.weight /= 3
+        module.bias.data[0] = 7
+        entries[f"{prefix}bias"].mul_(2)
+
+
+@pytest.mark.parametrize("way", ["both", "load", "in place"])
+def test_weights_are_what_was_saved_whatever_a_load_makes_of_them(tmp_path: Path, way: str) -> None:
+    saved, model = nn.Sequential(Scaled(way)), nn.Sequential(Scaled(way))
+    weight, bias = saved[0].weight.detach().clone(), saved[0].bias.detach().clone()
+    holdfast.save(tmp_path, {"model": saved}, step=1)
+    holdfast.load(tmp_path, {"model": model})
+    assert torch.equal(model[0].weight, weight) and torch.equal(model[0].bias, bias)
+    assert model[0].is_true and model[0].loads == 1 and model[0].weight.requires_grad
+
+
+class Renamed(Halved):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_state_dict_post_hook(self._put)
+        self.register_load_state_dict_pre_hook(self._take)
+        self.register_load_state_dict_post_hook(lambda *_: self.derive())
+
+    @staticmethod
+    def _put(_: Any, entries: Any, prefix: str, __: Any) -> None:
+        entries[f"{prefix}w"] = entries.pop(f"{prefix}weight")
+
+    @staticmethod
+    def _take(_: Any, entries: Any, prefix: str, *__: Any) -> None:
+        entries[f"{prefix}weight"] = entries.pop(f"{prefix}w")
+
+
+def test_hooks_that_rename_are_given_their_own_names(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    holdfast.save(tmp_path, {"model": nn.Sequential(Renamed())}, step=1)
+    model = nn.Sequential(Renamed())
+    holdfast.load(tmp_path, {"model": model})
+    assert model[0].is_true and model[0].loads == 1 and not recwarn.list

@@ -4,6 +4,9 @@ Tensors are filled in place, and nobody is asked.  A module may keep something e
 (a packed copy, a cache, a norm) and make it anew in its `_load_from_state_dict` or in a hook: without that
 it would go on with what it derived from other weights.  So such modules are called once their tensors are
 there.  Torch's own derive nothing.
+
+Hooks may also change values in a state_dict(), and change them back when it is loaded.  The tensors hold
+what was saved, which is not that: writes to them are left out.
 """
 
 from __future__ import annotations
@@ -14,23 +17,42 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
+from torch.overrides import TorchFunctionMode
 
 from holdfast.errors import warn_user
+from holdfast.state.own_state_dicts import SavedTensors, entries_of
 
 
 def tell_loaded(name: str, part: nn.Module) -> None:
     """Call a module's own way to load and its hooks, after its tensors were filled: it may derive something
-    from them.  It is given what it has already.  HoldfastWarning if it fails."""
-    entries: OrderedDict[str, Any] = OrderedDict()
+    from them.  It is given what it has already, as in its state_dict().  HoldfastWarning if it fails."""
     try:
-        with torch.no_grad():
-            part._save_to_state_dict(entries, "", True)
-            load_alone(part, entries, [])
+        with torch.no_grad(), _Keeping(SavedTensors(part, whole=True)):
+            load_alone(part, OrderedDict(entries_of(part)), [])
     except Exception as error:
         warn_user(
             f"{name}: its tensors are loaded, and its own way to load failed then: what this "
             f"{type(part).__name__} derives from them is as it was ({type(error).__name__}: {error})"
         )
+
+
+_ALSO_WRITE = {f"__i{op}__" for op in ("add", "sub", "mul", "truediv", "pow")} | {"__setitem__"}
+_WRITE_NOTHING = {"requires_grad_", "detach_", "share_memory_"}
+
+
+class _Keeping(TorchFunctionMode):
+    """Leaves out what would write to tensors that are filled."""
+
+    def __init__(self, filled: SavedTensors) -> None:
+        super().__init__()
+        self._filled = filled
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        in_place = name.endswith("_") and not name.endswith("__") and name not in _WRITE_NOTHING
+        if (in_place or name in _ALSO_WRITE) and args and self._filled.has(args[0]):
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 def derives(part: nn.Module) -> bool:
