@@ -113,6 +113,36 @@ def each_rank_gets_its_own_values_back(root: Path) -> None:
     assert contents(*again) == contents(model, optimizer)
 
 
+def damage_that_one_rank_sees_is_passed_over_by_all(root: Path) -> None:
+    """Only rank 1 reads its own values; all go back to the step before."""
+    for number, how in enumerate(("a flipped bit", "a lost file")):
+        model, optimizer = built("fsdp", 0)
+        path = root / str(number)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with holdfast.Checkpointer(path, given(model, optimizer), deadline_s=60) as ckpt:
+                for step in (1, 2):
+                    train(model, optimizer, 1)
+                    ckpt.save(step).wait(60)
+                expected = contents(model, optimizer)
+        file = holdfast.open(path, step=2).manifest.file_of[1]
+        damaged = path / f"steps/{2:010d}" / file.path
+        dist.barrier()
+        if dist.get_rank() == 1 and how == "a lost file":
+            damaged.unlink()
+        elif dist.get_rank() == 1:
+            data = bytearray(damaged.read_bytes())
+            data[(file.extras + file.table) // 2] ^= 1
+            damaged.write_bytes(data)
+        dist.barrier()
+        again = built("fsdp", 1)
+        ckpt = holdfast.Checkpointer(path, given(*again), deadline_s=60)
+        with ckpt, pytest.warns(holdfast.HoldfastWarning, match="step 2 cannot be used"):
+            assert ckpt.restore() == 1
+        train(*again, 1)
+        assert contents(*again) == expected
+
+
 def values_of_ranks_are_refused_on_another_layout(root: Path) -> None:
     """On as many ranks, too; a rule of the user's decides."""
     model, optimizer = built("fsdp", 0)
@@ -226,6 +256,7 @@ def sharded_tensors_beside_values_of_each_rank(root: Path) -> None:
 CASES = [
     sharded_tensors_beside_values_of_each_rank,
     each_rank_gets_its_own_values_back,
+    damage_that_one_rank_sees_is_passed_over_by_all,
     values_of_ranks_are_refused_on_another_layout,
     values_of_one_parameter_on_differing_ranks_are_refused,
     stripes_are_refused_by_name,

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from holdfast.errors import Corrupt, FormatError, NotFound, Unavailable
-from holdfast.wire import encode_error, rank_errors, wire_error
+from holdfast.wire import WireError, encode_error, rank_errors, wire_error
 
 
 class SharedWindow(Protocol):
@@ -49,6 +49,15 @@ _SAME = (Corrupt, Unavailable, NotFound, FormatError)
 """Errors by which a caller decides whether an older step may be tried: the first of these counts."""
 
 
+def of_the_step(failed: dict[int, WireError]) -> tuple[int, WireError] | None:
+    """A rank, and its error, that tells what is wrong with the step; None if no error does."""
+    for kind in _SAME:
+        for rank, one in failed.items():
+            if one.kind == kind.__name__:
+                return rank, one
+    return None
+
+
 def agree(peers: Peers, error: BaseException | None, step: int | None) -> None:
     """Raise on every rank if any rank has an error: the same one where its kind matters, else
     RankErrors."""
@@ -56,10 +65,8 @@ def agree(peers: Peers, error: BaseException | None, step: int | None) -> None:
         return
     answers = peers.all_gather(b"" if error is None else encode_error(error))
     failed = {rank: wire_error(answer) for rank, answer in enumerate(answers) if answer}
-    for kind in _SAME:
-        for rank, one in failed.items():
-            if one.kind == kind.__name__:
-                raise one.error(rank=rank, step=step) from error
+    if (damage := of_the_step(failed)) is not None:
+        raise damage[1].error(rank=damage[0], step=step) from error
     if failed:
         raise rank_errors("load", failed, step) from error
 

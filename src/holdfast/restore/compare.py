@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from holdfast.checkpoint.opened import Checkpoint
+from holdfast.checkpoint.peers import of_the_step
 from holdfast.errors import HoldfastError, LayoutError, StateMismatch, warn_user
 from holdfast.events import emit
 from holdfast.format.extras import DCP_NAMES, MADE_OF
@@ -22,7 +23,7 @@ from holdfast.restore.targets import RestoreOptions, is_known
 from holdfast.state.customised import OWN
 from holdfast.state.live import Live, State
 from holdfast.suggest import did_you_mean, did_you_mean_pattern, matching_nothing
-from holdfast.wire import decode_msgpack
+from holdfast.wire import WireError, decode_msgpack
 
 MAX_UNTOUCHED = 20
 MAX_HINTS = 20
@@ -98,7 +99,7 @@ class _Compared(msgspec.Struct, frozen=True, array_like=True):
     missing: list[str]
     claimed: bytes
     axes: list[tuple[int, int, str | None]]
-    failed: bool
+    error: WireError | None
     taken: list[str]
     unexpected: list[str]
     matching_nothing: list[str]
@@ -117,6 +118,8 @@ class _Together(msgspec.Struct, frozen=True, array_like=True):
     untouched: list[str]
     having: dict[str, list[int]]
     """The ranks that have a tied weight's further name under which it was saved, too, with the first."""
+    damage: tuple[int, WireError] | None = None
+    """What a rank has found wrong with the step itself, and that rank."""
 
 
 def judge_together(
@@ -127,14 +130,15 @@ def judge_together(
     group: Group,
     options: RestoreOptions,
 ) -> bool:
-    """Raise StateMismatch on every rank if any has a problem; returns whether the mesh differs."""
+    """Raise StateMismatch on every rank if any has a problem, or what one has found wrong with the step;
+    returns whether the mesh differs."""
     mine = _Compared(
         problems.lines,
         problems.missing,
         _claimed(checkpoint, live),
         sorted({(a.stride, a.size, a.name) for t in live.tensors.values() for _, a in t.placed.cuts or ()},
                key=str),
-        error is not None,
+        None if error is None else WireError.of(error),
         sorted(live.taken),
         problems.unexpected,
         _matching_nothing(checkpoint, live, options),
@@ -162,6 +166,9 @@ def judge_together(
             group.any(True)
     if error is not None and len(lines) == 1:
         raise error
+    if together.damage is not None:
+        rank, found_there = together.damage
+        raise found_there.error(rank=rank, step=checkpoint.step) from error
     if lines:
         raise _mismatch(checkpoint, live, lines)
     tell_untouched(checkpoint, untouched, group)
@@ -219,7 +226,8 @@ def _combine(
     missing = list(dict.fromkeys(n for f in found for n in f.missing))
     lines = list(dict.fromkeys(x for f in found for x in f.lines))
     untouched: list[str] = []
-    if not any(f.failed for f in found):
+    failed = {rank: f.error for rank, f in enumerate(found) if f.error is not None}
+    if not failed:
         names = checkpoint.manifest.aliases.keys() | checkpoint.manifest.by_name.keys()
         untouched = [
             f"missing in the checkpoint: {n}{_near(n, names) if i < MAX_HINTS else ''}"
@@ -233,7 +241,7 @@ def _combine(
     if options.strict:
         lines += untouched
         untouched = []
-    if not any(f.failed for f in found):
+    if not failed:
         # some kinds of one layer have states that others can do without
         extra = _unexpected_extras(checkpoint, found, live, options)
         untouched += [line for line in extra if not options.strict or not line.endswith(OWN)]
@@ -245,7 +253,7 @@ def _combine(
     for rank, f in enumerate(found):
         for both in f.twice:
             having.setdefault(both, []).append(rank)
-    return msgspec.msgpack.encode(_Together(lines, resized, untouched, having))
+    return msgspec.msgpack.encode(_Together(lines, resized, untouched, having, of_the_step(failed)))
 
 
 def _having(checkpoint: Checkpoint, live: Live) -> bytes:
