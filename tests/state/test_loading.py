@@ -313,6 +313,16 @@ def test_a_load_that_is_interrupted_leaves_nan(
     assert net.weight.isnan().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_whatever_has_a_nan_is_poisoned(dtype: torch.dtype, tmp_path: Path) -> None:
+    state = {"x": {"w": torch.zeros(300_000, dtype=dtype)}}
+    holdfast.save(tmp_path, state, step=1)
+    flip(tmp_path, 1, "x.w")
+    with pytest.raises(Corrupt):
+        holdfast.load(tmp_path, state)
+    assert state["x"]["w"].to(torch.complex64).isnan().all()
+
+
 def test_verification_can_be_left_out(tmp_path: Path) -> None:
     net = saved_steps(tmp_path, [1])
     flip(tmp_path, 1, "model.weight")

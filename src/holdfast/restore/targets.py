@@ -136,8 +136,15 @@ def materialise(module: nn.Module) -> None:
         for name, p in part._parameters.items():
             if p is not None and p.is_meta:
                 ties.setdefault(id(p), []).append((part, name))
-    device = _device_for(metas[0])
-    root._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+    offloaded = _kept_on_cpu(root)
+
+    def made(t: torch.Tensor) -> torch.Tensor:
+        if not t.is_meta:
+            return t
+        device = torch.device("cpu") if id(t) in offloaded else _device_for(t)
+        return torch.empty_like(t, device=device)
+
+    root._apply(made)
     for places in ties.values():
         first = places[0][0]._parameters[places[0][1]]
         for part, name in places[1:]:
@@ -158,6 +165,18 @@ def _check_not_offloaded(root: nn.Module) -> None:
                 hint="load before the model is offloaded or dispatched, or take the hooks away first: "
                 "accelerate.hooks.remove_hook_from_submodules(model)",
             )
+
+
+def _kept_on_cpu(root: nn.Module) -> set[int]:
+    """The ids of parameters that FSDP2 keeps on the CPU (`CPUOffloadPolicy`), whatever their mesh is of."""
+    states = [part._get_fsdp_state() for part in root.modules() if hasattr(part, "_get_fsdp_state")]
+    groups = [
+        group
+        for state in states
+        for group in getattr(state, "_fsdp_param_groups", [state._fsdp_param_group])
+    ]
+    params = (p for group in groups if group is not None for p in group.fsdp_params)
+    return {id(p.sharded_param) for p in params if p.offload_to_cpu}
 
 
 def _has_meta(part: nn.Module) -> bool:

@@ -8,7 +8,7 @@ in one error); read every rank's boxes together, straight into the live tensors;
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -112,11 +112,12 @@ def count_writes(live: Live) -> None:
 
 
 def poison(live: Live) -> None:
-    """Fill float tensors with NaN: a half-loaded state must not be mistaken for a good one."""
+    """Fill float and complex tensors with NaN: a half-loaded state must not be mistaken for a good one."""
     for t in live.tensors.values():
-        if t.placed.local.is_floating_point() and t.placed.local.element_size() > 1:
+        dtype = t.placed.local.dtype
+        if dtype.is_complex or dtype.is_floating_point:
             for part in t.parts:
-                with writing(part.local):
+                with writing(part.local), suppress(RuntimeError):  # float4 has no NaN
                     part.local.fill_(float("nan"))
     if any(t.state == "param" for t in live.tensors.values()):
         for source in live.sources.of_frameworks():
