@@ -31,7 +31,7 @@ from holdfast.arguments import (
     unfit,
 )
 from holdfast.checkpoint.tidying import Keep
-from holdfast.ending import Ending, Saves
+from holdfast.ending import Ending, Saves, opened
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import emit, span
 from holdfast.group import Group
@@ -155,6 +155,7 @@ class Checkpointer:
         self._stop = None if sigterm_s is None else _stop_at_sigterm(group, sigterm_s)
         uploads = list if self._tiers.upload is None else self._tiers.upload.unheard
         self._ending = Ending(group, self._saves.untold, WeakMethod(self._unheard), uploads)
+        opened.add(self)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -584,6 +585,7 @@ class Checkpointer:
                 self._end(timeout, finished=False, error=interrupt)
                 raise
         self._ending.close()
+        opened.discard(self)
         try:
             with ExitStack() as last:
                 last.callback(self._tiers.group.close)

@@ -11,10 +11,11 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
-from weakref import WeakMethod
+from contextlib import AbstractContextManager, suppress
+from weakref import WeakMethod, WeakSet
 
 from holdfast.errors import HoldfastError, HoldfastWarning, warn_user
+from holdfast.events import emit
 from holdfast.group import Group
 from holdfast.notices import Notices
 from holdfast.patience import slowest
@@ -25,6 +26,20 @@ LINGER_S = 3.0
 """Seconds that ranks wait for each other, so that all hear what became of the last save."""
 LEAVE_S = 2.0
 """Seconds that threads have to see that nobody is waited for any more."""
+
+
+opened: WeakSet[AbstractContextManager[object]] = WeakSet()
+"""Checkpointers that nobody has closed."""
+
+
+def end_opened(error: BaseException) -> None:
+    """End all of them, as if each were in a `with` that the error leaves: they hold the root, threads and
+    sockets."""
+    for checkpointer in list(opened):
+        try:
+            checkpointer.__exit__(type(error), error, error.__traceback__)
+        except HoldfastError as failed:  # what has become of saves is told
+            emit("close.failed", error=str(failed))
 
 
 class Saves:

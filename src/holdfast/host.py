@@ -54,14 +54,24 @@ def memory_bytes(root: Path = Path("/")) -> int:
     return min(limits)
 
 
-def _status(pid: int) -> tuple[bool, str] | None:
-    """Return (is alive, start time in clock ticks since boot) of a process; None if unseen."""
+def _stat(pid: int) -> list[bytes]:
+    """What the kernel says of a process, from its state on; nothing if it is unseen."""
     try:
         line = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
-        return None
-    fields = line.rpartition(b")")[2].split()
+        return []
+    return line.rpartition(b")")[2].split()
+
+
+def _status(pid: int) -> tuple[bool, str] | None:
+    """Return (is alive, start time in clock ticks since boot) of a process; None if unseen."""
+    fields = _stat(pid)
     return (fields[0] not in b"ZX", fields[19].decode()) if len(fields) > 19 else None
+
+
+def is_sibling(pid: int) -> bool:
+    """True if a process has the parent that this one has."""
+    return _stat(pid)[1:2] == [str(os.getppid()).encode()]
 
 
 def start_time(pid: int) -> str | None:

@@ -127,6 +127,69 @@ def test_a_spare_takes_the_place_of_a_killed_rank(tmp_path: Path, expected: str)
     assert ": it was killed by SIGKILL" in ran.printed
 
 
+OPEN = """
+import gc, json, os, signal, sys, threading, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+import holdfast
+
+root, lost = Path(sys.argv[1]), Path(f"{sys.argv[1]}.lost")
+
+@holdfast.recoverable
+def main():
+    dist.init_process_group("gloo")
+    kept = [one for one in gc.get_objects() if isinstance(one, torch.nn.Linear) and one.in_features == 500]
+    model = torch.nn.Linear(500, 500)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    ckpt = holdfast.Checkpointer(root, {"model": model, "optim": optim}, every=1, sigterm_s=5.0)
+    first = ckpt.restore() or 0
+    told = {"rank": dist.get_rank(), "of": dist.get_world_size(), "pid": os.getpid(), "begins": first,
+            "models": len(kept), "threads": threading.active_count()}
+    with open(f"{root}.told", "a") as file:
+        file.write(json.dumps(told) + "\\n")
+    for step in range(first + 1, 100_000):
+        dist.all_reduce(torch.ones(1))
+        model(torch.ones(500)).sum().backward()
+        optim.step()
+        ckpt.step(step)
+        time.sleep(0.02)
+        losses = len(lost.read_text()) if lost.exists() else 0
+        if step - first > 20 and dist.get_world_size() == 2:
+            if losses == 2:
+                break
+            dist.barrier()
+            if dist.get_rank() == 0:
+                lost.write_text("x" * (losses + 1))
+                os.kill(os.getpid(), signal.SIGKILL)
+    ckpt.wait()
+
+main()
+"""
+"""It leaves its Checkpointer open.  Rank 0 is killed twice; each time the other goes on as rank 0, until a
+new process is ready, which is rank 0 again."""
+
+
+@pytest.mark.soak
+def test_a_checkpointer_that_is_left_open_keeps_neither_the_root_nor_memory(tmp_path: Path) -> None:
+    script, root = tmp_path / "script.py", tmp_path / "root"
+    script.write_text(OPEN)
+    command = [sys.executable, "-m", "holdfast", "run", "--nproc-per-node=2", "--nproc-min=1"]
+    ran = subprocess.run(
+        [*command, str(script), str(root)],
+        env=environment(), capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    first = {line["pid"] for line in told(root)[:2]}
+    (survivor,) = {line["pid"] for line in told(root)[2:]} & first
+    lives = [line for line in told(root) if line["pid"] == survivor]
+    assert [(one["rank"], one["of"]) for one in lives] == [(1, 2), (0, 1), (1, 2), (0, 1), (1, 2)]
+    assert [one["models"] for one in lives] == [0] * 5
+    assert max(one["threads"] for one in lives) <= lives[0]["threads"] + 3
+    begun = [one["begins"] for one in lives]
+    assert sorted(set(begun)) == begun
+
+
 TELLING = """
 import os, pathlib, sys
 import beside

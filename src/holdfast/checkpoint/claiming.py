@@ -15,7 +15,7 @@ import msgspec
 from holdfast.checkpoint.names import WHOLE, RootKeys, parse_attempt, read_head, run_of_log
 from holdfast.codec.digest import hexdigest
 from holdfast.errors import Exists, NotFound, UsageError
-from holdfast.host import host_id, process_state, start_time
+from holdfast.host import host_id, is_sibling, process_state, start_time
 from holdfast.store import Store
 from holdfast.wire import decode_json
 
@@ -34,8 +34,10 @@ class Claim(msgspec.Struct, frozen=True):
     created: str
 
     def alive_elsewhere(self) -> bool:
-        """True if the claimant is known to run now, and is not this process."""
-        return self._fate() == "runs" and self.pid != os.getpid()
+        """True if the claimant is known to run now, and is neither this process nor a rank of an attempt
+        before of this run, whose processes may live on, as other ranks."""
+        is_of_this_run = int(os.environ.get("HOLDFAST_ATTEMPT", "1")) > 1 and is_sibling(self.pid)
+        return self._fate() == "runs" and self.pid != os.getpid() and not is_of_this_run
 
     def is_over(self) -> bool:
         """True if the claimant has closed, or is known to be gone."""

@@ -211,6 +211,7 @@ class _Launched:
             word = self._words.get()
             if isinstance(word, Enter) and not isinstance(result, Left):
                 with _ends_within(DROP_S):
+                    end_checkpointers(PeerLost("another rank was lost when this one was done"))
                     drop()
                     before.end()
         self.is_over = True
@@ -225,6 +226,9 @@ class _Launched:
             if self._over >= self._attempt:
                 raise PeerLost("another rank was lost before this one had entered")
             return function()
+        except (Exception, PeerLost) as error:
+            end_checkpointers(error)
+            raise
         finally:
             self._runs = 0
             self._is_out.set()
@@ -431,6 +435,12 @@ def forget(error: BaseException) -> None:
         before = one.__cause__ or one.__context__
         one.__traceback__ = one.__context__ = one.__cause__ = None
         one = before
+
+
+def end_checkpointers(error: BaseException) -> None:
+    """End the Checkpointers that the function leaves open, with the error that it is left by."""
+    if (ending := sys.modules.get("holdfast.ending")) is not None:
+        ending.end_opened(error)
 
 
 def drop() -> None:

@@ -17,6 +17,7 @@ released, and the handle says what became of it, in this order.
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -369,6 +370,10 @@ class SaveOperation:
             self.release()
             if not self.save.done():
                 self.end(error)
+            traceback.clear_frames(
+                error.__traceback__
+            )  # whoever holds the error would hold the state
+            del work, args
 
     def release(self) -> None:
         """Give the tier its memory back, so that the next save may begin.  Safe to call twice."""
@@ -391,6 +396,7 @@ class SaveOperation:
         elif not self.request.is_rehearsal:
             took = time.perf_counter() - self.request.made
             emit(f"{self.kind}.committed", step=self.step, seconds=round(took, 3))
+        self.moment = StateView.of(Live())
         self.save._conclude(error)
 
     def _leave_out(self) -> None:
