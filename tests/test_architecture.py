@@ -16,7 +16,7 @@ from pathlib import Path
 SRC = Path(__file__).parent.parent / "src"
 
 LAYERS = (
-    ("background", "errors", "garbage", "host", "suggest", "version"),
+    ("address", "background", "errors", "garbage", "host", "memory_limit", "suggest", "version"),
     ("arguments", "wire"),
     ("events", "notices", "patience"),
     ("threads",),

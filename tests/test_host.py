@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.host import host_id, memory_bytes, process_state, start_time
+from holdfast.host import host_id, process_state, start_time
+from holdfast.memory_limit import memory_bytes
 
 
 def test_a_process_that_runs() -> None:

@@ -14,7 +14,6 @@ from contextlib import ExitStack, suppress
 from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
-from weakref import WeakMethod
 
 from holdfast import events
 from holdfast.arguments import (
@@ -31,7 +30,7 @@ from holdfast.arguments import (
     unfit,
 )
 from holdfast.checkpoint.tidying import Keep
-from holdfast.ending import Ending, Saves, opened
+from holdfast.ending import Ending, Saves
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import emit, span
 from holdfast.group import Group
@@ -154,8 +153,7 @@ class Checkpointer:
         """The frequencies in force now."""
         self._stop = None if sigterm_s is None else _stop_at_sigterm(group, sigterm_s)
         uploads = list if self._tiers.upload is None else self._tiers.upload.unheard
-        self._ending = Ending(group, self._saves.untold, WeakMethod(self._unheard), uploads)
-        opened.add(self)
+        self._ending = Ending(group, self._saves.untold, self._unheard, uploads)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -167,7 +165,7 @@ class Checkpointer:
         at: TracebackType | None,
     ) -> None:
         try:
-            if error is not None and self._tiers.memory is not None and self._is_ours:
+            if error is not None and self._tiers.memory is not None and self._is_open:
                 self._tiers.memory.leave()
         finally:  # also if this rank hears only now that another is lost
             self._end(None, finished=error is None, error=error)
@@ -575,7 +573,7 @@ class Checkpointer:
     def _end(
         self, timeout: float | None, *, finished: bool, error: BaseException | None = None
     ) -> None:
-        if self._ending.is_closed or not self._is_ours:
+        if not self._is_open:
             return
         if error is None:
             try:
@@ -585,7 +583,6 @@ class Checkpointer:
                 self._end(timeout, finished=False, error=interrupt)
                 raise
         self._ending.close()
-        opened.discard(self)
         try:
             with ExitStack() as last:
                 last.callback(self._tiers.group.close)
@@ -614,6 +611,11 @@ class Checkpointer:
             self._saves.wait(until)
         self._look_back()
         return None if timeout is None else max(until - time.monotonic(), 0.0)
+
+    @property
+    def _is_open(self) -> bool:
+        """True if there is something to end, in this process."""
+        return self._is_ours and not self._ending.is_closed
 
     @property
     def _is_ours(self) -> bool:

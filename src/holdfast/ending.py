@@ -11,11 +11,11 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
+from typing import Any
 from weakref import WeakMethod, WeakSet
 
 from holdfast.errors import HoldfastError, HoldfastWarning, warn_user
-from holdfast.events import emit
 from holdfast.group import Group
 from holdfast.notices import Notices
 from holdfast.patience import slowest
@@ -28,18 +28,8 @@ LEAVE_S = 2.0
 """Seconds that threads have to see that nobody is waited for any more."""
 
 
-opened: WeakSet[AbstractContextManager[object]] = WeakSet()
-"""Checkpointers that nobody has closed."""
-
-
-def end_opened(error: BaseException) -> None:
-    """End all of them, as if each were in a `with` that the error leaves: they hold the root, threads and
-    sockets."""
-    for checkpointer in list(opened):
-        try:
-            checkpointer.__exit__(type(error), error, error.__traceback__)
-        except HoldfastError as failed:  # what has become of saves is told
-            emit("close.failed", error=str(failed))
+opened: WeakSet[Any] = WeakSet()
+"""Checkpointers, of which some may be closed."""
 
 
 class Saves:
@@ -99,15 +89,16 @@ class Ending:
         self,
         group: Group,
         saves: list[Save],
-        unheard: WeakMethod[Callable[[], list[str]]],
+        unheard: Callable[[], list[str]],
         uploads: Callable[[], list[str]],
     ) -> None:
-        """`saves`: those whose end has not been told, now and at any later time.  `unheard`: what else has
-        not been told.  `uploads`: what uploads have to tell; they go on when the script has dropped the
-        Checkpointer."""
+        """`saves`: those whose end has not been told, now and at any later time.  `unheard`: a method of
+        the Checkpointer, for what else has not been told.  `uploads`: for what uploads have to tell, which
+        go on when the script has dropped the Checkpointer."""
         self._group = group
         self._saves = saves
-        self._unheard = unheard
+        self._unheard = WeakMethod(unheard)
+        opened.add(unheard.__self__)  # type: ignore[attr-defined]
         self._uploads = uploads
         self.is_closed = False
         self._cancel = at_exit(self._end)

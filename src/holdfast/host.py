@@ -1,5 +1,4 @@
-"""This place: where process numbers mean the same processes, whether one of them is gone, and the address
-by which other hosts reach it.
+"""This place: where process numbers mean the same processes, and whether one of them is gone.
 
 What is left behind by dead processes is deleted by living ones, so everything here answers "cannot tell"
 rather than guess: another user's processes may be hidden, and hosts can have the same name.
@@ -35,27 +34,8 @@ def host_id() -> str | None:
     return f"{socket.gethostname()} {boot} {processes}"
 
 
-def memory_bytes(root: Path = Path("/")) -> int:
-    """Memory that this process may have: the host's, or less where a control group limits it."""
-    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    lines: list[str] = []
-    with suppress(OSError):
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    for line in lines:
-        _, kinds, path = line.split(":", 2)
-        if kinds and "memory" not in kinds.split(","):
-            continue
-        mount = root / "sys/fs/cgroup" / ("memory" if kinds else "")
-        name = "memory.limit_in_bytes" if kinds else "memory.max"
-        folder = Path(path.lstrip("/"))
-        for each in (folder, *folder.parents):
-            with suppress(OSError, ValueError):  # "max"
-                limits.append(int((mount / each / name).read_text()))
-    return min(limits)
-
-
 def _stat(pid: int) -> list[bytes]:
-    """What the kernel says of a process, from its state on; nothing if it is unseen."""
+    """Return what the kernel says of a process, from its state on; nothing if it is unseen."""
     try:
         line = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
@@ -99,33 +79,3 @@ def process_state(pid: int, since: str) -> Literal["runs", "gone", "unknown"]:
     if seen is None:
         return "unknown"
     return "runs" if seen == (True, since) else "gone"
-
-
-def own_address() -> str:
-    """An address of this host that the other ranks can reach.
-
-    First the one they rendezvous at, if it is ours; a host's own name often means loopback, which is
-    of no use to other hosts; then the address that outward packets would carry.
-    """
-    master = os.environ.get("MASTER_ADDR", "")
-    if master and _is_ours(master):
-        return master
-    with suppress(OSError):
-        found = socket.gethostbyname(socket.gethostname())
-        if not found.startswith("127.") and _is_ours(found):
-            return found
-    for outside in (master, "192.0.2.1"):  # a connected UDP socket sends nothing
-        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-            s.connect((outside, 9))
-            return str(s.getsockname()[0])
-    return "127.0.0.1"
-
-
-def _is_ours(name: str) -> bool:
-    """True if a name is of an address that can be bound on this host."""
-    with suppress(OSError):
-        for family, kind, _, _, address in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM):
-            with suppress(OSError), socket.socket(family, kind) as s:
-                s.bind(address)
-                return True
-    return False

@@ -41,8 +41,8 @@ from holdfast.delta.space import Space
 from holdfast.errors import AgentError, Deadline, HoldfastError
 from holdfast.events import emit, span
 from holdfast.group import Group
-from holdfast.host import memory_bytes
 from holdfast.layout import Mesh
+from holdfast.memory_limit import memory_bytes
 from holdfast.patience import slowest
 from holdfast.state.observer import hooks_after
 from holdfast.state.step_extras import encoded_hyper

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from holdfast.errors import AgentError, Deadline
 from holdfast.group.line import StoreLine
 from holdfast.group.meeting import Meeting, Met, named
-from holdfast.host import own_address
 from holdfast.wire import decode_error, decode_json, encode_error
 
 T = TypeVar("T")
@@ -103,6 +102,8 @@ class Board:
     def _host(self, meeting: Meeting, met: Met, timeout: timedelta) -> StoreLine:
         host, port, problem, failed = "", 0, "", None
         try:
+            from holdfast.address import own_address
+
             host = os.environ.get("HOLDFAST_HOST") or own_address()
             board = dist.TCPStore(
                 host, 0, None, True, timeout=timeout, wait_for_workers=False, use_libuv=True

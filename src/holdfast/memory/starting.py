@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+from holdfast.address import own_address
 from holdfast.checkpoint.peers import raise_on_all
 from holdfast.errors import UsageError, warn_user
-from holdfast.host import own_address
 from holdfast.memory.job import is_anothers, job_of, last_run
 from holdfast.memory.node.client import Client
 from holdfast.memory.options import Memory

@@ -119,7 +119,7 @@ class _Together(msgspec.Struct, frozen=True, array_like=True):
     having: dict[str, list[int]]
     """The ranks that have a tied weight's further name under which it was saved, too, with the first."""
     damage: tuple[int, WireError] | None = None
-    """What a rank has found wrong with the step itself, and that rank."""
+    """A rank, and a fault of the step itself that it has found."""
 
 
 def judge_together(

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from holdfast import events
 from holdfast.arguments import function_of, text_of, unfit
-from holdfast.errors import UsageError
+from holdfast.errors import HoldfastError, UsageError
 from holdfast.run.channel import (
     LONGEST,
     Beat,
@@ -438,9 +438,14 @@ def forget(error: BaseException) -> None:
 
 
 def end_checkpointers(error: BaseException) -> None:
-    """End the Checkpointers that the function leaves open, with the error that it is left by."""
-    if (ending := sys.modules.get("holdfast.ending")) is not None:
-        ending.end_opened(error)
+    """End the Checkpointers that the function leaves open, as a `with` that the error leaves would: they
+    hold the root, threads and sockets."""
+    ending = sys.modules.get("holdfast.ending")
+    for checkpointer in () if ending is None else list(ending.opened):
+        try:
+            checkpointer.__exit__(type(error), error, error.__traceback__)
+        except HoldfastError as failed:  # what has become of saves is told
+            events.emit("close.failed", error=str(failed))
 
 
 def drop() -> None:

@@ -27,11 +27,12 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from holdfast.address import own_address
 from holdfast.background import weigh_session
 from holdfast.errors import HoldfastError, OutOfSpace
 from holdfast.events import counters
 from holdfast.format.manifest import decode
-from holdfast.host import memory_bytes, own_address, process_state, start_time
+from holdfast.host import process_state, start_time
 from holdfast.memory.node import effects as e
 from holdfast.memory.node import machine
 from holdfast.memory.node import messages as w
@@ -44,6 +45,7 @@ from holdfast.memory.node.segment import SOCKET, Segments, check_home, home
 from holdfast.memory.node.servers import local_app, peer_app
 from holdfast.memory.node.throttle import Throttle
 from holdfast.memory.node.tls import serving
+from holdfast.memory_limit import memory_bytes
 from holdfast.wire import WireError
 
 log = logging.getLogger("holdfast.agent")
