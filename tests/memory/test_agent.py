@@ -43,6 +43,7 @@ from holdfast.memory.node.persist import WRITE_BYTES
 from holdfast.memory.node.protect import guard_bytes
 from holdfast.memory.node.segment import Segments, with_table
 from holdfast.memory.node.tls import serving
+from holdfast.threads import in_threads
 from memory.agents import JOB, agent, await_gone, hello, is_gone, kill, noise, pid_of, put
 
 DATA = noise(3_000_000, 1)
@@ -374,6 +375,27 @@ def test_ranges_for_other_nodes(root: Path) -> None:
             peer.get(f"/v1/{JOB}/0001-000009/share/0")
         assert peer.get(path + "/check") == b"sound"
         assert msgspec.msgpack.decode(peer.get(f"/v1/{JOB}"), type=w.Held).card == card
+
+
+def test_threads_that_read_in_turn_share_a_connection(root: Path) -> None:
+    """A restart has new threads for each round of its reads."""
+    with agent(root) as client:
+        card = hello(client).card
+        put(client, "0001-000001", DATA)
+        peer, path = Peer(card), f"/v1/{JOB}/0001-000001/share/0"
+
+        def read(start: int) -> None:
+            into = bytearray(1000)
+            peer.read(path, start, memoryview(into))
+            assert into == DATA[start : start + 1000]
+
+        in_threads(read, [0, 1000], 2)
+        opened = len(os.listdir("/proc/self/fd"))
+        for start in range(0, 100_000, 5000):
+            in_threads(read, [start, start + 1000], 2)
+        assert (
+            len(os.listdir("/proc/self/fd")) <= opened + 1
+        )  # if one thread had read both at first
 
 
 def flip(path: Path, at: int) -> None:

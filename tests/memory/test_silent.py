@@ -77,6 +77,20 @@ def test_who_waits_for_a_silent_agent_is_told(
     assert client.ask(w.Ask(JOB), w.Held).card
 
 
+def test_an_agent_that_falls_silent_between_two_snapshots_is_given_up_at_once(
+    client: c.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training would wait for another one to begin, which cannot while this one runs."""
+    client.start()
+    monkeypatch.setattr(client, "_spawn", lambda _: pytest.fail("it began another"))
+    pid = client.pid
+    silent = pytest.raises(AgentUnreachable, match=f"process {pid}, does not answer")
+    with stopped(client.root), silent:
+        client.start()
+    await_there(client)
+    client.ask_again()
+
+
 def test_a_silent_agent_is_looked_at_less_and_less(client: c.Client) -> None:
     waits = []
     with stopped(client.root):

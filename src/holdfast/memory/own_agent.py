@@ -127,9 +127,10 @@ class OwnAgent:
     def adopt(self, commit: w.Commit) -> None:
         """Tell the agent that what was restored is the newest snapshot here, too: it must not be given
         out."""
-        self._untold = None
+        self._untold = commit
         with suppress(HoldfastError):
             self.client.ask(commit)
+            self._untold = None
 
     def drop(self, attempt: str) -> None:
         """Free the memory of a snapshot that failed.  Best effort: an agent that is gone has nothing to

@@ -78,6 +78,7 @@ class Client:
         self._silent_s = 0.0
         """Seconds for which an agent that was silent is left alone; 0: it was not silent."""
         self._again_at = 0.0
+        self._has_answered = False
 
     def abort_waits(self) -> None:
         """End every call under way with AgentUnreachable, and later ones after a second."""
@@ -241,9 +242,10 @@ class Client:
             raise self.silence()
         found = self.look()
         if found == "there":
+            self._has_answered = True
             self.ask_again()
             return
-        if found == "silent" and self._silent_s:
+        if found == "silent" and (self._silent_s or self._still_silent()):
             raise self._was_silent()
         check_can_serve()
         with translated("make", "", str(self.root)):
@@ -267,6 +269,11 @@ class Client:
                     hint=f"its log is {self.root}/agent.log",
                 )
             time.sleep(0.02)
+
+    def _still_silent(self) -> bool:
+        """True if an agent that has answered before runs, and does not answer a second time: training waits
+        for it.  Of a new one it is known only that it takes its time."""
+        return self._has_answered and self.is_running() and self.look() == "silent"
 
     def _spawn(self, options: list[str]) -> subprocess.Popen[bytes]:
         path, variables = self.root / "agent.log", {"HOLDFAST_MEMORY_DIR": str(self.root)}

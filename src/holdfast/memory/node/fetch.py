@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import http.client
 import socket
-import threading
 import time
 from contextlib import suppress
+from typing import Any
 
 from holdfast.errors import AgentUnreachable, Corrupt, HoldfastError, NotFound
 from holdfast.events import count
@@ -23,15 +23,16 @@ SLOWEST = 1e6
 
 
 class Peer:
-    """Another node's agent.  Thread-safe: each thread keeps a connection of its own."""
+    """Another node's agent.  Thread-safe: it has as many connections as threads have asked at once."""
 
     def __init__(self, card: Card, patience_s: float = PATIENCE_S) -> None:
         self.address = card.address
         self._fingerprint = card.fingerprint
         self._headers = {"Authorization": f"Bearer {card.token}"}
         self._patience_s = patience_s
-        self._local = threading.local()
-        self._lines: list[http.client.HTTPConnection] = []
+        self._open: set[http.client.HTTPConnection] = set()
+        self._idle: list[http.client.HTTPConnection] = []
+        """Those of the open ones that no thread asks by."""
 
     def get(self, path: str) -> bytes:
         """A whole answer."""
@@ -50,7 +51,7 @@ class Peer:
 
     def hang_up(self) -> None:
         """End every wait for an answer with AgentUnreachable; from any thread."""
-        for line in self._lines:
+        for line in list(self._open):
             sock = line.sock
             if sock is not None:
                 with suppress(OSError):
@@ -59,24 +60,40 @@ class Peer:
     def _asked(
         self, path: str, headers: dict[str, str], into: memoryview | None, verb: str = "GET"
     ) -> bytes:
-        kept = getattr(self._local, "line", None)
+        kept = None
+        with suppress(IndexError):
+            kept = self._idle.pop()
         try:
-            return self._ask(path, headers, into, verb)
+            return self._ask(kept or self._line(), path, headers, into, verb)
         except (OSError, http.client.HTTPException) as error:
-            self._hang_up()
             if kept is None or isinstance(error, TimeoutError | http.client.IncompleteRead):
                 raise self._unreachable(error) from None
         try:  # a connection that was kept may have been closed at the other end
-            return self._ask(path, headers, into, verb)
+            return self._ask(self._line(), path, headers, into, verb)
         except (OSError, http.client.HTTPException) as error:
-            self._hang_up()
             raise self._unreachable(error) from None
 
-    def _ask(self, path: str, headers: dict[str, str], into: memoryview | None, verb: str) -> bytes:
-        line: http.client.HTTPConnection | None = getattr(self._local, "line", None)
-        if line is None:
-            line = self._local.line = self._line()
-            self._lines.append(line)
+    def _ask(self, line: http.client.HTTPConnection, *asked: Any) -> bytes:
+        """Ask by a connection, which is kept for the next one, of any thread, if all went well."""
+        self._open.add(line)
+        try:
+            answer = self._answer(line, *asked)
+        except BaseException:
+            self._open.discard(line)
+            with suppress(OSError):
+                line.close()
+            raise
+        self._idle.append(line)
+        return answer
+
+    def _answer(
+        self,
+        line: http.client.HTTPConnection,
+        path: str,
+        headers: dict[str, str],
+        into: memoryview | None,
+        verb: str,
+    ) -> bytes:
         line.request(verb, path, headers=headers)
         response = line.getresponse()
         if response.status not in (200, 206):
@@ -113,11 +130,3 @@ class Peer:
             f"agent at {self.address} does not answer: {type(error).__name__}: {error}",
             hint="is that node up, and its port open to this one?",
         )
-
-    def _hang_up(self) -> None:
-        line = getattr(self._local, "line", None)
-        if line is not None:
-            self._lines.remove(line)
-            with suppress(OSError):
-                line.close()
-            self._local.line = None
