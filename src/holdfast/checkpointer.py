@@ -192,13 +192,15 @@ class Checkpointer:
     def step(self, step: int) -> None:
         """Call after each optimizer step, with its number: saves if one is due.
 
-        Copies buffers and plain values, then returns; waits for room in a full queue of records, and
-        with `Auto` at each tenth step for rank 0.  Failures of earlier saves are told here (`on_error`).
+        Copies buffers and plain values, then returns; waits for room in a full queue of records, with
+        `Auto` at each tenth step for rank 0, and for the whole copy if steps are in a CUDA graph.
+        Failures of earlier saves are told here (`on_error`).
         After SIGTERM, with `sigterm_s`, it saves and raises SystemExit(143).
         """
         step = step_of(step, "Checkpointer.step")
         self._check_ready()
         events.last_step = step
+        self._tiers.saver.look(step)
         rest()
         self._look_back()
         if self._stop is not None and self._stop.now(step):
@@ -351,7 +353,8 @@ class Checkpointer:
 
     def _look_back(self) -> None:
         """See what there is to be told."""
-        for tier in (self._tiers.durable, self._tiers.memory, self._tiers.upload):
+        tiers = self._tiers
+        for tier in (tiers.saver, tiers.durable, tiers.memory, tiers.upload):
             while tier is not None and tier.news:
                 self._notices.warn(tier.news.pop(0))
         self._saves.look_back()

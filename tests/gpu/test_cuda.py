@@ -92,6 +92,38 @@ def test_the_copy_waits_for_queued_kernels(tmp_path: Path) -> None:
     check_saved(tmp_path, 1, copies(net, optimizer))
 
 
+@pytest.mark.parametrize("captured", ["before", "after"])
+def test_steps_in_a_graph_come_after_the_copy(tmp_path: Path, captured: str) -> None:
+    """A replay calls no hooks and counts no writes; also if captured before there are saves."""
+    net, optimizer = make(0, capturable=True)
+    x, graph = torch.ones(16, 2048, device="cuda"), torch.cuda.CUDAGraph()
+    state = {"model": net, "optim": optimizer}
+
+    def capture() -> None:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            train(net, optimizer, 3)
+        torch.cuda.current_stream().wait_stream(stream)
+        optimizer.zero_grad()
+        with torch.cuda.graph(graph):
+            net(x).backward()
+            optimizer.step()
+
+    if captured == "before":
+        capture()
+    with holdfast.Checkpointer(tmp_path, state) as ckpt:
+        if captured == "after":
+            capture()
+        expected = {}
+        for step in range(1, 6):
+            graph.replay()
+            expected[step] = copies(net, optimizer)
+            ckpt.save(step)
+    for step, tensors in expected.items():
+        check_saved(tmp_path, step, tensors)
+
+
 @pytest.mark.parametrize("options", [{}, {"fused": True}, {"capturable": True}, {"foreach": False}])
 def test_goes_on_bit_by_bit(tmp_path: Path, options: dict[str, bool]) -> None:
     """With dropout: the device's random numbers go on too."""

@@ -18,6 +18,7 @@ from holdfast.errors import UsageError
 from holdfast.memory.decision import of_all
 from holdfast.memory.feed import Feed
 from holdfast.memory.twin import Gradient, Twin
+from holdfast.saving import saver
 from holdfast.saving.exactness import Exactness
 from holdfast.state import snapshot
 from memory.agents import kill
@@ -222,6 +223,24 @@ def test_weights_that_are_written_elsewhere(folder: Path, when: str) -> None:
     ]
     expected = run.values()
     assert run.restore() == 6
+    same(run.values(), expected)
+    run.ckpt.close()
+
+
+def test_a_step_that_calls_no_hooks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in a device's graph, which writes uncounted: the replica has missed it, and is not copied."""
+    monkeypatch.setattr(saver, "first_device", lambda live: torch.device("cpu"))
+    run = Run(folder)
+    for _ in range(4):
+        run.train()
+        run.save()
+    assert run.seen("feed.followed")
+    run.step += 1
+    for p in run.model.parameters():
+        p.data.mul_(0.5)
+    run.save()
+    expected = run.values()
+    assert run.restore() == 5
     same(run.values(), expected)
     run.ckpt.close()
 

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import nn
 
 import holdfast
 from holdfast import events
+from holdfast.saving import saver
 from holdfast.state import snapshot, window
 
 WAIT_S = 120.0
@@ -275,3 +277,95 @@ def test_a_state_that_grows_is_planned_anew(run: Run, tmp_path: Path) -> None:
     run.optimizer.param_groups.pop()
     run.ckpt.save(3).wait(WAIT_S)
     assert different(saved(tmp_path, 3), run.copy()) == []
+
+
+def replay(run: Run) -> None:
+    """A step as a device's graph makes it: no hook is called, no write counted."""
+    for p in run.net.parameters():
+        p.data.add_(1)
+        for value in run.optimizer.state[p].values():
+            value.data.add_(1)
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the tensors pass for those of a device, which has graphs."""
+    monkeypatch.setattr(saver, "first_device", lambda live: torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("call", ["step", "save"])
+def test_a_step_that_calls_no_hooks_comes_after_the_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """From the first save on: the steps with hooks were before the training came to the last step."""
+    run = Run(tmp_path, every=3)
+    run.train()
+    returned = threading.Event()
+
+    def late(copy: Callable[[], None]) -> None:
+        assert not returned.wait(0.3), "the call did not wait"
+        copy()
+
+    with run.ckpt, around_copy(monkeypatch, late):
+        for step in (1, 2, 3):
+            before = run.copy()
+            run.ckpt.save(step) if call == "save" and step == 3 else run.ckpt.step(step)
+            replay(run)
+        returned.set()
+        run.ckpt.wait()
+    assert different(saved(tmp_path, 3), before) == []
+
+
+def test_nothing_waits_without_a_device_or_after_a_step_with_hooks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    returned = threading.Event()
+
+    def late(copy: Callable[[], None]) -> None:
+        assert returned.wait(WAIT_S), "the call waited"
+        copy()
+
+    with Run(tmp_path).ckpt as ckpt, around_copy(monkeypatch, late):
+        ckpt.save(1)
+        returned.set()
+        ckpt.wait()
+    monkeypatch.setattr(saver, "first_device", lambda live: torch.device("cpu"))
+    run = Run(tmp_path, every=2)
+    with run.ckpt as ckpt, around_copy(monkeypatch, late):
+        run.train()
+        ckpt.step(1)
+        returned.clear()
+        ckpt.save(1)
+        returned.set()
+        ckpt.wait()
+
+
+@pytest.mark.usefixtures("on_device")
+def test_saves_that_hold_up_training_are_told_once(tmp_path: Path) -> None:
+    """Not of a step or two that a loss scaler skips."""
+    run, told = Run(tmp_path, every=100), list[str]()
+    for step in range(1, 20):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run.train(step in (1, 4))
+            run.ckpt.save(step).wait(WAIT_S)
+            run.ckpt.step(step)
+        told += [f"{step}: {one.message}" for one in caught]
+    run.ckpt.close()
+    assert len(told) == 1
+    assert told[0].startswith("7: each of the last 3 saves held up training")
+
+
+def test_the_gate_is_nothing_to_compile_anew(tmp_path: Path) -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    run, counter = Run(tmp_path, every=100), CompileCounter()
+    step = torch.compile(run.optimizer.step, backend=counter)
+    run.optimizer.param_groups[0]["lr"] = torch.tensor(0.01)
+    for number in range(1, 13):
+        run.ckpt.step(number)
+        run.forward()
+        step()
+    run.ckpt.close()
+    assert counter.frame_count == 1

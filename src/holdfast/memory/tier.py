@@ -160,8 +160,11 @@ class MemoryTier:
         return self.saver.begin(op, describe_live)
 
     def replica(self, op: SaveOperation) -> Replica | None:
-        """The replica that is kept current by gradients, if a snapshot can be taken from it."""
+        """The replica that is kept current by gradients, if a snapshot can be taken from it: not if it may
+        have missed steps."""
         if self._feed is None or self.saver.replicas.mode == "verify":
+            return None
+        if self.saver.is_bypassed(op.live):
             return None
         follows = self._feed.follows(op.live, durable=op.request.durable)
         return self._feed if follows else None

@@ -18,9 +18,12 @@ from holdfast.state.agreed import describe
 from holdfast.state.carrying import CarryBuffer
 from holdfast.state.live import Live, LiveTensor
 from holdfast.state.replicas import Replicas
-from holdfast.state.snapshot import SetAside
+from holdfast.state.snapshot import SetAside, first_device
 from holdfast.state.window import Gate, resting
 from holdfast.threads import Worker
+
+MOST_HELD = 3
+"""Saves in a row that hold up the training until they are copied, before the user is told."""
 
 
 def _nothing(op: SaveOperation, error: BaseException | None) -> None:
@@ -47,8 +50,12 @@ class Saver:
         self.planner = Planner(group, mesh, deadline_s)
         self.aside: SetAside = {}
         """Tensors that were set aside at the last call."""
+        self.news: list[str] = []
+        """Messages that the user is to be told."""
         self._number = 0
         self._gate = Gate()
+        self._num_held = 0
+        """Number of saves in a row that have held up the training; counted until the user is told."""
         self._described: tuple[list[Any], dict[str, str], bytes] = [], {}, describe(Live())
         """`_lie_of` each tensor, the aliases, and the description that was made from both."""
         self._worker = Worker("holdfast-saving")
@@ -69,14 +76,45 @@ class Saver:
 
     def begin(self, op: SaveOperation, describe_live: Callable[[], Live]) -> Save:
         """Start an operation: blocks as `SaveOperation.collect`, then goes on in the background; there it
-        also ends if it was interrupted, as by Ctrl-C, so that nobody waits for it."""
+        also ends if it was interrupted, as by Ctrl-C, so that nobody waits for it.  Blocks until all is
+        copied where the next step may not wait for that."""
+        is_snapshot = not (op.request.busy or op.request.is_rehearsal)
+        if is_snapshot:
+            self.look(op.step)
         try:
             op.collect(describe_live)
             if not op.request.busy:  # else the copy under way still needs the window before
                 self._gate.window = op.window
         finally:
             self._worker.submit(op.guarded, op.run)
+        if is_snapshot:
+            self._hold(op)
         return op.save
+
+    def look(self, step: int) -> None:
+        """Note that the training has come to a step; to be called at each, whether it is saved or not."""
+        self._gate.look(step)
+
+    def is_bypassed(self, live: Live) -> bool:
+        """True if the next step of an optimizer may be made without waiting for a copy: in a graph, which
+        only devices have."""
+        has_optimizer = any(kind == "optimizer" for kind, _ in live.kinds.values())
+        return self._gate.is_bypassed and has_optimizer and first_device(live) is not None
+
+    def _hold(self, op: SaveOperation) -> None:
+        """Wait until all is copied, where the next step may not.  Tells the user once, of many in a row."""
+        is_bypassed = self.is_bypassed(op.live)
+        if is_bypassed:
+            op.window.wait()
+        if self._num_held == MOST_HELD:
+            return
+        self._num_held = self._num_held + 1 if is_bypassed else 0
+        if self._num_held == MOST_HELD:
+            self.news.append(
+                f"each of the last {MOST_HELD} saves held up training until all was copied: no optimizer "
+                "called its hooks in the step before, so the next step would not have waited. Steps in a "
+                "CUDA graph are the usual reason; this is told once"
+            )
 
     def settle(self, limit_s: float | None) -> None:
         """Wait until no operation agrees or copies; TimeoutError if that takes longer than `limit_s`.

@@ -30,7 +30,7 @@ from enum import Enum, auto
 
 from holdfast.events import span
 from holdfast.state.carrying import CarriedCopies
-from holdfast.state.observer import before_every_step
+from holdfast.state.observer import before_every_step, is_captured
 from holdfast.threads import before_exit
 
 
@@ -228,13 +228,31 @@ class Gate:
     """Waits for the open window before every torch optimizer's step.
 
     It is subscribed for as long as there are saves: torch cannot bear a hook that removes itself.
+    A step that is replayed in a graph of a device calls no hooks, nor does a tensor count its writes:
+    nothing tells of it but that the training comes to its next step and has called no hook.
     """
 
     def __init__(self) -> None:
         self.window: Window | None = None
+        self.is_bypassed = True
+        """True if optimizers may make steps without calling the hook, as far as `look` has seen."""
+        self._looked_at = -1
+        self._was_called = False
+        self._is_in_graph = False
+        """True once the step of an optimizer was captured in a graph."""
         self._hook = before_every_step(self._before_step)
 
+    def look(self, step: int) -> None:
+        """See, on the training thread, whether the hook was called since it came to the step before."""
+        was_called, self._was_called = self._was_called, False
+        if was_called or step != self._looked_at:
+            self.is_bypassed = self._is_in_graph or not was_called
+        self._looked_at = step
+
     def _before_step(self) -> None:
+        self._was_called = True  # a count would have torch.compile compile each step anew
+        if is_captured():
+            self._is_in_graph = True
         if self.window is not None:
             self.window.wait()
 
