@@ -1,7 +1,9 @@
-"""Worker, 2 ranks: optimizers with other values on each rank, or states of other shapes than parameters."""
+"""Worker, 2 ranks, then 3: optimizers with other values on each rank, or states of other shapes than
+parameters; objects with sharded tensors."""
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -41,7 +44,9 @@ def built(
     torch.manual_seed(seed)
     model: nn.Module = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
     if layout == "fsdp":
-        fully_shard(model, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+        fully_shard(
+            model, mesh=init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+        )
     elif layout == "tp":
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         cuts = {"0": ColwiseParallel(), "2": RowwiseParallel()}
@@ -253,7 +258,109 @@ def sharded_tensors_beside_values_of_each_rank(root: Path) -> None:
         assert (mine.number, mine.shadow) == (rank + 1, expected)
 
 
+class Assigned(Averages):
+    """Takes the tensors that it is given for its own."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.number, self.shadow = state["number"], state["shadow"]
+
+
+class Copied(Averages):
+    """Copies what it is given into the tensors that it has."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.number = state["number"]
+        for name, value in state["shadow"].items():
+            self.shadow[name].copy_(value)
+
+
+class Holding:
+    """An object whose state has another object in it, which cannot be asked before it is built."""
+
+    def __init__(self, inner: Averages, *, built: bool = True) -> None:
+        self.inner, self.built = inner, built
+
+    def state_dict(self) -> dict[str, Any]:
+        if not self.built:
+            raise RuntimeError("not built")
+        return {"list": [1, self.inner]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not self.built:
+            self.inner.load_state_dict(state["list"][1])
+
+
+def check_averages(
+    mine: Averages, model: nn.Module, expected: dict[str, Any], number: int = 5
+) -> None:
+    """They have the values expected, and the cuts of the model's parameters: the next average can be
+    made."""
+    assert (mine.number, {n: whole(value) for n, value in mine.shadow.items()}) == (
+        number,
+        expected,
+    )
+    for name, p in model.named_parameters():
+        average = mine.shadow[name]
+        assert type(average) is type(p.data), name
+        if isinstance(average, DTensor):
+            assert (average.placements, average.device_mesh) == (p.placements, p.device_mesh)
+            assert average._local_tensor.shape == p._local_tensor.shape
+        average.lerp_(p.detach(), 0.1)
+
+
+def sharded_tensors_of_an_object_come_back_as_they_were(root: Path) -> None:
+    """Also to another layout, and in an object in another one: as `dcp.load` has them."""
+    model, _ = built("fsdp", 0)
+    averages = Averages(model, 5)
+    expected = {name: whole(value) for name, value in averages.shadow.items()}
+    holdfast.save(root / "here", {"mine": averages}, step=1)
+    holdfast.save(root / "inside", {"mine": {"all": [Holding(averages)]}}, step=1)
+    dcp.save({"mine": averages}, checkpoint_id=root / "dcp")
+    for kind in (Assigned, Copied):
+        for layout in ("fsdp", "tp"):
+            model, _ = built(layout, 1)
+            mine, inner, theirs = kind(model, 0), kind(model, 0), kind(model, 0)
+            holdfast.load(root / "here", {"mine": mine})
+            check_averages(mine, model, expected)
+            holdfast.load(root / "inside", {"mine": {"all": [Holding(inner)]}})
+            check_averages(inner, model, expected)
+            dcp.load({"mine": theirs}, checkpoint_id=root / "dcp")
+            check_averages(theirs, model, expected)
+
+
+def an_object_that_cannot_be_asked_gets_whole_tensors(root: Path) -> None:
+    """On one rank, while the other's has the tensors; nobody waits for the other."""
+    model, _ = built("fsdp", 0)
+    averages, rank = Averages(model, 5), dist.get_rank()
+    expected = {name: whole(value) for name, value in averages.shadow.items()}
+    holdfast.save(root, {"mine": Holding(averages)}, step=1)
+    model, _ = built("fsdp", 1)
+    mine = Assigned(model, 0)
+    holdfast.load(root, {"mine": Holding(mine, built=rank == 0)})
+    if rank == 0:
+        assert all(isinstance(value, DTensor) for value in mine.shadow.values())
+    else:
+        assert {name: value.tolist() for name, value in mine.shadow.items()} == expected
+
+
+def averages_on_three_ranks(root: Path) -> None:
+    """What two ranks have saved."""
+    saved = root.parent / sharded_tensors_of_an_object_come_back_as_they_were.__name__
+    model, _ = built("whole", 0)
+    expected = {name: whole(p.detach()) for name, p in model.named_parameters()}
+    for kind in (Assigned, Copied):
+        model, _ = built("fsdp", 1)
+        mine, theirs = kind(model, 0), kind(model, 0)
+        holdfast.load(saved / "here", {"mine": mine})
+        check_averages(mine, model, expected)
+        dcp.load({"mine": theirs}, checkpoint_id=saved / "dcp")
+        check_averages(theirs, model, expected)
+
+
+ON_THREE = [averages_on_three_ranks]
 CASES = [
+    sharded_tensors_of_an_object_come_back_as_they_were,
+    an_object_that_cannot_be_asked_gets_whole_tensors,
     sharded_tensors_beside_values_of_each_rank,
     each_rank_gets_its_own_values_back,
     damage_that_one_rank_sees_is_passed_over_by_all,
@@ -264,4 +371,4 @@ CASES = [
 ]
 
 if __name__ == "__main__":
-    run_all(CASES)
+    run_all(CASES if os.environ["WORLD_SIZE"] == "2" else ON_THREE)

@@ -9,7 +9,7 @@ import pytest
 import holdfast
 
 from .cases import Case, check, run_module
-from .own_values_cases import CASES, Averages, built, whole
+from .own_values_cases import CASES, ON_THREE, Assigned, Averages, built, check_averages, whole
 
 pytestmark = pytest.mark.distributed
 
@@ -39,3 +39,15 @@ def test_sharded_tensors_of_an_object_on_one_rank(out: Path, failed: dict[str, l
     holdfast.load(path, {"model": model, "mine": mine})
     assert mine.number == 3
     assert mine.shadow == {name: whole(p.detach()) for name, p in expected.named_parameters()}
+
+
+def test_averages_on_other_numbers_of_ranks(out: Path, failed: dict[str, list[str]]) -> None:
+    """Three, and one whose model is not sharded."""
+    case = "sharded_tensors_of_an_object_come_back_as_they_were"
+    check(failed, case)
+    (on_three,) = ON_THREE
+    check(run_module("own_values_cases", 3, out, forked=True), on_three.__name__)
+    model, expected = built("whole", 1)[0], built("whole", 0)[0]
+    mine = Assigned(model, 0)
+    holdfast.load(out / case / "here", {"mine": mine})
+    check_averages(mine, model, {n: whole(p.detach()) for n, p in expected.named_parameters()})

@@ -12,6 +12,7 @@ from torch import nn
 import holdfast
 from holdfast import events
 from state.test_devices import Sums
+from state.test_nested_objects import Kept
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
@@ -226,3 +227,12 @@ def test_metrics_stay_on_their_device(tmp_path: Path) -> None:
     holdfast.load(tmp_path, {"sums": nn.ModuleList([again])})
     assert again.total.is_cuda and again.seen[0].is_cuda
     assert (again.total.tolist(), again.seen[0].tolist()) == ([1, 1], [1, 1, 1])
+
+
+def test_tensors_of_objects_stay_on_their_device(tmp_path: Path) -> None:
+    """Those that are too large to lie among an object's plain values."""
+    kept, again = Kept(4, 40_000), Kept(0, 40_000)
+    kept.table, again.table = kept.table.cuda(), again.table.cuda()
+    holdfast.save(tmp_path, {"kept": kept}, step=1)
+    holdfast.load(tmp_path, {"kept": again})
+    assert again.table.is_cuda and torch.equal(again.table, kept.table)

@@ -86,6 +86,30 @@ def test_objects_anywhere_stay_and_get_their_states(tmp_path: Path, size: int) -
     assert in_deque.maxlen == 4 and type(found[3]) is OrderedDict
 
 
+@pytest.mark.parametrize(("size", "times"), [(3, 0), (40_000, 1)], ids=["small", "large"])
+def test_an_object_is_asked_before_a_load_if_it_has_large_tensors(
+    tmp_path: Path, size: int, times: int
+) -> None:
+    """They are made as it has them, in the order of their dims in memory; others may draw when asked."""
+
+    class Asked(Kept):
+        times = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            self.times += 1
+            return super().state_dict()
+
+    saved, here = Asked(4, size), Asked(0, size)
+    saved.table, here.table = (
+        saved.table.reshape(-1, 1).expand(-1, 2).clone(),
+        torch.empty(2, size).t(),
+    )
+    reloaded(tmp_path, saved, here)
+    assert here.times == times
+    assert torch.equal(here.table, saved.table)
+    assert here.table.stride() == ((2, 1) if size == 3 else (1, size))
+
+
 def test_objects_of_a_tuple(tmp_path: Path) -> None:
     here = (Kept(), 1)
     found = reloaded(tmp_path, (Kept(4), 2), here)

@@ -37,9 +37,10 @@ from holdfast.restore.nested import (
     not_its_state,
     objects,
     put_state,
+    tensors_of,
     with_live,
 )
-from holdfast.restore.targets import RestoreOptions, empty_in, only_tensors, target_of
+from holdfast.restore.targets import RestoreOptions, empty_alike, empty_in, only_tensors, target_of
 from holdfast.sources import Group as ParamGroup
 from holdfast.sources import Source
 from holdfast.state.customised import OWN, Own, customised
@@ -270,6 +271,7 @@ class ExtrasRestorer:
         in_modules = set(self._tensors_of_modules())
         of_each = self._tensors_of_each_rank()
         saved = self.checkpoint.manifest.extras
+        alike = self._in_objects({*self.checkpoint.object_tensors, *of_each})
         in_deques = {name for key in self.state for name in _in_deques(saved.get(key))}
         for name in (*self.checkpoint.object_tensors, *of_each):
             key = name.split(".", 1)[0]
@@ -286,20 +288,41 @@ class ExtrasRestorer:
             if of_object:
                 live.owned.add(name)
             if of_object or not self.options.strict:
-                info = self.checkpoint.info(name)
-                box = whole(info.shape)
-                if info.shape and callable(rows := getattr(self.state[key], "rows_of_rank", None)):
-                    first, last = rows(info.shape[0])  # the object knows which it needs
-                    box = Box((first, *box.start[1:]), (last, *box.stop[1:]))
-                tensor = torch.empty(box.shape, dtype=torch_dtype(info.dtype))
-                p = self._param_of(name)
-                if isinstance(p, DTensor):
-                    tensor = self._beside(name, p, tensor)
-                    box = place(tensor, name).box if isinstance(tensor, DTensor) else box
+                tensor, box = self._memory_for(name, alike.get(name))
                 self._loaded[name] = tensor
                 index = self.checkpoint.index(name)
                 if box.size:
-                    self.wants.append(Want(index, box, target_of(local_of(tensor), info.dtype)))
+                    dtype = self.checkpoint.info(name).dtype
+                    self.wants.append(Want(index, box, target_of(local_of(tensor), dtype)))
+
+    def _memory_for(self, name: str, alike: torch.Tensor | None) -> tuple[torch.Tensor, Box]:
+        """Memory for a tensor in the state of an object, and which part of it that has.  `alike`: the one
+        that the object has now."""
+        info, value = self.checkpoint.info(name), self.state[name.split(".", 1)[0]]
+        box, dtype = whole(info.shape), torch_dtype(info.dtype)
+        if info.shape and callable(rows := getattr(value, "rows_of_rank", None)):
+            first, last = rows(info.shape[0])  # the object knows which it needs
+            box = Box((first, *box.start[1:]), (last, *box.stop[1:]))
+        elif alike is not None and (made := empty_alike(alike, info.shape, dtype)) is not None:
+            return made, place(made, name).box
+        tensor = torch.empty(box.shape, dtype=dtype)
+        p = self._param_of(name)
+        if isinstance(p, DTensor):
+            tensor = self._beside(name, p, tensor)
+            box = place(tensor, name).box if isinstance(tensor, DTensor) else box
+        return tensor, box
+
+    def _in_objects(self, names: Collection[str]) -> dict[str, torch.Tensor]:
+        """Tensors that objects of the state have now, by name, of those objects that some of the saved
+        tensors `names` go to; these are asked for their state_dict(), in one order on all ranks."""
+        slots = {s.path: s.tree for one in self._nested.values() for s in one.slots}
+        found: dict[str, torch.Tensor] = {}
+        for key, value in in_order(self.state).items() if self.options.only is None else ():
+            for path, one in objects(value, key) if not is_optimizer(value) else ():
+                if any(name.startswith(f"{path}.") for name in names):
+                    tree = slots.get(path, self.checkpoint.manifest.extras.get(path))
+                    found |= tensors_of(path, one.state_dict, tree)
+        return found
 
     def _tensors_of_each_rank(self) -> list[str]:
         """Tensors in the states of objects that each rank has saved for itself: sharded ones."""

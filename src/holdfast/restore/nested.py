@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -85,6 +86,24 @@ def _asked(ask: Callable[[], Any]) -> list[Any]:
     with suppress(Exception):
         return [ask()]
     return []
+
+
+def tensors_of(path: str, ask: Callable[[], Any], tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) of a live state, which `ask()` gives, and of the objects in it.
+
+    Of a state that cannot be asked for before its first load there are none.
+    """
+    for live in _asked(ask):
+        yield from _tensors(live, path)
+        for slot in nested(path, live, tree).slots if _has_objects(tree) else ():
+            yield from tensors_of(slot.path, slot.live.state_dict, slot.tree)
+
+
+def _tensors(live: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(live, torch.Tensor):
+        yield path, live
+    for part, one in _children(live, path):
+        yield from _tensors(one, part)
 
 
 def homeless_in(path: str, ask: Callable[[], Any], tree: Any) -> list[str]:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.rows import RAW, Array, ArrayTarget, Target
-from holdfast.errors import FormatError, UsageError
+from holdfast.errors import FormatError, HoldfastError, UsageError
 from holdfast.format.extras import MADE_OF
 from holdfast.format.manifest import TensorEntry
 from holdfast.layout import Mesh
@@ -30,7 +30,7 @@ from holdfast.sources import Master
 from holdfast.state.arrays import array_of
 from holdfast.state.customised import OWN, add_own, customised, ignored_of, refuse_own
 from holdfast.state.ignoring import trainable_marks
-from holdfast.state.kinds import writing
+from holdfast.state.kinds import PLAIN, check_kind, writing
 from holdfast.state.live import (
     Live,
     State,
@@ -54,7 +54,7 @@ from holdfast.state.optimizers import (
     own_params,
     tensors_in,
 )
-from holdfast.state.placed import is_apart, place, torch_dtype
+from holdfast.state.placed import is_apart, memory_of, place, torch_dtype
 from holdfast.state.wrappers import check_names
 
 OFFLOADED = "_hf_hook"
@@ -480,3 +480,20 @@ def empty_in(
         )
     outer = torch.empty([shape[d] for d in order], dtype=dtype, device=device)
     return outer.permute([list(order).index(d) for d in range(len(shape))])
+
+
+def empty_alike(
+    tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor | None:
+    """Memory on the device of a tensor of an object, and cut like that; None if it has another shape, or is
+    of a kind that nothing can be read into."""
+    if not isinstance(tensor, DTensor) and type(tensor) not in PLAIN:
+        return None
+    try:
+        check_kind(memory_of(tensor), "")
+        place(tensor, "")
+    except HoldfastError:
+        return None
+    if tuple(tensor.shape) != shape:
+        return None
+    return torch.empty_like(tensor, dtype=dtype, requires_grad=False)
