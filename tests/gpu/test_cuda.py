@@ -144,6 +144,34 @@ def test_goes_on_bit_by_bit(tmp_path: Path, options: dict[str, bool]) -> None:
             assert torch.equal(fresh.state[q][key], value)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.ASGD, torch.optim.NAdam, torch.optim.AdamW])
+@pytest.mark.parametrize("foreach", [False, True])
+def test_numbers_in_optimizers_go_on(tmp_path: Path, kind: Any, foreach: bool) -> None:
+    """Beside parameters of any shape, one of which is a number itself."""
+
+    def made(seed: int) -> tuple[nn.ParameterDict, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.ParameterDict({"scale": torch.randn(()), "weight": torch.randn(300)}).cuda()
+        return model, kind(model.parameters(), foreach=foreach)
+
+    def go_on(model: nn.ParameterDict, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        for _ in range(3):
+            optimizer.zero_grad()
+            (model["weight"] * model["scale"]).square().mean().backward()
+            optimizer.step()
+        return [p.detach().cpu().clone() for p in model.values()]
+
+    model, optimizer = made(0)
+    go_on(model, optimizer)
+    holdfast.save(tmp_path, {"model": model, "optim": optimizer}, step=1)
+    again, fresh = made(1)
+    holdfast.load(tmp_path, {"model": again, "optim": fresh})
+    for p in again.values():
+        places = {state: value.is_cuda for state, value in fresh.state[p].items()}
+        assert places == {state: state != "step" for state in places}
+    assert all(map(torch.equal, go_on(again, fresh), go_on(model, optimizer)))
+
+
 def test_a_write_in_the_window_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from holdfast.state import snapshot
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import holdfast
 from holdfast.format import extras
+from holdfast.restore import targets
 from holdfast.restore.extras import put_plain_states
 from holdfast.sources import Sources
 from holdfast.state import made
@@ -64,6 +67,30 @@ def test_on_the_cpu_they_are_what_they_were() -> None:
     assert here["past"][1] == there["past"][1]
     assert torch.equal(here["pair"][0], there["pair"][0])
     assert (there["pair"][1], there["n"]) == (4, 5)
+
+
+@pytest.mark.parametrize("hyper", [{}, {"capturable": True}, {"fused": True}])
+@pytest.mark.parametrize("kind", [torch.optim.ASGD, torch.optim.NAdam, torch.optim.AdamW])
+def test_numbers_go_where_torch_loads_them(
+    tmp_path: Path, kind: Any, hyper: dict[str, Any]
+) -> None:
+    """To their parameter's device, but for `step`; also beside a parameter that is a number itself."""
+    model = nn.ParameterDict({"scale": torch.tensor(2.0), "weight": torch.ones(3)})
+    optimizer = kind(model.parameters())
+    sum(p.sum() for p in model.values()).backward()
+    optimizer.step()
+    holdfast.save(tmp_path, {"model": model, "optim": optimizer}, step=1)
+    groups = [{"params": [0], **hyper}]
+    with holdfast.open(tmp_path) as checkpoint:
+        for name, p in model.items():
+            q = torch.empty_like(p, device="meta")
+            for state, value in optimizer.state[p].items():
+                by_torch = optimizer._process_value_according_to_param_policy(
+                    q, value, 0, groups, state
+                )
+                full = f"optim.{name}.{state}"
+                mine = targets._new_state(checkpoint, full, q, groups[0], None, None, None)
+                assert (mine.device, mine.shape) == (by_torch.device, by_torch.shape), full
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])

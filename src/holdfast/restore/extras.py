@@ -40,7 +40,14 @@ from holdfast.restore.nested import (
     tensors_of,
     with_live,
 )
-from holdfast.restore.targets import RestoreOptions, empty_alike, empty_in, only_tensors, target_of
+from holdfast.restore.targets import (
+    RestoreOptions,
+    counts_stay,
+    empty_alike,
+    empty_in,
+    only_tensors,
+    target_of,
+)
 from holdfast.sources import Group as ParamGroup
 from holdfast.sources import Source
 from holdfast.state.customised import OWN, Own, customised
@@ -317,7 +324,9 @@ class ExtrasRestorer:
         tensors `names` go to; these are asked for their state_dict(), in one order on all ranks."""
         slots = {s.path: s.tree for one in self._nested.values() for s in one.slots}
         found: dict[str, torch.Tensor] = {}
-        for key, value in in_order(self.state).items() if self.options.only is None else ():
+        for key, value in (
+            in_order(self.state).items() if names and self.options.only is None else ()
+        ):
             for path, one in objects(value, key) if not is_optimizer(value) else ():
                 if any(name.startswith(f"{path}.") for name in names):
                     tree = slots.get(path, self.checkpoint.manifest.extras.get(path))
@@ -760,11 +769,11 @@ def put_in_order(value: Any, state: str, lies: dict[str, list[int]]) -> None:
 
 def on_device_of(p: torch.Tensor, value: Any, group: dict[str, Any]) -> Any:
     """Return a state with tensors in lists and dicts on its parameter's device, as torch's optimizers load
-    them: all but counts under the name "step", unless the group is capturable or fused."""
-    counts_move = group.get("capturable") or group.get("fused")
+    them: all but counts under the name "step", where these stay."""
+    stays = counts_stay(group)
 
     def moved(path: tuple[Any, ...], one: Any) -> Any:
-        is_count = bool(path) and getattr(path[-1], "key", None) == "step" and not counts_move
+        is_count = bool(path) and getattr(path[-1], "key", None) == "step" and stays
         return one if is_count or not isinstance(one, torch.Tensor) else one.to(p.device)
 
     return tree_map_with_path(moved, value)

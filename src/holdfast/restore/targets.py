@@ -442,6 +442,7 @@ def _new_state(
     order: list[int] | None,
 ) -> torch.Tensor:
     """Memory for a saved state: cut like its parameter if it has its shape, else as `empty_beside` says.
+    Numbers are on the parameter's device, as torch's optimizers load them, but for counts that stay.
 
     It gets the parameter's dtype if it was saved in the saved parameter's (`was`); its dims lie in that
     `order`.
@@ -450,20 +451,25 @@ def _new_state(
     dtype = torch_dtype(info.dtype)
     if info.dtype == was and info.shape == tuple(p.shape) != ():
         dtype = p.dtype
+    is_count = name.endswith(".step")
     with torch.no_grad():
+        if info.shape == () and (is_count or p.shape != ()):
+            stays = is_count and counts_stay(group)
+            return torch.empty((), dtype=dtype, device="cpu" if stays else p.device)
         if order is not None and master is None and not isinstance(p, DTensor):
             return empty_in(order, info.shape, dtype, p.device, name)
         if info.shape == tuple(p.shape) or (master is not None and info.shape):
             return torch.empty_like(p, dtype=dtype, requires_grad=False)
-        if info.shape == ():
-            on_device = group.get("capturable") or group.get("fused")
-            device = place(p, name).local.device if on_device else torch.device("cpu")
-            return torch.empty((), dtype=dtype, device=device)
         if isinstance(p, DTensor):
             from holdfast.restore.beside import empty_beside
 
             return empty_beside(checkpoint, name, p, dtype)
         return torch.empty(info.shape, dtype=dtype, device=p.device)
+
+
+def counts_stay(group: dict[str, Any]) -> bool:
+    """True if torch's optimizers keep the counts of a group, states called "step", on the CPU."""
+    return not (group.get("capturable") or group.get("fused"))
 
 
 def empty_in(
