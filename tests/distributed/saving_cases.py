@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -180,6 +181,36 @@ def a_write_in_the_window_fails_aloud(root: Path) -> None:
     dist.barrier()
     assert files_of(root, 1) == []
     check_next_save(run)
+
+
+def weights_that_a_forward_pass_writes_fail_one_save(root: Path) -> None:
+    """Those after it are copied before the next forward pass."""
+    torch.manual_seed(0)
+    net = nn.parallel.DistributedDataParallel(nn.Embedding(300, 40, max_norm=1.0))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    forwarded, original = threading.Event(), snapshot.Copies.run
+
+    def late(copies: Any, *args: Any) -> None:
+        forwarded.wait(WAIT_S if step == 1 else 0.3)
+        original(copies, *args)
+
+    ckpt = holdfast.Checkpointer(root, {"model": net, "optim": optimizer})
+    with ckpt, patch.object(snapshot.Copies, "run", late):
+        for step in (1, 2, 3):
+            expected = net.module.weight.detach().numpy().copy()
+            forwarded.clear()
+            save = ckpt.save(step)
+            loss = net(torch.arange(100 * step - 100, 100 * step)).square().mean()
+            forwarded.set()
+            loss.backward()
+            optimizer.step()
+            if step == 1:
+                with pytest.raises(RankErrors, match=r"outside optimizer\.step\(\).*weight"):
+                    save.wait(WAIT_S)
+                continue
+            save.wait(WAIT_S)
+            with holdfast.open(root, step=step) as checkpoint:
+                assert np.array_equal(checkpoint.read("model.weight"), expected)
 
 
 def a_write_that_is_counted_after_the_copy_fails_aloud(root: Path) -> None:
@@ -698,6 +729,7 @@ def commits_are_called_for_on_every_rank(root: Path) -> None:
 CASES = [
     snapshots_are_of_the_moment_of_the_call,
     a_write_in_the_window_fails_aloud,
+    weights_that_a_forward_pass_writes_fail_one_save,
     a_write_that_is_counted_after_the_copy_fails_aloud,
     a_busy_save_is_skipped_by_all,
     a_busy_save_waits_in_the_queue,

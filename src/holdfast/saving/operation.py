@@ -38,6 +38,7 @@ from holdfast.state.snapshot import (
     FillProgress,
     Shot,
     StateView,
+    WrittenMeanwhile,
     copy_consistently,
     set_aside,
 )
@@ -357,6 +358,7 @@ class SaveOperation:
             )
             draft.filling.complete()
         except BaseException as error:
+            self.saver.was_written |= isinstance(error, WrittenMeanwhile)
             draft.filling.fail(error)
 
     # -- the end: any thread ----------------------------------------------------------------------

@@ -52,6 +52,8 @@ class Saver:
         """Tensors that were set aside at the last call."""
         self.news: list[str] = []
         """Messages that the user is to be told."""
+        self.was_written = False
+        """True once a save has failed because tensors were written while it was copied."""
         self._number = 0
         self._gate = Gate()
         self._num_held = 0
@@ -102,9 +104,10 @@ class Saver:
         return self._gate.is_bypassed and has_optimizer and first_device(live) is not None
 
     def _hold(self, op: SaveOperation) -> None:
-        """Wait until all is copied, where the next step may not.  Tells the user once, of many in a row."""
+        """Wait until all is copied, where the next step may not, or tensors may be written before.  Tells
+        the user once, of many in a row."""
         is_bypassed = self.is_bypassed(op.live)
-        if is_bypassed:
+        if is_bypassed or self.was_written:
             op.window.wait()
         if self._num_held == MOST_HELD:
             return

@@ -4,7 +4,8 @@ Parameters and optimizer state change only inside `optimizer.step()`.  So after 
 on in the background until step t + 1's optimizer step begins (`window`).  What the forward pass changes
 (buffers) is set aside at once.  A script that edits weights outside the optimizer is found by the tensors'
 version counters: then the copy is taken again, whole, while the training thread is at rest; of several
-ranks, some may have been done before the edit, so there the save fails aloud instead.
+ranks, some may have been done before the edit, so there the save fails aloud instead, and later ones hold
+up the training until they are copied: it may be the forward pass that writes.
 
 The writer follows the copier through the image (`FillProgress`), so that storage is busy from the start.
 
@@ -410,6 +411,10 @@ class Shot:
         return max(PAUSE_S, PAUSE_COPIES * took_s * max(sizes, default=0) / copied)
 
 
+class WrittenMeanwhile(HoldfastError):
+    """Tensors were written while they were copied."""
+
+
 def copy_consistently(
     shot: Shot, window: Window, *, room: CarryBuffer | None, retakes: int, rest_s: float
 ) -> None:
@@ -417,7 +422,7 @@ def copy_consistently(
 
     With `room`, what neither is copied nor read beside when the window ends is carried over in it.
     A retake begins when the training thread is at rest, for which it waits `rest_s` seconds.
-    HoldfastError if tensors changed to the last.
+    WrittenMeanwhile if tensors changed to the last.
     """
     live, before = shot.moment.live, shot.moment.versions
     carried = shot.carried(room) if room is not None and room.size else None
@@ -441,11 +446,12 @@ def copy_consistently(
             took_s = shot.take(None)
     finally:
         window.done()
-    raise HoldfastError(
+    raise WrittenMeanwhile(
         f"weights were written outside optimizer.step() while they were copied: {names}",
         step=shot.step,
         hint="make such changes before you call step() or save(), or after wait(), not between a save "
-        "and the next optimizer step",
+        "and the next optimizer step; as a forward pass may have made them, each later save holds up "
+        "training until it is copied",
     )
 
 
