@@ -328,6 +328,24 @@ def sharded_tensors_of_an_object_come_back_as_they_were(root: Path) -> None:
             check_averages(theirs, model, expected)
 
 
+def replicated_tensors_of_an_object_are_on_its_mesh(root: Path) -> None:
+    """They are saved among its values if they are small, as a bias is that tensor parallelism leaves whole;
+    so are those of an object that is not sharded, but for a large one."""
+    for source in ("tp", "whole"):
+        model, _ = built(source, 0)
+        averages = Averages(model, 5)
+        averages.shadow["large"] = torch.arange(20_000.0)
+        expected = {name: whole(value) for name, value in averages.shadow.items()}
+        holdfast.save(root / source, {"mine": averages}, step=1)
+        for kind in (Assigned, Copied):
+            for layout in ("tp", "fsdp"):
+                model, _ = built(layout, 1)
+                mine = kind(model, 0)
+                mine.shadow["large"] = torch.zeros(20_000)
+                holdfast.load(root / source, {"mine": mine})
+                check_averages(mine, model, expected)
+
+
 def an_object_that_cannot_be_asked_gets_whole_tensors(root: Path) -> None:
     """On one rank, while the other's has the tensors; nobody waits for the other."""
     model, _ = built("fsdp", 0)
@@ -360,6 +378,7 @@ def averages_on_three_ranks(root: Path) -> None:
 ON_THREE = [averages_on_three_ranks]
 CASES = [
     sharded_tensors_of_an_object_come_back_as_they_were,
+    replicated_tensors_of_an_object_are_on_its_mesh,
     an_object_that_cannot_be_asked_gets_whole_tensors,
     sharded_tensors_beside_values_of_each_rank,
     each_rank_gets_its_own_values_back,

@@ -39,6 +39,7 @@ from holdfast.restore.nested import (
     put_state,
     tensors_of,
     with_live,
+    with_tensors,
 )
 from holdfast.restore.targets import (
     RestoreOptions,
@@ -115,6 +116,8 @@ class ExtrasRestorer:
         """Parameters by what names of their states begin with, by key of optimizers looked at."""
         self._nested: dict[str, Nested] = {}
         """Objects inside lists and dicts, by key of the state."""
+        self._alike: dict[str, torch.Tensor] = {}
+        """Tensors that objects have now, by name, of those objects to which saved tensors go."""
         self._live = live
         live.keys = set(state)
         if options.only is None:
@@ -278,7 +281,7 @@ class ExtrasRestorer:
         in_modules = set(self._tensors_of_modules())
         of_each = self._tensors_of_each_rank()
         saved = self.checkpoint.manifest.extras
-        alike = self._in_objects({*self.checkpoint.object_tensors, *of_each})
+        self._alike = self._in_objects({*self.checkpoint.object_tensors, *of_each})
         in_deques = {name for key in self.state for name in _in_deques(saved.get(key))}
         for name in (*self.checkpoint.object_tensors, *of_each):
             key = name.split(".", 1)[0]
@@ -295,18 +298,17 @@ class ExtrasRestorer:
             if of_object:
                 live.owned.add(name)
             if of_object or not self.options.strict:
-                tensor, box = self._memory_for(name, alike.get(name))
+                tensor, box = self._memory_for(name)
                 self._loaded[name] = tensor
                 index = self.checkpoint.index(name)
                 if box.size:
                     dtype = self.checkpoint.info(name).dtype
                     self.wants.append(Want(index, box, target_of(local_of(tensor), dtype)))
 
-    def _memory_for(self, name: str, alike: torch.Tensor | None) -> tuple[torch.Tensor, Box]:
-        """Memory for a tensor in the state of an object, and which part of it that has.  `alike`: the one
-        that the object has now."""
+    def _memory_for(self, name: str) -> tuple[torch.Tensor, Box]:
+        """Memory for a tensor in the state of an object, and which part of it that has."""
         info, value = self.checkpoint.info(name), self.state[name.split(".", 1)[0]]
-        box, dtype = whole(info.shape), torch_dtype(info.dtype)
+        box, dtype, alike = whole(info.shape), torch_dtype(info.dtype), self._alike.get(name)
         if info.shape and callable(rows := getattr(value, "rows_of_rank", None)):
             first, last = rows(info.shape[0])  # the object knows which it needs
             box = Box((first, *box.start[1:]), (last, *box.stop[1:]))
@@ -332,6 +334,17 @@ class ExtrasRestorer:
                     tree = slots.get(path, self.checkpoint.manifest.extras.get(path))
                     found |= tensors_of(path, one.state_dict, tree)
         return found
+
+    def _put_alike(self, name: str, tree: Any) -> Any:
+        """Refer to a tensor that lies in the state of an object by name, if the object has one there now,
+        and have it loaded as that is."""
+        alike, tensor = self._alike.get(name), outline_tensor(tree["$tensor"])
+        if alike is None or (made := empty_alike(alike, tuple(tensor.shape), tensor.dtype)) is None:
+            return tree
+        part = place(made, name)
+        part.local.copy_(tensor[part.box.within((0,) * tensor.ndim)])
+        self._loaded[name] = made
+        return {"$at": name}
 
     def _tensors_of_each_rank(self) -> list[str]:
         """Tensors in the states of objects that each rank has saved for itself: sharded ones."""
@@ -591,7 +604,9 @@ class ExtrasRestorer:
             put_groups(key, groups, tree, pairs, self._decode, self._live.unfit)
             if not source.by_master:
                 put_plain_states(key, value, source, tree, pairs, self._decode, self._live.unfit)
-        elif is_stateful(value):
+            return
+        tree = with_tensors(key, tree, self._put_alike) if self._alike else tree
+        if is_stateful(value):
             put_state(key, value, tree, self._decode)
         else:
             self.state[key] = self._merge(key, value, tree)

@@ -106,6 +106,15 @@ def _tensors(live: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
         yield from _tensors(one, part)
 
 
+def with_tensors(path: str, tree: Any, put: Callable[[str, Any], Any]) -> Any:
+    """Return a saved tree with `put(name, tree)` in the place of each tensor written in the tree."""
+    if isinstance(tree, dict) and tree.keys() == {"$tensor"}:
+        return put(path, tree)
+    if isinstance(tree, dict) and tree.keys() == {OBJECT}:
+        return {OBJECT: with_tensors(path, tree[OBJECT], put)}
+    return _rebuilt(tree, path, lambda part, one: with_tensors(part, one, put))
+
+
 def homeless_in(path: str, ask: Callable[[], Any], tree: Any) -> list[str]:
     """Problems: saved states of objects for which `with_live` would find none."""
     lines: list[str] = []
