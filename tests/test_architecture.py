@@ -200,6 +200,7 @@ SELDOM = (
     "holdfast.group.pulse",
     "holdfast.group.window",
     "holdfast.layout.view",
+    "holdfast.state.carrying",
     "holdfast.state.deepspeed",
     "holdfast.state.deepspeed_parts",
     "holdfast.restore.beside",

@@ -200,7 +200,7 @@ class Checkpointer:
         step = step_of(step, "Checkpointer.step")
         self._check_ready()
         events.last_step = step
-        self._tiers.saver.look(step)
+        self._tiers.saver.gate.look(step)
         rest()
         self._look_back()
         if self._stop is not None and self._stop.now(step):

@@ -19,7 +19,7 @@ from torch import nn
 
 import holdfast
 from holdfast import events
-from holdfast.saving import saver
+from holdfast.saving import holding
 from holdfast.state import snapshot, window
 
 WAIT_S = 120.0
@@ -290,7 +290,7 @@ def replay(run: Run) -> None:
 @pytest.fixture
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the tensors pass for those of a device, which has graphs."""
-    monkeypatch.setattr(saver, "first_device", lambda live: torch.device("cpu"))
+    monkeypatch.setattr(holding, "first_device", lambda live: torch.device("cpu"))
 
 
 @pytest.mark.usefixtures("on_device")
@@ -330,7 +330,7 @@ def test_nothing_waits_without_a_device_or_after_a_step_with_hooks(
         ckpt.save(1)
         returned.set()
         ckpt.wait()
-    monkeypatch.setattr(saver, "first_device", lambda live: torch.device("cpu"))
+    monkeypatch.setattr(holding, "first_device", lambda live: torch.device("cpu"))
     run = Run(tmp_path, every=2)
     with run.ckpt as ckpt, around_copy(monkeypatch, late):
         run.train()

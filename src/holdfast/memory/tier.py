@@ -33,6 +33,7 @@ from holdfast.restore.targets import RestoreOptions
 from holdfast.saving import Draft, Request, Save, SaveOperation, Saver
 from holdfast.saving.commit import manifest_of, written
 from holdfast.saving.durable import Durable
+from holdfast.saving.holding import is_bypassed
 from holdfast.saving.messages import Written
 from holdfast.saving.operation import Replica
 from holdfast.state.live import Live, State
@@ -164,7 +165,7 @@ class MemoryTier:
         have missed steps."""
         if self._feed is None or self.saver.replicas.mode == "verify":
             return None
-        if self.saver.is_bypassed(op.live):
+        if is_bypassed(self.saver, op.live):
             return None
         follows = self._feed.follows(op.live, durable=op.request.durable)
         return self._feed if follows else None

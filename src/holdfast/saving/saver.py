@@ -7,7 +7,7 @@ the very one of then or lies alike, and with it the plan.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from holdfast.group import Group
 from holdfast.layout import Mesh
@@ -15,15 +15,14 @@ from holdfast.saving.handle import Save
 from holdfast.saving.operation import Companion, Draft, Request, SaveOperation, Tier
 from holdfast.saving.planning import Planner
 from holdfast.state.agreed import describe
-from holdfast.state.carrying import CarryBuffer
 from holdfast.state.live import Live, LiveTensor
 from holdfast.state.replicas import Replicas
-from holdfast.state.snapshot import SetAside, first_device
+from holdfast.state.snapshot import SetAside
 from holdfast.state.window import Gate, resting
 from holdfast.threads import Worker
 
-MOST_HELD = 3
-"""Saves in a row that hold up the training until they are copied, before the user is told."""
+if TYPE_CHECKING:
+    from holdfast.state.carrying import CarryBuffer
 
 
 def _nothing(op: SaveOperation, error: BaseException | None) -> None:
@@ -45,8 +44,12 @@ class Saver:
         self.group = group
         self.deadline_s = deadline_s
         self.replicas = Replicas(replicas)
-        self.room = CarryBuffer(carry_bytes)
-        """Memory for what is not copied when the window ends."""
+        self.room: CarryBuffer | None = None
+        """Memory for what is not copied when the window ends, where it was asked for."""
+        if carry_bytes:
+            from holdfast.state.carrying import CarryBuffer
+
+            self.room = CarryBuffer(carry_bytes)
         self.planner = Planner(group, mesh, deadline_s)
         self.aside: SetAside = {}
         """Tensors that were set aside at the last call."""
@@ -55,9 +58,7 @@ class Saver:
         self.was_written = False
         """True once a save has failed because tensors were written while it was copied."""
         self._number = 0
-        self._gate = Gate()
-        self._num_held = 0
-        """Number of saves in a row that have held up the training; counted until the user is told."""
+        self.gate = Gate()
         self._described: tuple[list[Any], dict[str, str], bytes] = [], {}, describe(Live())
         """`_lie_of` each tensor, the aliases, and the description that was made from both."""
         self._worker = Worker("holdfast-saving")
@@ -82,42 +83,18 @@ class Saver:
         copied where the next step may not wait for that."""
         is_snapshot = not (op.request.busy or op.request.is_rehearsal)
         if is_snapshot:
-            self.look(op.step)
+            self.gate.look(op.step)
         try:
             op.collect(describe_live)
             if not op.request.busy:  # else the copy under way still needs the window before
-                self._gate.window = op.window
+                self.gate.window = op.window
         finally:
             self._worker.submit(op.guarded, op.run)
-        if is_snapshot:
-            self._hold(op)
+        if is_snapshot and (self.gate.is_bypassed or self.was_written):
+            from holdfast.saving.holding import hold
+
+            hold(self, op)
         return op.save
-
-    def look(self, step: int) -> None:
-        """Note that the training has come to a step; to be called at each, whether it is saved or not."""
-        self._gate.look(step)
-
-    def is_bypassed(self, live: Live) -> bool:
-        """True if the next step of an optimizer may be made without waiting for a copy: in a graph, which
-        only devices have."""
-        has_optimizer = any(kind == "optimizer" for kind, _ in live.kinds.values())
-        return self._gate.is_bypassed and has_optimizer and first_device(live) is not None
-
-    def _hold(self, op: SaveOperation) -> None:
-        """Wait until all is copied, where the next step may not, or tensors may be written before.  Tells
-        the user once, of many in a row."""
-        is_bypassed = self.is_bypassed(op.live)
-        if is_bypassed or self.was_written:
-            op.window.wait()
-        if self._num_held == MOST_HELD:
-            return
-        self._num_held = self._num_held + 1 if is_bypassed else 0
-        if self._num_held == MOST_HELD:
-            self.news.append(
-                f"each of the last {MOST_HELD} saves held up training until all was copied: no optimizer "
-                "called its hooks in the step before, so the next step would not have waited. Steps in a "
-                "CUDA graph are the usual reason; this is told once"
-            )
 
     def settle(self, limit_s: float | None) -> None:
         """Wait until no operation agrees or copies; TimeoutError if that takes longer than `limit_s`.
@@ -129,7 +106,7 @@ class Saver:
 
     def close(self) -> None:
         """Let every later optimizer step pass."""
-        self._gate.close()
+        self.gate.close()
         self._worker.shutdown()
 
     # -- saving thread ----------------------------------------------------------------------------
@@ -146,7 +123,7 @@ class Saver:
 
     def make_room(self, draft: Draft) -> None:
         """Make the memory for what will have to be carried over, where such memory was asked for."""
-        if self.room.size and draft.layout is not None:
+        if self.room is not None and draft.layout is not None:
             _, copies = draft.layout
             self.room.make(source.device for source in copies.sources)
 

@@ -45,7 +45,6 @@ from types import FrameType
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
-import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
@@ -201,11 +200,6 @@ def before_every_step(call: Callable[[], None]) -> Handle:
     """Have `call` called before each step of any torch optimizer, ahead of the hooks of that optimizer."""
     handle: Handle = register_optimizer_step_pre_hook(lambda *_: call())
     return handle
-
-
-def is_captured() -> bool:
-    """True if what the calling thread gives its CUDA stream goes into a graph."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def calls_hooks(optimizer: Any) -> bool:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -31,10 +31,12 @@ from holdfast.format.image import Image
 from holdfast.format.manifest import TensorEntry
 from holdfast.layout import Box
 from holdfast.state.arrays import array_of
-from holdfast.state.carrying import CarriedCopies, CarryBuffer
 from holdfast.state.live import Live
 from holdfast.state.window import Window
 from holdfast.state.writes import address_and_strides
+
+if TYPE_CHECKING:
+    from holdfast.state.carrying import CarriedCopies, CarryBuffer
 
 MAX_RETAKES = 100
 MARK_BYTES = 4 << 20
@@ -384,6 +386,8 @@ class Shot:
 
     def carried(self, room: CarryBuffer) -> CarriedCopies:
         """All that is read; with `room`, what is left when the window ends is carried over."""
+        from holdfast.state.carrying import CarriedCopies
+
         beside = self.beside.sources if self.beside is not None else []
         return CarriedCopies(
             self.copies.sources + beside, room, partial(self.unchanged, self.moment.versions)

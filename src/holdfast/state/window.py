@@ -27,11 +27,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+import torch
 
 from holdfast.events import span
-from holdfast.state.carrying import CarriedCopies
-from holdfast.state.observer import before_every_step, is_captured
+from holdfast.state.observer import before_every_step
 from holdfast.threads import before_exit
+
+if TYPE_CHECKING:
+    from holdfast.state.carrying import CarriedCopies
 
 
 class Phase(Enum):
@@ -228,18 +233,16 @@ class Gate:
     """Waits for the open window before every torch optimizer's step.
 
     It is subscribed for as long as there are saves: torch cannot bear a hook that removes itself.
-    A step that is replayed in a graph of a device calls no hooks, nor does a tensor count its writes:
-    nothing tells of it but that the training comes to its next step and has called no hook.
     """
 
     def __init__(self) -> None:
         self.window: Window | None = None
         self.is_bypassed = True
-        """True if optimizers may make steps without calling the hook, as far as `look` has seen."""
+        """True if a step may be made without a call of the hook: in a graph of a device."""
+        self.num_held: int | None = 0
+        """Number of saves in a row that were held for that; None once the user was told."""
         self._looked_at = -1
-        self._was_called = False
-        self._is_in_graph = False
-        """True once the step of an optimizer was captured in a graph."""
+        self._was_called = self._is_in_graph = False
         self._hook = before_every_step(self._before_step)
 
     def look(self, step: int) -> None:
@@ -247,12 +250,14 @@ class Gate:
         was_called, self._was_called = self._was_called, False
         if was_called or step != self._looked_at:
             self.is_bypassed = self._is_in_graph or not was_called
+        if self.num_held and not self.is_bypassed:
+            self.num_held = 0
         self._looked_at = step
 
     def _before_step(self) -> None:
         self._was_called = True  # a count would have torch.compile compile each step anew
-        if is_captured():
-            self._is_in_graph = True
+        if torch.cuda.is_initialized() and not torch.compiler.is_compiling():
+            self._is_in_graph |= torch.cuda.is_current_stream_capturing()
         if self.window is not None:
             self.window.wait()
 
