@@ -67,6 +67,39 @@ def test_a_wait_that_nobody_sees_does_not_end_the_run(tmp_path: Path) -> None:
     assert done.stderr.count("it needs a larger --hang-s") == 1
 
 
+STALLS = """
+import os, signal, sys, time
+import torch.distributed as dist
+import holdfast
+
+@holdfast.recoverable
+def main():
+    dist.init_process_group("gloo")
+    attempt, rank = os.environ["HOLDFAST_ATTEMPT"], dist.get_rank()
+    if attempt == "2":
+        time.sleep(100)  # as in a restore from storage that does not answer
+    with holdfast.Checkpointer(sys.argv[1] + "/root", {"progress": {"n": 1}}, every=1000) as ckpt:
+        for step in range(1, 6):
+            dist.barrier()
+            ckpt.step(step)
+            time.sleep(0.5)
+        if (attempt, rank) == ("1", 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+    dist.destroy_process_group()
+
+main()
+"""
+
+
+def test_a_stall_before_the_first_step_is_no_fault_of_a_new_process(tmp_path: Path) -> None:
+    """It has done no step, and the others none in this attempt: nobody is behind."""
+    done = ran(STALLS, tmp_path, "--max-restarts=1")
+    assert done.returncode == 0, done.stderr
+    assert "(before the first of this attempt; to blame: all)" in done.stderr
+    assert done.stderr.count("all may be still for") == 1
+
+
 def test_a_limit_that_was_asked_for_is_the_users_word(tmp_path: Path) -> None:
     done = ran(EVALUATES, tmp_path, "--hang-s=4")
     assert done.returncode == 1

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
-from holdfast.run.channel import LauncherEnd, Left
+from holdfast.run.channel import Beat, LauncherEnd, Left
 from holdfast.run.forkserver import ForkServer
 from holdfast.run.workers import Launch, RankProcess, Workers
 
@@ -40,6 +40,19 @@ def test_who_was_stuck_is_not_in_the_next_attempt(workers: Workers) -> None:
     workers.enter({0: {}})
     assert workers.worker(0).left is None
     assert not workers.worker(0).is_stuck
+
+
+def test_the_step_of_the_attempt_before_is_one_when_it_is_done_again(workers: Workers) -> None:
+    worker = workers.worker(0)
+    workers._note(worker, Beat(attempt=1, step=3))
+    assert worker.progress.reached == 3
+    workers.enter({0: {}})
+    for late in (Beat(attempt=1, step=3), Beat(attempt=2, step=0)):
+        workers._note(worker, late)
+        assert worker.progress.reached == 0
+    assert worker.step == 3  # at which it failed, as far as anybody knows
+    workers._note(worker, Beat(attempt=2, step=3))
+    assert worker.progress.reached == 3
 
 
 def test_nothing_but_a_file_is_deleted_as_the_report_of_an_error(

@@ -3,7 +3,7 @@
 launcher                          worker
    ◄── Marked ───────────────────   it has come to its recoverable function
    ─── Enter(attempt, ranks) ────►  a spare, or one that has left, takes a rank
-   ◄── Beat(step, commits) ──────   it has done that step; so many saves are complete
+   ◄── Beat(attempt, step, ...) ─   it has done that step; so many saves are complete
    ◄── Moved ────────────────────   it has not, for a while, but is at something else than before
    ─── Leave(attempt, ranks) ────►  a peer is lost: it cuts its connections, and leaves the function
    ◄── Stuck(attempt) ───────────   it cannot: it waits in a collective that nothing ends
@@ -43,8 +43,10 @@ class Enter(msgspec.Struct, frozen=True, tag=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """`commits`: how many times a newer step was complete, in memory or in storage."""
+    """`step`: the last that was done in this attempt, 0 before the first; `commits`: how many times a newer
+    step was complete, in memory or in storage."""
 
+    attempt: int
     step: int
     commits: int = 0
 

@@ -36,6 +36,7 @@ class Progress:
     since: float
     """When it was heard to have done its last step, or entered."""
     step: int = 0
+    """The last step that it has done, in this attempt or in one before."""
     moved: float = 0.0
     """When it was heard last to be at something else than before, without having done a step."""
     has_stepped: bool = False
@@ -44,6 +45,11 @@ class Progress:
     def enter(self, now: float) -> None:
         """Begin an attempt."""
         self.since, self.has_stepped = now, False
+
+    @property
+    def reached(self) -> int:
+        """The last step that it has done in this attempt; 0 before the first."""
+        return self.step if self.has_stepped else 0
 
 
 class StepPace:

@@ -234,6 +234,7 @@ class _Launched:
             self._is_out.set()
 
     def _enter(self, word: Enter) -> None:
+        events.last_step = 0  # before the number of the attempt, for `_beat` reads that first
         self._attempt = word.attempt
         os.environ.update(word.environment)
         os.environ[WATCHDOG] = self._watchdog
@@ -310,7 +311,7 @@ class _Launched:
 
     def _beat(self) -> None:
         """Say which steps are done and saved; and where none is, now and then, that this process moves."""
-        said, said_at, has_saved = Beat(0), 0.0, threading.Event()
+        said, said_at, has_saved = Beat(0, 0), 0.0, threading.Event()
         commits, movement = Commits(), Movement()
 
         def note(event: events.Event) -> None:
@@ -322,8 +323,9 @@ class _Launched:
         with events.listen(note):
             while not self.is_over:
                 has_saved.clear()
-                commits.at(self._attempt, events.last_step)
-                beat, now = Beat(events.last_step, commits.number), time.monotonic()
+                attempt, step, now = self._attempt, events.last_step, time.monotonic()
+                commits.at(attempt, step)
+                beat = Beat(attempt, step, commits.number)
                 if beat != said:
                     self._end.say(beat)
                     said, said_at = beat, now

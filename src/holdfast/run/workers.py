@@ -521,7 +521,7 @@ class Workers(PContext):  # type: ignore[misc]
         if isinstance(message, Marked):
             worker.is_marked = True
         elif isinstance(message, Beat):
-            if message.step != worker.step:
+            if message.attempt == self.attempt and message.step != worker.progress.reached:
                 self._pace.stepped(worker.progress, message.step, now)
             worker.commits = message.commits
             self.has_saved = self.has_saved or message.commits > 0
@@ -576,9 +576,9 @@ class Workers(PContext):  # type: ignore[misc]
             return
         self._pace.rest()
         stopped = {r for r, w in running.items() if _is_stopped(w.pid)}
-        behind = min(w.step for w in running.values())
-        ahead = max(w.step for w in running.values())
-        to_blame = stopped or {r for r, w in running.items() if w.step == behind < ahead}
+        reached = {r: w.progress.reached for r, w in running.items()}
+        behind, ahead = min(reached.values()), max(reached.values())
+        to_blame = stopped or {r for r, step in reached.items() if step == behind < ahead}
         self._tell_of_a_hang(limit_s, running, to_blame)
         self._tell_stacks([w for r, w in running.items() if r not in stopped])
         for rank in to_blame:
@@ -593,10 +593,9 @@ class Workers(PContext):  # type: ignore[misc]
     ) -> None:
         """Say that ranks hang, and note whether that is in doubt."""
         whom = ", ".join(f"local rank {r}" for r in sorted(to_blame)) or "all"
-        ahead = max(w.step for w in running.values())
-        self.launch.say(
-            f"no rank has done a step for {limit_s:.0f} s (after step {ahead}; to blame: {whom})"
-        )
+        ahead = max(w.progress.reached for w in running.values())
+        when = f"after step {ahead}" if ahead else "before the first of this attempt"
+        self.launch.say(f"no rank has done a step for {limit_s:.0f} s ({when}; to blame: {whom})")
         is_sure = bool(to_blame) or self._pace.is_sure(limit_s)
         for worker in running.values():
             worker.doubtful_s = 0.0 if is_sure else limit_s
