@@ -101,13 +101,13 @@ def test_what_torch_refuses(launch: Launch, option: str, told: str) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("text", ["import no_such_module", RAISES], ids=["import", "function"])
-def test_a_script_that_fails_on_all_ranks(launch: Launch, text: str) -> None:
+def test_a_script_that_fails_on_all_ranks(launch: Launch, text: str, tmp_path: Path) -> None:
     """Whichever rank fails first, three times are enough; the report has the lines of the script alone."""
     ran = launch(text, "--nproc-per-node=3")
     assert ran.returncode == 1
     assert ran.stderr.count("failed after step 0: ") == 3
     assert "3rd time in the same way" in ran.stderr
-    assert 'File "script.py", line ' in ran.stderr.partition("Root Cause")[2]
+    assert f'File "{tmp_path}/script.py", line ' in ran.stderr.partition("Root Cause")[2]
     assert "/holdfast/run/" not in ran.stderr and "runpy" not in ran.stderr
 
 

@@ -228,6 +228,28 @@ def test_what_a_script_is_told_is_as_under_torchrun(launcher: str, tmp_path: Pat
     }
 
 
+@pytest.mark.parametrize(
+    "words", [["./there/../script.py"], ["-m", "script"]], ids=["file", "module"]
+)
+def test_what_a_script_knows_of_its_file_is_as_under_python(
+    words: list[str], tmp_path: Path
+) -> None:
+    """It finds what lies beside it after it has gone elsewhere."""
+    (tmp_path / "there").mkdir()
+    code = "(lambda: 0).__code__.co_filename"
+    (tmp_path / "script.py").write_text(
+        f"import sys\nprint(__file__, {code}, *sys.argv, sys.path[0])\n"
+    )
+    printed = [
+        subprocess.run(
+            [sys.executable, *launcher, *words, "5"],
+            cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240, check=True,
+        ).stdout
+        for launcher in ([], ["-m", "holdfast", "run"])
+    ]  # fmt: skip
+    assert printed[0] == printed[1]
+
+
 PRINTING = """
 import os, signal, sys, time
 from pathlib import Path

@@ -85,11 +85,12 @@ def _run_script(path: str, arguments: list[str]) -> None:
     if os.path.isdir(path) or path.endswith((".zip", ".pyz")):
         runpy.run_path(path, run_name="__main__")
         return
-    with io.open_code(os.path.abspath(path)) as file:
-        code = compile(file.read(), path, "exec")
+    absolute = os.path.join(os.getcwd(), path)  # as under Python: `..` is not resolved
+    with io.open_code(absolute) as file:
+        code = compile(file.read(), absolute, "exec")
     sys.path[0] = os.path.dirname(os.path.realpath(path))
     main = ModuleType("__main__")
-    main.__dict__.update(__file__=path, __builtins__=__builtins__)
+    main.__dict__.update(__file__=absolute, __builtins__=__builtins__)
     sys.modules["__main__"] = main
     exec(code, main.__dict__)
 
