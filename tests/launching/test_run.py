@@ -250,6 +250,45 @@ def test_what_a_script_knows_of_its_file_is_as_under_python(
     assert printed[0] == printed[1]
 
 
+THREADS = """
+import ctypes, os
+import numpy, torch
+numpy.ones((300, 300)) @ numpy.ones((300, 300))  # those of its OpenBLAS begin when it is imported
+torch.ones(300, 300) @ torch.ones(300, 300)
+print(os.environ.get("OMP_NUM_THREADS"), torch.get_num_threads(), len(os.listdir("/proc/self/task")))
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "cpus"),
+    [
+        (["--nproc-per-node=2"], {}, 2),
+        pytest.param(["--nproc-per", "cpu"], {}, 1, marks=pytest.mark.soak),
+        pytest.param([], {"PET_NPROC_PER_NODE": "2"}, 2, marks=pytest.mark.soak),
+        pytest.param([], {}, 2, marks=pytest.mark.soak),
+        pytest.param(["--nproc-per-node=2"], {"OMP_NUM_THREADS": "2"}, 2, marks=pytest.mark.soak),
+    ],
+    ids=["several", "counted", "environment", "alone", "set"],
+)
+def test_ranks_have_as_many_threads_as_under_torchrun(
+    options: list[str], variables: dict[str, str], cpus: int, tmp_path: Path
+) -> None:
+    """Also where the number of ranks is that of the processors."""
+    script = tmp_path / "script.py"
+    script.write_text(THREADS)
+    given = {k: v for k, v in environment().items() if k != "OMP_NUM_THREADS"} | variables
+    some = sorted(os.sched_getaffinity(0))[:cpus]
+    printed = [
+        subprocess.run(
+            [sys.executable, "-m", *launcher.split(), *options, str(script), "--nproc-per-node=2"],
+            env=given, preexec_fn=lambda: os.sched_setaffinity(0, some),
+            capture_output=True, text=True, timeout=240, check=True,
+        ).stdout.splitlines()
+        for launcher in ("torch.distributed.run --standalone", "holdfast run")
+    ]  # fmt: skip
+    assert sorted(printed[0]) == sorted(printed[1])
+
+
 PRINTING = """
 import os, signal, sys, time
 from pathlib import Path

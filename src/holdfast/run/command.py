@@ -8,6 +8,7 @@ import importlib
 import os
 import re
 import shutil
+import subprocess
 import sys
 import traceback
 import uuid
@@ -37,6 +38,13 @@ PRELOAD = (
 """What nearly every worker imports, or a spare when it takes a rank; torch's optimizers import its
 compiler."""
 RESTARTS = 100
+NPROC = re.compile(r"--nproc[-_]p[-_a-z]*(?:=(.*))?")
+"""The option for the number of ranks, also in short, as argparse takes it."""
+COUNT = """
+import sys
+from torch.distributed.run import determine_local_world_size
+print(determine_local_world_size(sys.argv[1]))
+"""
 LOCAL_RANK = re.compile(r"\$(local_rank\b|\{local_rank\})")
 """What torchrun puts the local rank in the place of."""
 SPARES = (
@@ -52,6 +60,7 @@ nothing for 20 times the longest that they did so between steps, and at least a 
 
 def main(words: Sequence[str]) -> int:
     """Run a script on several ranks; return the exit status, 1 if the run failed."""
+    _limit_threads(words)
     try:
         given = _checked(parser().parse_args(words))
         server = _server(given)
@@ -80,6 +89,29 @@ def main(words: Sequence[str]) -> int:
         sys.stdout.flush()
         os._exit(status)
     return status
+
+
+def _limit_threads(words: Sequence[str]) -> None:
+    """Have each of several ranks compute in one thread, as torchrun does, unless the user has set a number.
+
+    torch and numpy read it when they are imported, and before torch is, nobody can read its options.
+    """
+    if "OMP_NUM_THREADS" not in os.environ and _num_ranks(words) > 1:
+        os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def _num_ranks(words: Sequence[str]) -> int:
+    """Return with how many ranks this node is to begin; 1 for what torch will refuse."""
+    given = os.environ.get("PET_NPROC_PER_NODE", "1")
+    for word, value in zip(words, [*words[1:], ""]):
+        if word.endswith(".py") or word in ("-m", "--module"):
+            break  # what follows is the script's
+        if found := NPROC.fullmatch(word):
+            given = value if found[1] is None else found[1]
+    if not given.isdecimal():  # `gpu`, `cpu` and the like, which torch counts
+        command = [sys.executable, "-c", COUNT, given]
+        given = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return int(given) if given.isdecimal() else 1
 
 
 def _run(given: argparse.Namespace, launch: Launch) -> int:
@@ -279,8 +311,6 @@ def _compile(path: str) -> None:
 
 
 def _server(given: argparse.Namespace) -> ForkServer:
-    if given.nproc_per_node != "1":  # as torchrun does, but before numpy is imported
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # the other way spoils forks
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages; torch reads it once
     for name in (*PRELOAD, *given.preload):
