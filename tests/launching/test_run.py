@@ -344,6 +344,58 @@ def test_a_spare_prints_to_the_log_of_its_rank(redirected: tuple[int, ...], tmp_
     assert "[default0]:rank 0 in 1" in ran.stdout
 
 
+@pytest.mark.parametrize("is_broken", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_a_spare_serves_however_the_script_has_set_torch(is_broken: bool, tmp_path: Path) -> None:
+    """Its warm-up is on the CPU and with gradients; where it fails nonetheless, that is told."""
+    script = tmp_path / "script.py"
+    settings = "import torch\ntorch.set_grad_enabled(False)\ntorch.set_default_device('meta')\n"
+    script.write_text(settings + "torch.optim.AdamW.step = None\n" * is_broken + PRINTING)
+    command = [sys.executable, "-m", "holdfast", "run", "--nproc-per-node=3", "--spares=1"]
+    ran = subprocess.run(
+        [*command, str(script), str(tmp_path / "spare")],
+        env=environment(), capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert "rank 2 in 1" in ran.stdout
+    assert "a spare (process" not in ran.stderr
+    assert ("the first step of a spare will be slow" in ran.stderr) is is_broken
+
+
+ENDING = """
+import os, sys, threading, time
+from pathlib import Path
+import holdfast
+
+folder = Path(sys.argv[1])
+
+@holdfast.recoverable
+def main():
+    spares = []
+    while len(spares) < 3 or any(Path("/proc", spare.name).exists() for spare in spares):
+        time.sleep(0.05)
+        spares = list(folder.iterdir())
+    time.sleep(1)
+
+if "RANK" not in os.environ:
+    (folder / str(os.getpid())).touch()
+    threading.Timer(0.3, os._exit, (4,)).start()
+main()
+"""
+"""Its spares end while they wait; it goes on until three have, and a second more."""
+
+
+def test_spares_that_end_while_they_wait_are_not_forked_for_ever(tmp_path: Path) -> None:
+    script, folder = tmp_path / "script.py", tmp_path / "spares"
+    script.write_text(ENDING)
+    folder.mkdir()
+    command = [sys.executable, "-m", "holdfast", "run", "--spares=1", str(script), str(folder)]
+    ran = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert len(list(folder.iterdir())) == 3
+    assert ran.stderr.count("has ended while it waited for a rank: it ended with 4") == 3
+    assert "no spare is forked until the next recovery" in ran.stderr
+
+
 FOLDS = """
 import os, sys, time
 from pathlib import Path

@@ -513,13 +513,21 @@ def refuse_a_group() -> None:
 
 
 def warm_up() -> None:
-    """Take a step of our own: the first is slow, whatever the model is."""
+    """Take a step of our own: the first is slow, whatever the model is.
+
+    Not as the script has set torch, which may compute no gradients, or on a device that is a rank's.
+    """
     import torch
 
-    model = torch.nn.Linear(8, 8)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 8)).sum().backward()
-    optimizer.step()
+    try:
+        with torch.device("cpu"), torch.enable_grad():
+            model = torch.nn.Linear(8, 8)
+            optimizer = torch.optim.AdamW(model.parameters())
+            model(torch.ones(1, 8)).sum().backward()
+            optimizer.step()
+    except Exception as error:
+        text = f"the first step of a spare will be slow, for one ahead of it failed: {error!r}"
+        print(f"holdfast: {text}", file=sys.stderr, flush=True)
     try:
         import torch.distributed.fsdp
         import torch.distributed.tensor

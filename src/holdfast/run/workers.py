@@ -54,7 +54,7 @@ UNMARKED_S = 60.0
 UNSTEPPED_S = 600.0
 """Seconds after which a marked script that has told no step may tell none."""
 BAD_SPARES = 3
-"""Number of spares that may end before they wait for a rank, until no more are forked."""
+"""Number of spares that may end without having had a rank, until no more are forked."""
 
 
 @dataclass(frozen=True)
@@ -457,7 +457,7 @@ class Workers(PContext):  # type: ignore[misc]
         worker.end.close()
         if self._has_ended:
             return
-        self._bad_spares = 0 if worker.is_marked else self._bad_spares + 1
+        self._bad_spares += 1
         where = "waited for a rank" if worker.is_marked else "came to its recoverable function"
         when = "while it" if worker.is_marked else "before it"
         self.launch.say(
