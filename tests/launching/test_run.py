@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.agent.server import local_elastic_agent
 
 from docs.commands import ROOT, commands_of
 from docs.test_docs import blocks
@@ -394,6 +395,52 @@ def test_spares_that_end_while_they_wait_are_not_forked_for_ever(tmp_path: Path)
     assert len(list(folder.iterdir())) == 3
     assert ran.stderr.count("has ended while it waited for a rank: it ended with 4") == 3
     assert "no spare is forked until the next recovery" in ran.stderr
+
+
+WAITS = """
+import os, sys
+import torch.distributed as dist
+import holdfast
+
+@holdfast.recoverable
+def main():
+    dist.init_process_group("gloo")
+    dist.barrier()
+    if os.environ["RANK"] == "1":
+        no_writer = [(os.POSIX_SPAWN_OPEN, 0, sys.argv[1], os.O_RDONLY, 0)]
+        os.posix_spawn("/bin/true", ["true"], {}, file_actions=no_writer)
+    dist.barrier()
+
+main()
+"""
+"""Rank 1 waits in the kernel for a process that it begins, which waits for a writer."""
+
+
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_a_rank_that_waits_in_the_kernel_ends_the_run(nodes: int, tmp_path: Path) -> None:
+    """As torch has it, a new process would find there what the lost one holds: a status that is not 0."""
+    if not hasattr(local_elastic_agent, "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"):
+        pytest.skip("this torch does not look for it")
+    script, fifo = tmp_path / "script.py", tmp_path / "fifo"
+    script.write_text(WAITS)
+    os.mkfifo(fifo)
+    command = [sys.executable, "-m", "holdfast", "run", f"--nproc-per-node={2 // nodes}"]
+    command += ["--shutdown-timeout=2", f"--nnodes={nodes}", "--rdzv-backend=c10d", "--rdzv-id=one"]
+    command += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1"]
+    given = environment() | {"TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT": "1"}
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        words = [*command, str(script), str(fifo)]
+        begun = [subprocess.Popen(words, env=given, stderr=file) for _ in range(nodes)]
+    try:
+        assert [one.wait(120) for one in begun] == [1] * nodes, log.read_text()
+    finally:
+        os.close(os.open(fifo, os.O_RDWR))
+        for one in begun:
+            one.kill()
+    printed = log.read_text()
+    assert re.search(r"rank 1 \(process \d+\) failed after step 0: it waits in the kernel", printed)
+    assert "attempt 2 begins" not in printed
 
 
 FOLDS = """

@@ -75,6 +75,8 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
         """No restart is left."""
         self._leaves = False
         """The others go on without this node."""
+        self._in_kernel = set[int]()
+        """Processes that wait in the kernel for too long (TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT)."""
 
     @property
     def workers(self) -> Workers | None:
@@ -185,6 +187,8 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result, workers = super()._monitor_workers(worker_group), self._running
+        if result.state == WorkerState.UNHEALTHY:
+            result = self._have_failed_in_the_kernel()
         if self._nodes is not None:
             self._nodes.check()
             result = self._seen_together(self._nodes, result)
@@ -272,6 +276,19 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
 
     # -- failures ---------------------------------------------------------------------------------
 
+    def _have_failed_in_the_kernel(self) -> RunResult:
+        """Return as failed the ranks that have waited in the kernel for longer than torch's limit: torch
+        takes the restarts away, and its result names nobody."""
+        limit_s, now = self._uninterruptible_state_timeout, time.monotonic()
+        begun = self._uninterruptible_state_first_seen
+        self._in_kernel = {pid for pid, since in begun.items() if now - since >= limit_s}
+        failures = {
+            self._worker_group.workers[local].global_rank: self._running.failure(local)
+            for local, pid in self._running.pids().items()
+            if pid in self._in_kernel
+        }
+        return RunResult(state=WorkerState.FAILED, failures=failures)
+
     def _local(self, pid: int) -> int:
         return next(local for local, of in self._running.pids().items() if of == pid)
 
@@ -285,6 +302,9 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
         worker = self._running.worker(local)
         rank = self._worker_group.workers[local].global_rank
         left, status = worker.left, worker.status
+        if worker.pid in self._in_kernel:
+            how = "it waits in the kernel, where nothing interrupts it (state D)"
+            return RankFailure(rank, worker.pid, worker.step, how, True)
         if left is not None:
             is_sure = not may_be_of_a_peer(left.kind)
             return RankFailure(rank, worker.pid, worker.step, left.kind, is_sure, True, left.error)
