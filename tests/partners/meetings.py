@@ -162,7 +162,9 @@ def many_calls_leave_no_keys_behind(root: Path) -> None:
 # -- processes that ranks start -------------------------------------------------------------------
 
 
-def conversion(root: Path, *, meet_s: float) -> subprocess.Popen[str]:
+def conversion(
+    root: Path, *, meet_s: float, env: dict[str, str] | None = None
+) -> subprocess.Popen[str]:
     """As a rank would start it: with RANK and WORLD_SIZE inherited."""
     script = (
         "import sys, holdfast.writers.ranks as ranks; from holdfast.cli.main import main;"
@@ -170,7 +172,8 @@ def conversion(root: Path, *, meet_s: float) -> subprocess.Popen[str]:
     )
     command = [sys.executable, "-c", script, "convert", str(root), f"{root}-new"]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
+    env = os.environ | (env or {})
+    return subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True)
 
 
 def a_process_of_one_rank_says_for_whom_it_waits_and_ends(root: Path) -> None:
@@ -196,6 +199,16 @@ def processes_of_all_ranks_convert_together(root: Path) -> None:
         assert made.step == 1
 
 
+def those_of_nodes_that_count_attempts_otherwise_do_too(root: Path) -> None:
+    """Under `holdfast run` a node that has joined later has seen fewer of them."""
+    holdfast.save(root, state_of(), step=1)
+    before = dist.get_rank()
+    counted = {"TORCHELASTIC_RESTART_COUNT": str(before), "HOLDFAST_ATTEMPT": str(before + 1)}
+    started = conversion(root, meet_s=LONG_S, env=counted)
+    _, text = started.communicate(timeout=2 * LONG_S)
+    assert started.returncode == 0, text
+
+
 CASES: list[Case] = [
     keys_may_have_another_order_on_each_rank,
     so_may_keys_of_dicts_inside,
@@ -207,6 +220,7 @@ CASES: list[Case] = [
     many_calls_leave_no_keys_behind,
     a_process_of_one_rank_says_for_whom_it_waits_and_ends,
     processes_of_all_ranks_convert_together,
+    those_of_nodes_that_count_attempts_otherwise_do_too,
 ]
 
 if __name__ == "__main__":

@@ -431,11 +431,13 @@ def store_of_launch(limit_s: float) -> tuple[Any, int, int]:
                     f"where rank 0 meets the others: {error}",
                     rank=0,
                 ) from error
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # torchrun may keep one store for all attempts.  `holdfast run` has one for each, and a node that has
+    # joined later counts its attempts from there.
+    is_of_attempt = "HOLDFAST_ATTEMPT" in os.environ
+    attempt = "0" if is_of_attempt else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"holdfast/{attempt}", store), rank, size
 
 
 def _tcp_store(host: str, port: int, is_host: bool, limit_s: float) -> Any:
-    return dist.TCPStore(
-        host, port, None, is_host, timeout=timedelta(seconds=limit_s), wait_for_workers=False
-    )
+    limit = timedelta(seconds=limit_s)
+    return dist.TCPStore(host, port, None, is_host, timeout=limit, wait_for_workers=False)
