@@ -701,7 +701,9 @@ def test_what_the_page_prints(tmp_path: Path) -> None:
             assert ran.returncode == 0, ran.stderr[-3000:]
 
 
-def test_what_cannot_be_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def said(*words: str) -> str:
         assert main(words) == 2
         return capsys.readouterr().err
@@ -713,6 +715,8 @@ def test_what_cannot_be_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for option in ("--spares=1", "--nproc-min=1"):
         assert "a spare has them before" in said(option, str(SCRIPT), "--seed=${local_rank}")
     assert "--preload no_such" in said("--preload", "no_such", str(SCRIPT))
+    monkeypatch.setenv("PYTHON_EXEC", "/usr/bin/pypy")
+    assert "PYTHON_EXEC=/usr/bin/pypy" in said(str(SCRIPT))
 
 
 @pytest.mark.parametrize(("told", "expected"), [(None, True), ("0", False)])

@@ -264,6 +264,12 @@ def _checked(given: argparse.Namespace) -> argparse.Namespace:
             "workers of `holdfast run` are forked from Python: it takes a script or `-m MODULE`",
             hint="torchrun has --no-python and --run-path",
         )
+    python = os.environ.get("PYTHON_EXEC", sys.executable)
+    if python != sys.executable:
+        raise UsageError(
+            f"PYTHON_EXEC={python}: workers of `holdfast run` are forked from its own Python",
+            hint=f"{python} -m holdfast run, or torchrun",
+        )
     if getattr(given, "numa_binding", None) is not None:  # torch 2.9 and newer
         raise UsageError(
             f"--numa-binding {given.numa_binding}: workers are forked, and stay where the launcher is",
