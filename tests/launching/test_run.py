@@ -397,6 +397,39 @@ def test_spares_that_end_while_they_wait_are_not_forked_for_ever(tmp_path: Path)
     assert "no spare is forked until the next recovery" in ran.stderr
 
 
+FEWER = """
+import os, signal
+import torch.distributed as dist
+import holdfast
+
+@holdfast.recoverable
+def main():
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    print("rank", rank, "of", size)
+    dist.barrier()
+    if (rank, size) == (0, 3):
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    dist.destroy_process_group()
+
+main()
+"""
+
+
+def test_lines_are_shown_with_the_rank_that_has_written_them(tmp_path: Path) -> None:
+    """Also where it has changed: without the first process, the second has rank 0."""
+    script = tmp_path / "script.py"
+    script.write_text(FEWER)
+    given = environment() | {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[${rank}] "}
+    command = [sys.executable, "-m", "holdfast", "run", "--nproc-per-node=3", "--nproc-min=2"]
+    command += ["--tee=1", f"--log-dir={tmp_path / 'logs'}", str(script)]
+    ran = subprocess.run(command, env=given, capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    last = [line for line in ran.stdout.splitlines() if line.endswith("of 2")]
+    assert sorted(last) == ["[0] rank 0 of 2", "[1] rank 1 of 2"]
+
+
 WAITS = """
 import os, sys
 import torch.distributed as dist

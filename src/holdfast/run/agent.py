@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections import UserString
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -73,6 +74,8 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
         """All ranks have left, and no failure of this node's was to blame."""
         self._gives_up = False
         """No restart is left."""
+        self._log_line_prefixes: dict[int, UserString] = {}
+        """The text that torch writes before each line of a slot.  It may name the rank, which changes."""
         self._leaves = False
         """The others go on without this node."""
         self._in_kernel = set[int]()
@@ -94,9 +97,14 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
     def begin(self, **known: Any) -> Workers:
         """Start a set of processes for torch: go on with the one there is, if any."""
         workers = self.workers
+        prefixes = known.get("log_line_prefixes") or {}
         if workers is not None:
+            for rank, text in prefixes.items():
+                self._log_line_prefixes[workers.slots[rank]].data = text
             workers.enter(known["envs"])
             return workers
+        self._log_line_prefixes = {rank: UserString(text) for rank, text in prefixes.items()}
+        known["log_line_prefixes"] = self._log_line_prefixes
         expected = {
             name: known[name]
             for name in ("name", "entrypoint", "args", "envs", "logs_specs", "log_line_prefixes",
