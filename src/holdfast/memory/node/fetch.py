@@ -32,7 +32,7 @@ class Peer:
         self._patience_s = patience_s
         self._open: set[http.client.HTTPConnection] = set()
         self._idle: list[http.client.HTTPConnection] = []
-        """Those of the open ones that no thread asks by."""
+        """The open ones that no thread asks by."""
 
     def get(self, path: str) -> bytes:
         """A whole answer."""
