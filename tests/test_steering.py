@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast import events, host, steering
+from holdfast import events, memory_limit, steering
 from holdfast.checkpoint.recorded import parse_segment, segments
 from holdfast.delta import capture, copying
 from holdfast.errors import UsageError
@@ -224,7 +224,7 @@ def test_memory_bounds_batches(
     """Where many ranks share the node's memory, or a container has little of it, there is none but for what
     the user asked for."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    assert capture.memory_bytes is host.memory_bytes  # which knows of containers
+    assert capture.memory_bytes is memory_limit.memory_bytes  # which knows of containers
     if limit is not None:
         monkeypatch.setattr(capture, "memory_bytes", lambda: limit)
     one, delta = Training(), holdfast.Delta(batch=5)
