@@ -703,3 +703,27 @@ def test_no_other_state_is_saved_where_records_lead_on(root: Path, once: bool) -
     with holdfast.Checkpointer(root, run.state, every=every, delta=holdfast.Delta()) as ckpt:
         assert ckpt.restore() == 8
     check_equal(run.everything(), found)
+
+
+@pytest.mark.parametrize("made", [True, False])
+@pytest.mark.parametrize("number", [1, 4])
+def test_a_step_that_is_saved_before_it_is_recorded(root: Path, number: int, made: bool) -> None:  # noqa: F811
+    """If the optimizer has not made it, records that lead on from its number would leave it out."""
+    run, options = new(), {"every": holdfast.Every(delta=1), "delta": holdfast.Delta()}
+    with holdfast.Checkpointer(root, run.state, **options) as ckpt:
+        for step in range(1, 8):
+            if step == number and not made:
+                ckpt.save(step).wait()
+            run.step(step)
+            if step == number and made:
+                ckpt.save(step).wait()
+            if step == number and not made:
+                with pytest.raises(UsageError, match=f"step {step} was saved before an optimizer"):
+                    ckpt.step(step)
+            else:
+                ckpt.step(step)
+        expected = run.everything()
+    again = new()
+    with holdfast.Checkpointer(root, again.state, **options) as ckpt:
+        assert ckpt.restore() == 7
+    check_equal(again.everything(), expected)

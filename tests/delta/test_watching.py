@@ -369,6 +369,12 @@ def test_a_last_step_in_no_record_is_told_at_close(lives: Lives) -> None:
     assert [one.status for one in told] == [0, 0], lives.errors()
 
 
+@pytest.mark.distributed
+def test_a_step_that_ranks_save_before_it_is_made(lives: Lives) -> None:
+    told = lives.live(nodes=[0, 0], case="delta.watched_cases:saved_early", grace_s=20)
+    assert [one.status for one in told] == [0, 0], lives.errors()
+
+
 class Averaged(Plain):
     """With an average of the weights, which is recorded whole as soon as it is known that it changes."""
 

@@ -11,11 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import holdfast
+from holdfast.errors import UsageError
 
 ENDS = 9
 """The step after which all ranks die."""
@@ -174,6 +176,23 @@ class Averaged(Pair):
             assert all("step 2 is in no record and no full save" in text for text in texts), texts
             dist.barrier()
         assert holdfast.steps(self.root)[-1] == 7
+
+
+def saved_early(root: Path) -> None:
+    """A step is saved before it is made.  All ranks are told, and one that goes on has all its steps."""
+    run = Pair(root)
+    with run.checkpointer() as ckpt:
+        for number in range(1, ENDS + 1):
+            if number == 4:
+                ckpt.save(number).wait()
+            run.step(number)
+            if number == 4:
+                with pytest.raises(UsageError, match="step 4 was saved before"):
+                    ckpt.step(number)
+            else:
+                ckpt.step(number)
+        torch.save(run.held(), run._kept)
+    Pair(root).again()
 
 
 def _life(kind: Callable[[Path], Pair], how: str) -> Callable[[Path], None]:

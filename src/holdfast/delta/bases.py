@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from holdfast.delta.segment import Identity
 from holdfast.group import Group
 from holdfast.saving import Save
 
@@ -15,10 +16,22 @@ class Bases:
         self._has_begun = False
         self._number = 0
         """Number of the next wish for a base: so many times ranks were done with one."""
+        self._saved: dict[Identity, int] = {}
+        """How many steps optimizers had begun at each full save whose number is still to come."""
 
     def begin(self, save: Save | None) -> None:
         """Note that records lead on from the live state, which this full save, if any, is to hold."""
         self._has_begun, self._save = True, save
+
+    def saved(self, identity: Identity, num_begun: int) -> None:
+        """Note a full save, made when optimizers had begun so many steps."""
+        self._saved[identity] = num_begun
+
+    def is_of_another_state(self, identity: Identity, num_begun: int) -> bool:
+        """True if optimizers have begun steps since the full save of this number, which is reached now."""
+        saved = self._saved.get(identity, num_begun)
+        self._saved = {known: num for known, num in self._saved.items() if known > identity}
+        return saved != num_begun
 
     def has_failed(self) -> bool:
         """True, once, if the save that records lead on from is over and was in vain."""

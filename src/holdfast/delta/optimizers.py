@@ -93,6 +93,8 @@ class ObservedOptimizers:
         self._before = before
         self._after = after
         self._is_paused = False
+        self.num_begun = 0
+        """Number of steps that these optimizers have begun."""
         self.named = optimizers(state) if {*state} - {"rng"} else []  # it may come later
         self.observer = self._observe()
 
@@ -111,6 +113,7 @@ class ObservedOptimizers:
 
     def _begins(self, call: StepCall[str]) -> None:
         if not self._is_paused:
+            self.num_begun += 1
             self._before(call)
 
     @contextmanager

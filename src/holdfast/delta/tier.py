@@ -142,6 +142,7 @@ class DeltaTier:
         """Note that a full save to storage has begun."""
         self._capture.space.saving(save)
         self._unrecorded.saved(save.step)
+        self._bases.saved((self._capture.run, save.step), self._optimizers.num_begun)
 
     def loss(self) -> str:
         """Say what is lost if the run ends now: steps that are in no record, with no full save
@@ -408,6 +409,7 @@ class DeltaTier:
             self._check_number(step, parent[1])
             return
         self._unrecorded.add(step)
+        self._check_saved(step)
         if parent is None:
             return
         if self._optimizers.observer.forget_failed():
@@ -457,6 +459,17 @@ class DeltaTier:
             raise UsageError(
                 f"step {step} comes after step {before}: numbers of recorded steps must grow",
                 hint="call Checkpointer.step() once after each optimizer step, with its number",
+            )
+
+    def _check_saved(self, step: int) -> None:
+        """UsageError if a full save of this step was made before an optimizer's step that is part of it."""
+        identity = self._capture.run, step
+        if self._bases.is_of_another_state(identity, self._optimizers.num_begun):
+            self._again(f"step {step} was saved before it was made")
+            raise UsageError(
+                f"step {step} was saved before an optimizer made it: from that state records would lead "
+                "elsewhere",
+                hint="save under the number of the last step that was made",
             )
 
     def _finish(
