@@ -191,6 +191,37 @@ def test_what_nobody_trains_and_lies_elsewhere(root: Path, at: int) -> None:  # 
     check_takes_a_full_save(root, change, at=at, new=Beside)
 
 
+class Adversarial(Run):
+    """Two models, of which the first is clamped between the steps of the two optimizers."""
+
+    def __init__(self, at: int, watched: bool) -> None:
+        super().__init__(OPTIMIZERS["sgd"])
+        del self.model.large
+        self.at = at
+        self.other = nn.Linear(6, 6)
+        self.optim_other = torch.optim.SGD(self.other.parameters(), lr=0.1)
+        if watched:
+            self.optim_other.register_step_post_hook(lambda *_: None)
+        self.state |= {"other": self.other, "optim_other": self.optim_other}
+
+    def step(self, number: int) -> None:
+        super().step(number)
+        if number == self.at:
+            halve(self)
+        self.optim_other.zero_grad()
+        self.other(torch.randn(8, 6)).square().mean().backward()
+        self.optim_other.step()
+
+    def everything(self) -> dict[str, Any]:
+        return super().everything() | {"other": self.other.weight.clone()}
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_weights_written_between_the_steps_of_two_optimizers(root: Path, watched: bool) -> None:  # noqa: F811
+    """Also where the second optimizer may read other weights than its own, as a hook after its step may."""
+    check_takes_a_full_save(root, lambda _: None, new=lambda: Adversarial(5, watched))
+
+
 # -- states ---------------------------------------------------------------------------------------
 
 

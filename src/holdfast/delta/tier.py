@@ -307,7 +307,10 @@ class DeltaTier:
         if not self._optimizers.observer.is_last(key):
             self._again("a hook was registered that may change gradients after their copy")
             return
-        if self._watch.is_edited(key if record.applied else None):
+        one = self._optimizers[key]
+        # its step may read other weights, and all count as seen after it
+        sees_all = not record.applied or is_watched(one.optimizer)
+        if self._watch.is_edited(None if sees_all else key):
             self._edited("between two steps")
             return
         if again:
@@ -318,7 +321,6 @@ class DeltaTier:
                 f"{key!r} has made two steps between two calls of Checkpointer.step()",
                 hint="call it after each optimizer step",
             )
-        one = self._optimizers[key]
         if name := mixed_up(one):
             self._fail(
                 UsageError(
