@@ -340,14 +340,26 @@ def test_hooks_on_all_optimizers_after_a_step(root: Path) -> None:  # noqa: F811
 
 
 @pytest.mark.distributed
-def test_a_step_that_one_rank_skips(lives: Lives) -> None:
-    """Its kernel alone was told so by a scaler.  On another layout nobody could do that again."""
-    told = lives.live(nodes=[0, 0], case="delta.watched_cases:stages_dies", grace_s=20)
+@pytest.mark.parametrize("case", ["stages", "skipping"])
+def test_a_step_that_one_rank_skips(lives: Lives, case: str) -> None:
+    """Its kernel alone was told so by a scaler, or the script has left it out.  On another layout nobody
+    could do that again."""
+    told = lives.live(nodes=[0, 0], case=f"delta.watched_cases:{case}_dies", grace_s=20)
     assert [one.status for one in told] == [-9, -9], lives.errors()
-    told = lives.live(nodes=[0, 0], case="delta.watched_cases:stages_again")
+    told = lives.live(nodes=[0, 0], case=f"delta.watched_cases:{case}_again")
     assert [one.status for one in told] == [0, 0], lives.errors()
     with pytest.raises(NotRecoverable, match="cannot be replayed on another layout"):
         replay_to(open_store(str(lives.place / "root")), STEPS)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", ["diverging", "sparse"])
+def test_a_step_that_one_replica_skips(lives: Lives, case: str) -> None:
+    """The replay ends before it: the other's gradients are not all recorded."""
+    told = lives.live(nodes=[0, 0], case=f"delta.watched_cases:{case}_dies", grace_s=20)
+    assert [one.status for one in told] == [-9, -9], lives.errors()
+    told = lives.live(nodes=[0, 0], case=f"delta.watched_cases:{case}_again")
+    assert [one.status for one in told] == [0, 0], lives.errors()
 
 
 def test_one_optimizer_under_two_keys(root: Path) -> None:  # noqa: F811

@@ -15,16 +15,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import holdfast
 from holdfast.errors import UsageError
 
 ENDS = 9
 """The step after which all ranks die."""
+MASK = torch.arange(18).view(3, 6) % 6 > 0
+"""Elements of a gradient that are zero."""
 
 
 class Pair:
     """A training of two ranks; `state` has all of it."""
+
+    reached = ENDS
+    """The last step that can be replayed."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -39,8 +46,12 @@ class Pair:
         self.model(torch.randn(8, 6)).square().mean().backward()
         for p in self.model.parameters():
             dist.all_reduce(p.grad)
-        self.optim.step()
+        if not self.skips(number):
+            self.optim.step()
         self.optim.zero_grad()
+
+    def skips(self, number: int) -> bool:
+        return False
 
     def held(self) -> list[torch.Tensor]:
         states = [v for s in self.optim.state.values() for v in s.values()]
@@ -66,14 +77,14 @@ class Pair:
             self.step(number)
             ckpt.step(number)
             ckpt.wait()
+            if number == self.reached:
+                torch.save(self.held(), self._kept)
             dist.barrier()
-        torch.save(self.held(), self._kept)
-        dist.barrier()
         os.kill(os.getpid(), signal.SIGKILL)
 
     def again(self) -> None:
         with self.checkpointer() as ckpt:
-            assert ckpt.restore() == ENDS
+            assert ckpt.restore() == self.reached
             held, expected = self.held(), torch.load(self._kept)
             assert len(held) == len(expected) and all(map(torch.equal, held, expected))
 
@@ -146,6 +157,48 @@ class Stages(Pair):
         self.optim.zero_grad()
 
 
+class Skipping(Pair):
+    """FSDP2, each rank with its own batch; one rank alone leaves out a step of an optimizer that is not
+    fused, whose record has older bytes in the places of its gradients."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        fully_shard(self.model)
+        self.optim = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.state["optim"] = self.optim
+
+    def step(self, number: int) -> None:
+        torch.manual_seed(100 * number + self.rank)
+        self.model(torch.randn(8, 6)).square().mean().backward()
+        if number not in (7, 8) or self.rank == 1:
+            self.optim.step()
+        self.optim.zero_grad()
+
+    def held(self) -> list[torch.Tensor]:
+        return [t.to_local() if isinstance(t, DTensor) else t for t in super().held()]
+
+
+class Diverging(Pair):
+    """Replicas, of which one alone leaves out steps: it was to record some of the other's gradients."""
+
+    reached = 6
+
+    def skips(self, number: int) -> bool:
+        return self.rank == 0 and number > self.reached
+
+
+class Sparse(Diverging):
+    """The same, where only the elements that are not zero are recorded."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.model.register_parameter("bias", None)
+        self.optim = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.state["optim"] = self.optim
+        holdfast.compression.sparse(self.model.parameters(), at_most=0.2)
+        self.model.weight.register_hook(lambda grad: grad.masked_fill(MASK, 0.0))
+
+
 class Averaged(Pair):
     """An average of the weights, which records hold as soon as it is known that it changes."""
 
@@ -202,4 +255,7 @@ def _life(kind: Callable[[Path], Pair], how: str) -> Callable[[Path], None]:
 table_dies, table_again = _life(Table, "dies"), _life(Table, "again")
 growing_dies, growing_again = _life(Growing, "dies"), _life(Growing, "again")
 stages_dies, stages_again = _life(Stages, "dies"), _life(Stages, "again")
+skipping_dies, skipping_again = _life(Skipping, "dies"), _life(Skipping, "again")
+diverging_dies, diverging_again = _life(Diverging, "dies"), _life(Diverging, "again")
+sparse_dies, sparse_again = _life(Sparse, "dies"), _life(Sparse, "again")
 averaged_closes = _life(Averaged, "closes")

@@ -228,12 +228,24 @@ class RecordedStep:
     def groups(self, key: str, rank: int) -> tuple[tuple[str, ...], ...]:
         return self.records[rank][0].header.groups.get(key, ())
 
+    def names(self, key: str, rank: int) -> set[str]:
+        """An optimizer's parameters on a rank."""
+        return {name for group in self.groups(key, rank) for name in group}
+
+    def without(self, key: str) -> set[int]:
+        """The ranks that did not make an optimizer's step."""
+        return {
+            rank
+            for rank, (_, record) in self.records.items()
+            if all(one.key != key for one in record.applied)
+        }
+
     def with_gradient(self, key: str) -> set[str]:
         """Parameters that had a gradient, on whatever rank had them.  FormatError if ranks differ."""
         have: set[str] = set()
         lack: set[str] = set()
         for rank, one in self.applied().get(key, {}).items():
-            have |= {n for g in self.groups(key, rank) for n in g} - set(one.missing)
+            have |= self.names(key, rank) - set(one.missing)
             lack |= set(one.missing)
         if both := have & lack:
             raise FormatError(

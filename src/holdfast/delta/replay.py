@@ -31,7 +31,7 @@ from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.peers import raise_on_all
 from holdfast.checkpoint.reading import read_together
 from holdfast.checkpoint.recorded import segments_in
-from holdfast.checkpoint.rows import ArrayTarget, Want
+from holdfast.checkpoint.rows import ArrayTarget, Want, plan_rows
 from holdfast.delta.copies import headers_behind, take_copies
 from holdfast.delta.finding import recorded
 from holdfast.delta.log import Log, LogSegment, RecordedStep, read_headers
@@ -260,10 +260,15 @@ class Replay:
                     )
 
     def _check_scales(self, step: RecordedStep) -> None:
-        """On another layout, what each rank's GradScaler said must be the same."""
+        """On another layout, ranks of the same parameters must have made the same steps, and what each
+        rank's GradScaler said must be the same."""
+        if not self._resized[step.run, step.plan]:
+            return
         for key, ranks in step.applied().items():
             scales = {(one.found_inf, one.grad_scale) for one in ranks.values()}
-            if len(scales) > 1 and self._resized[step.run, step.plan]:
+            names = {n for rank in ranks for n in step.names(key, rank)}
+            skipped = any(names & step.names(key, rank) for rank in step.without(key))
+            if len(scales) > 1 or skipped:
                 raise NotRecoverable(
                     f"ranks scaled the gradients of {key!r} in other ways, or skipped a step alone, so "
                     "the records cannot be replayed on another layout",
@@ -305,7 +310,7 @@ class Replay:
             for file in checkpoint.manifest.files[self.group.rank :: self.group.size]:
                 checkpoint.file_extras(file)
         read_together(checkpoint.images, wants, self.group if self.group.size > 1 else None)
-        if sparse or into.packed:
+        if self.log.plan(step).packed:  # on all ranks
             with raise_on_all(self.group, step.step):
                 self._unpack(step, sparse, into.packed)
 
@@ -328,14 +333,19 @@ class Replay:
         sparse: dict[str, torch.Tensor] = {}
         packed = {t.name for t in self.log.plan(step).packed}
         for one in self.optimizers:
-            if one.key not in step.applied():
+            if one.key not in step.applied() or self._skips(step, one):
                 continue
             given = step.with_gradient(one.key)
+            dense: list[Want] = []
             for full in (grad_name(one.key, name) for name, _ in one.params if name in given):
                 if full in packed:
                     sparse[full] = into.of[full]
                 else:
-                    wants += self._wants(checkpoint, full, into.of[full])
+                    dense += self._wants(checkpoint, full, into.of[full])
+            others = step.without(one.key)
+            if others and {r.file.rank for r in plan_rows(checkpoint.manifest, dense)} & others:
+                raise _no_gradient(step, one.key)
+            wants += dense
         into.packed = _room_for_packed(checkpoint)
         for name, array in into.packed.items():
             whole = Box((0,), array.shape)
@@ -356,10 +366,18 @@ class Replay:
             local_of(tensor).zero_()
         for (key, rank), parts in self._parts(step).items():
             data = packed.get(packed_name(key, rank))
-            for one in () if data is None else entries(parts, data):
+            if data is None:
+                boxes = [(self._box(part.name), part.box) for part in parts if part.name in sparse]
+                if any(here & box for here, box in boxes):
+                    raise _no_gradient(step, key)
+                continue
+            for one in entries(parts, data):
                 if one.part.name in sparse:
-                    box = self.live.tensors[one.part.name].placed.box
-                    one.into(local_of(sparse[one.part.name]), box)
+                    one.into(local_of(sparse[one.part.name]), self._box(one.part.name))
+
+    def _box(self, name: str) -> Box:
+        """This rank's part of a tensor."""
+        return self.live.tensors[name].placed.box
 
     def _parts(self, step: RecordedStep) -> dict[tuple[str, int], list[PackedPart]]:
         """The parts that were packed, by optimizer and rank; the same for all records of a plan."""
@@ -397,7 +415,7 @@ class Replay:
         known = {one.key: one for one in self.optimizers}
         is_resized = self._resized[step.run, step.plan]
         for key, ranks in step.applied(0 if is_resized else self.group.rank).items():
-            if key not in known:
+            if key not in known or self._skips(step, known[key]):
                 continue
             one = known[key]
             given = step.with_gradient(one.key)
@@ -413,6 +431,14 @@ class Replay:
             amp = _amp(one.optimizer, first.found_inf, first.grad_scale)
             with amp, without_hooks_before(one.optimizer):
                 _make_step(one.optimizer, self._blockwise[one.key])
+
+    def _skips(self, step: RecordedStep, one: NamedOptimizer) -> bool:
+        """True if this rank alone has left an optimizer's step out, as its record of these parameters has
+        it: what lies in the places of its gradients is older."""
+        if self._resized[step.run, step.plan] or self.group.rank not in step.without(one.key):
+            return False
+        recorded = step.names(one.key, self.group.rank)
+        return any(name in recorded for name, _ in one.params)
 
     def _put_rest(self, step: RecordedStep) -> None:
         """Put buffers and extras back as they were after the step."""
@@ -432,6 +458,15 @@ def _late(step: RecordedStep) -> set[str] | None:
     """Names of tensors written after the step began, on any rank; None if nothing in it may read any."""
     late = [record.late for _, record in step.records.values() if record.late is not None]
     return set().union(*late) if late else None
+
+
+def _no_gradient(step: RecordedStep, key: str) -> FormatError:
+    """The error for replicas of which one makes a step without the gradients that another was to record."""
+    ranks = ", ".join(map(str, sorted(step.without(key))))
+    return FormatError(
+        f"step {step.step}: ranks made the step of {key!r} without ranks {ranks}, which record some of its "
+        "gradients for all"
+    )
 
 
 def _room_for_packed(checkpoint: Checkpoint) -> dict[str, np.ndarray[Any, Any]]:
