@@ -262,6 +262,46 @@ def test_state_that_belongs_to_no_parameter(root: Path) -> None:
     assert at_the_end["own"]["k"] == STEPS
 
 
+class Ticks:
+    """An object with a state of its own."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.number = state["number"]
+
+
+def test_values_of_all_kinds_in_parameter_groups(root: Path) -> None:
+    """A dtype, a quantised tensor, one that is too large to go into a full save's extras, an object."""
+
+    class Odd(Run):
+        def __init__(self) -> None:
+            super().__init__(OPTIMIZERS["adamw"])
+            (self.group,) = self.optim.param_groups
+            self.group |= {"store": torch.bfloat16, "ticks": Ticks(), "many": torch.zeros(20_000)}
+
+        def step(self, number: int) -> None:
+            self.group["ticks"].number += 1
+            self.group["many"] += number
+            scale = 0.1 * number
+            self.group["few"] = torch.quantize_per_tensor(torch.ones(3), scale, 1, torch.qint8)
+            super().step(number)
+
+        def everything(self) -> dict[str, Any]:
+            found = super().everything()
+            (group,) = found["groups"]
+            few, many = group.pop("few"), group["many"].clone()
+            ticks = group["ticks"].state_dict()
+            group |= {"ticks": ticks, "many": many, "few": few.dequantize(), "scale": few.q_scale()}
+            return found
+
+    check_restored(root, Odd, recorded(root, Odd))
+
+
 class Face(torch.optim.Optimizer):
     """Shows an optimizer's states and groups as its own, and never was made as one (as accelerate's)."""
 

@@ -340,6 +340,12 @@ def test_hooks_on_all_optimizers_after_a_step(root: Path) -> None:  # noqa: F811
 
 
 @pytest.mark.distributed
+def test_a_sharded_tensor_in_a_parameter_group_is_refused(lives: Lives) -> None:
+    told = lives.live(nodes=[0, 0], case="delta.watched_cases:centred_refused", grace_s=20)
+    assert [one.status for one in told] == [0, 0], lives.errors()
+
+
+@pytest.mark.distributed
 @pytest.mark.parametrize("case", ["stages", "skipping"])
 def test_a_step_that_one_rank_skips(lives: Lives, case: str) -> None:
     """Its kernel alone was told so by a scaler, or the script has left it out.  On another layout nobody

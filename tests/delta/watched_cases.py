@@ -178,6 +178,19 @@ class Skipping(Pair):
         return [t.to_local() if isinstance(t, DTensor) else t for t in super().held()]
 
 
+class Centred(Skipping):
+    """A parameter group has a tensor of which each rank holds its part: no record could have it."""
+
+    def refused(self) -> None:
+        self.optim.param_groups[0]["centre"] = [p.detach().clone() for p in self.model.parameters()]
+        with self.checkpointer() as ckpt:
+            self.step(1)
+            with pytest.raises(
+                UsageError, match=r"optim.*centre.*: a sharded tensor in a parameter"
+            ):
+                ckpt.step(1)
+
+
 class Diverging(Pair):
     """Replicas, of which one alone leaves out steps: it was to record some of the other's gradients."""
 
@@ -256,6 +269,7 @@ table_dies, table_again = _life(Table, "dies"), _life(Table, "again")
 growing_dies, growing_again = _life(Growing, "dies"), _life(Growing, "again")
 stages_dies, stages_again = _life(Stages, "dies"), _life(Stages, "again")
 skipping_dies, skipping_again = _life(Skipping, "dies"), _life(Skipping, "again")
+centred_refused = _life(Centred, "refused")
 diverging_dies, diverging_again = _life(Diverging, "dies"), _life(Diverging, "again")
 sparse_dies, sparse_again = _life(Sparse, "dies"), _life(Sparse, "again")
 averaged_closes = _life(Averaged, "closes")

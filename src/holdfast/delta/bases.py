@@ -17,7 +17,7 @@ class Bases:
         self._number = 0
         """Number of the next wish for a base: so many times ranks were done with one."""
         self._saved: dict[Identity, int] = {}
-        """How many steps optimizers had begun at each full save whose number is still to come."""
+        """For each full save whose number is still to come: how many steps optimizers had begun."""
 
     def begin(self, save: Save | None) -> None:
         """Note that records lead on from the live state, which this full save, if any, is to hold."""

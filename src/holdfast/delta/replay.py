@@ -50,17 +50,16 @@ from holdfast.errors import (
     warn_user,
 )
 from holdfast.events import emit, span
-from holdfast.format import extras as tree
 from holdfast.group import Group
 from holdfast.layout import Box
 from holdfast.restore.compare import Problems, judge_together
-from holdfast.restore.extras import ExtrasRestorer, put_groups
+from holdfast.restore.extras import ExtrasRestorer, decode_value, put_groups
 from holdfast.restore.former import are_former
 from holdfast.restore.targets import RestoreOptions, is_known, only_tensors, target_of
 from holdfast.saving.merging import merge_extras
 from holdfast.state.agreed import Agreement
 from holdfast.state.blockwise import Blockwise, steps_by_itself
-from holdfast.state.live import Live, State, named_parameters, outline_tensor, stages
+from holdfast.state.live import Live, State, named_parameters, stages
 from holdfast.state.observer import hooked, hooks_after, unhooked, without_hooks_before
 from holdfast.state.placed import local_of
 from holdfast.state.wrapped import ELEMENTWISE, stepping
@@ -427,7 +426,7 @@ class Replay:
             own = _tree(step.groups(one.key, rank), first.hyper)
             saved = merged_groups(step, one.key) if is_resized else own
             groups = [(g, g["params"]) for g in one.optimizer.param_groups]
-            put_groups(one.key, groups, saved, one.groups, _decode)
+            put_groups(one.key, groups, saved, one.groups, decode_value)
             amp = _amp(one.optimizer, first.found_inf, first.grad_scale)
             with amp, without_hooks_before(one.optimizer):
                 _make_step(one.optimizer, self._blockwise[one.key])
@@ -491,15 +490,6 @@ def _lenient(options: RestoreOptions) -> RestoreOptions:
 def _tree(groups: tuple[tuple[str, ...], ...], hyper: tuple[Any, ...]) -> Any:
     body = [{"params": list(names), "hyper": h} for names, h in zip(groups, hyper)]
     return {"$optimizer": {"groups": body, "state": {}}}
-
-
-def _decode(value: Any) -> Any:
-    def on_other(tag: str, body: Any) -> Any:
-        if tag == "$tensor":
-            return outline_tensor(body)
-        raise FormatError(f"malformed extras: unknown tag {tag!r}")
-
-    return tree.decode(value, on_other)
 
 
 def _make_step(optimizer: Any, blockwise: Blockwise) -> None:

@@ -648,25 +648,34 @@ class ExtrasRestorer:
     def _decode(self, tree: Any, live: Any = None) -> Any:
         known = dict(_with_paths(live))
 
-        def on_other(tag: str, body: Any) -> Any:
-            if tag == "$tensor":
-                return outline_tensor(body)
-            if tag == "$at":
-                found = self._loaded.get(body)
-                return known[body.split(".", 1)[1]] if found is None else found
-            if tag == LIVE and isinstance(body, StateSlot):
-                return body.live
-            if tag == OBJECT:
-                return extras.decode(body, on_other)
-            if tag == "$dtype":
-                return torch_dtype(body)
-            if tag == "$quantized":
-                from holdfast.state.quantised import quantised
+        def tensor(name: str) -> Any:
+            found = self._loaded.get(name)
+            return known[name.split(".", 1)[1]] if found is None else found
 
-                return quantised(extras.decode(body, on_other))
-            raise FormatError(f"malformed extras: unknown tag {tag!r}")
+        return decode_value(tree, tensor)
 
-        return extras.decode(tree, on_other)
+
+def decode_value(tree: Any, tensor: Callable[[str], Any] | None = None) -> Any:
+    """Undo `state.live.encode`.  `tensor`: of a name, the tensor that lies elsewhere; None if none does."""
+
+    def on_other(tag: str, body: Any) -> Any:
+        if tag == "$tensor":
+            return outline_tensor(body)
+        if tag == "$at" and tensor is not None:
+            return tensor(body)
+        if tag == LIVE and isinstance(body, StateSlot):
+            return body.live
+        if tag == OBJECT:
+            return extras.decode(body, on_other)
+        if tag == "$dtype":
+            return torch_dtype(body)
+        if tag == "$quantized":
+            from holdfast.state.quantised import quantised
+
+            return quantised(extras.decode(body, on_other))
+        raise FormatError(f"malformed extras: unknown tag {tag!r}")
+
+    return extras.decode(tree, on_other)
 
 
 def _keep_missing(live: dict[Any, Any], found: dict[Any, Any]) -> None:

@@ -12,11 +12,9 @@ from typing import Any
 import torch
 
 from holdfast.checkpoint.opened import Checkpoint
-from holdfast.errors import FormatError
-from holdfast.format import extras
 from holdfast.group import Group
-from holdfast.restore.nested import OBJECT
-from holdfast.state.live import State, outline_tensor
+from holdfast.restore.extras import decode_value
+from holdfast.state.live import State
 from holdfast.state.placed import torch_dtype
 
 
@@ -76,21 +74,8 @@ def _is_plain(key: str, tree: Any = None) -> bool:
 
 
 def _decoded(tree: Any, checkpoint: Checkpoint) -> Any:
-    def on_other(tag: str, body: Any) -> Any:
-        match tag:
-            case "$tensor":
-                return outline_tensor(body)
-            case "$at":
-                info = checkpoint.info(body)
-                return torch.empty(info.shape, dtype=torch_dtype(info.dtype), device="meta")
-            case "$dtype":
-                return torch_dtype(body)
-            case "$quantized":
-                from holdfast.state.quantised import quantised
+    def tensor(name: str) -> torch.Tensor:
+        info = checkpoint.info(name)
+        return torch.empty(info.shape, dtype=torch_dtype(info.dtype), device="meta")
 
-                return quantised(extras.decode(body, on_other))
-        if tag == OBJECT:
-            return extras.decode(body, on_other)
-        raise FormatError(f"malformed extras: unknown tag {tag!r}")
-
-    return extras.decode(tree, on_other)
+    return decode_value(tree, tensor)

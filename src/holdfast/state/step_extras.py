@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Any
 
+from holdfast.errors import UsageError
 from holdfast.state.collecting import add_plain
 from holdfast.state.customised import add_made, customised
 from holdfast.state.live import Live, State, add_extra_states, encode, is_optimizer, stages
@@ -40,5 +41,12 @@ def collect_step_extras(
 
 
 def encoded_hyper(key: str, group: dict[str, Any]) -> Any:
-    """A parameter group's hyper-parameters as extras."""
-    return encode(Live(), key, hyper(group), inline=True)
+    """A parameter group's hyper-parameters as extras.  UsageError for sharded tensors among them."""
+    live = Live(inline_bytes=inf)
+    encoded = encode(live, key, hyper(group), inline=True)
+    if live.tensors:
+        raise UsageError(
+            f"{min(live.tensors)}: a sharded tensor in a parameter group cannot be recorded",
+            hint="have it whole (full_tensor()), or use memory= and durable saves alone",
+        )
+    return encoded
