@@ -530,6 +530,9 @@ class Checkpointer:
         if restart.leaves_behind():
             self._tiers.leave_behind(None if restart.taken is None else restart.taken.step)
         records = None if restart.reached is None or self.every.delta is None else delta
+        if records is not None and not restart.is_complete():
+            records.end("the restored step has not all of the live state")
+            records = None
         if records is not None and restart.reached is not None:
             records.begin_from(restart.reached)
         for key in self.state:

@@ -352,6 +352,11 @@ class Restart:
             return False
         return self.reached != self.survey.candidates[0].end
 
+    def is_complete(self) -> bool:
+        """True if no rank has state that the restore left as it was: then what was reached is all of the
+        live state.  Collective."""
+        return self.options.strict or not self.tiers.group.any(bool(self.options.kept))
+
     def needs_protection(self) -> bool:
         """True if part of what was taken from memory had to be rebuilt: one more loss is one too many."""
         taken, snapshots = self.taken, self.survey.snapshots

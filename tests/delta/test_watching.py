@@ -111,6 +111,37 @@ def test_weights_that_are_always_written_before_a_step(root: Path) -> None:  # n
     ckpt.close()
 
 
+def head(seed: int) -> Run:
+    """A training with a head that the script fills in otherwise whenever it is started."""
+    run = Plain()
+    grow(run)
+    nn.init.constant_(run.model.more.weight, seed)
+    return run
+
+
+def test_weights_that_a_restart_leaves_as_they_are(root: Path) -> None:  # noqa: F811
+    """The full save that was restored lacks the head: no records lead on from it."""
+    run = Plain()
+    with unsteered(root, run) as ckpt:
+        for number in (1, 2, 3):
+            run.step(number)
+            ckpt.step(number)
+    run = head(1)
+    with unsteered(root, run) as ckpt, warnings.catch_warnings():
+        warnings.simplefilter("ignore", holdfast.HoldfastWarning)  # of the head
+        for _ in range(2):  # and back again
+            assert ckpt.restore(3, strict=False) == 3
+            train(ckpt, run, 0, halve, begin=3)
+        expected = run.everything()
+    run = head(2)
+    with unsteered(root, run) as ckpt:
+        assert ckpt.restore(strict=False) == UNTIL  # which has all
+        check_equal(run.everything(), expected)
+        run.step(UNTIL + 1)
+        ckpt.step(UNTIL + 1)
+    assert holdfast.steps(root) == [1, 4]
+
+
 @pytest.mark.parametrize("width", [16, 300], ids=["small", "large"])
 def test_weights_that_lie_elsewhere(root: Path, width: int) -> None:  # noqa: F811
     """`p.data = ...` is no write that torch counts."""

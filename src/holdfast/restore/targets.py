@@ -71,6 +71,8 @@ class RestoreOptions:
     on_resize: dict[str, str] = field(default_factory=dict)
     mesh: Mesh | None = None
     """The live mesh, if the user named one."""
+    kept: list[str] = field(default_factory=list)
+    """Names of what this rank's live state has and a restore with these options left as it was."""
 
     def wanted(self, name: str) -> bool:
         return self.only is None or any(fnmatchcase(name, p) for p in self.only)

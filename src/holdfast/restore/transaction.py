@@ -162,6 +162,7 @@ def _prepare(
     _read_numbers(checkpoint, state, masters, group)
     problems.lines += [line for change in masters for line in change.problems]
     extras.resized = judge_together(checkpoint, live, problems, None, group, options)
+    options.kept.extend([*problems.missing, *live.problems])
     with raise_on_all(group, checkpoint.step):
         extras.check_rules()
     with raise_on_all(group, checkpoint.step):
