@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import holdfast
 from holdfast import background
@@ -338,6 +340,33 @@ def test_a_writer_that_stands_still_is_not_waited_for_for_ever(root: Path) -> No
         step = other.restore()
         assert step >= BAD
         check_equal(again.everything(), at_step(step))
+
+
+def test_a_writer_that_does_not_read_holds_nobody_up(root: Path) -> None:  # noqa: F811
+    """A message may be larger than the socket takes: it names all parameters without a gradient.  When the
+    writer goes on, it gets all, in order."""
+    rest = {f"{'expert' * 15}{i}": nn.Parameter(torch.zeros(1)) for i in range(4000)}
+    model = nn.ModuleDict({"used": nn.Linear(2, 2), "rest": nn.ParameterDict(rest)})
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    state = {"model": model, "optim": optim}
+    every, delta = holdfast.Every(durable=1000, delta=1), holdfast.Delta(queue=8)
+    with holdfast.Checkpointer(root, state, every=every, delta=delta, on_error="raise") as ckpt:
+        for number in range(1, 8):
+            model["used"](torch.ones(2)).sum().backward()
+            optim.step()
+            optim.zero_grad()
+            ckpt.step(number)
+            if number == 2:
+                ckpt.wait()
+                pid = the_writer()
+                os.kill(pid, signal.SIGSTOP)
+        assert not ckpt._tiers.delta._capture._queue.is_empty
+        os.kill(pid, signal.SIGCONT)
+        expected = model["used"].weight.detach().clone()
+    nn.init.zeros_(model["used"].weight)
+    with holdfast.Checkpointer(root, state, every=every, delta=delta) as ckpt:
+        assert ckpt.restore() == 7
+    assert torch.equal(model["used"].weight, expected)
 
 
 def test_a_writer_that_always_dies_is_given_up(

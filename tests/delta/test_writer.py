@@ -148,9 +148,8 @@ def orphan(store: LocalStore) -> tuple[writer.RecordWriter, socket.socket]:
     mine, theirs = socket.socketpair()
     table_bytes = 8 * num_chunks(DATA_BYTES, CHUNK_BYTES)
     ring = Ring(len(STEPS), 4096)
-    w.send(
-        mine, w.Open(store.url, SegmentHeader(5, 0, 1, "plan", {}), ring.slots, 4096, 1), (ring.fd,)
-    )
+    order = w.Open(store.url, SegmentHeader(5, 0, 1, "plan", {}), ring.slots, 4096, 1)
+    socket.send_fds(mine, [w.framed(order)], [ring.fd])
     for slot, step in enumerate(STEPS):
         ring.slot(slot)[:DATA_BYTES] = bytes([step]) * DATA_BYTES
         whole = DATA_BYTES + table_bytes

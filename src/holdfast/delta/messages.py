@@ -52,21 +52,25 @@ TO_WRITER = Open | Put | Flush
 FROM_WRITER = RecordsWrote | Flushed
 
 
-def send(line: socket.socket, message: Any, fds: tuple[int, ...] = ()) -> None:
+HEAD_BYTES = 8
+"""Bytes before each message, which say how long it is."""
+
+
+def framed(message: Any) -> bytes:
+    """Return the bytes of a message as they are sent."""
     body = msgspec.msgpack.encode(message)
-    head = len(body).to_bytes(8, "little")
-    if fds:
-        socket.send_fds(line, [head], list(fds))
-    else:
-        line.sendall(head)
-    line.sendall(body)
+    return len(body).to_bytes(HEAD_BYTES, "little") + body
+
+
+def send(line: socket.socket, message: Any) -> None:
+    line.sendall(framed(message))
 
 
 def receive(line: socket.socket, kind: Any) -> tuple[Any, int | None]:
     """A message, and the descriptor that came with it; None when the other end is gone."""
-    head, fds, _, _ = socket.recv_fds(line, 8, 1)
-    while head and len(head) < 8:
-        head += line.recv(8 - len(head))
+    head, fds, _, _ = socket.recv_fds(line, HEAD_BYTES, 1)
+    while head and len(head) < HEAD_BYTES:
+        head += line.recv(HEAD_BYTES - len(head))
     body = bytearray(int.from_bytes(head, "little"))
     view, at = memoryview(body), 0
     while head and at < len(body):

@@ -15,6 +15,8 @@ import socket
 import threading
 import time
 import weakref
+from array import array
+from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from subprocess import TimeoutExpired
@@ -30,6 +32,10 @@ from holdfast.store import Store
 
 MAX_RESTARTS = 3
 """Number of writers in a row that may be replaced, each dead before it had written anything."""
+
+
+_Data = tuple[memoryview, "int | None"]
+"""Bytes for a writer, and a descriptor that goes with them."""
 
 
 class WriterProcess:
@@ -48,18 +54,54 @@ class WriterProcess:
             )
         self.pid = self._process.pid
         self._has_order = False
+        self._sending = threading.Lock()
+        self._unsent: deque[_Data] | None = None
+        """Bytes that a thread of their own sends, for the writer did not take them at once."""
 
     def begin(self) -> None:
         """Send its order.  Whoever listens to it finds that it is gone, if it is."""
         self._has_order = True
-        with suppress(OSError):
-            w.send(self.line, self.order, (self.ring.fd,))
+        self._send(w.framed(self.order), self.ring.fd)
 
     def tell(self, message: object) -> None:
         """Send a message, if it has its order; else whoever sends the order sends this, too."""
         if self._has_order:
-            with suppress(OSError):
-                w.send(self.line, message)
+            self._send(w.framed(message))
+
+    def _send(self, data: bytes, fd: int | None = None) -> None:
+        """Send bytes, at once as far as the writer takes them: it does not read while it waits for storage,
+        and nobody is to wait for it here."""
+        with self._sending, suppress(OSError):
+            if self._unsent is not None:
+                self._unsent.append((memoryview(data), fd))
+                return
+            rest, fd = self._sent(memoryview(data), fd, socket.MSG_DONTWAIT)
+            if rest:
+                self._unsent = deque([(rest, fd)])
+                threading.Thread(
+                    target=self._send_rest, args=(self._unsent,), name="holdfast-send", daemon=True
+                ).start()
+
+    def _send_rest(self, unsent: deque[_Data]) -> None:
+        """Send what is unsent, in its order, until there is nothing left or the writer is gone."""
+        with suppress(OSError):
+            while True:
+                with self._sending:
+                    if not unsent:
+                        self._unsent = None
+                        return
+                    data = unsent.popleft()
+                self._sent(*data, 0)
+
+    def _sent(self, data: memoryview, fd: int | None, flags: int) -> _Data:
+        """Send bytes, the first with a descriptor, if any; return what would block."""
+        with suppress(BlockingIOError):
+            while data:
+                fds = array("i", [] if fd is None else [fd])
+                with_it = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)] if fds else []
+                n = self.line.sendmsg([data], with_it, flags)  # `send_fds` does not heed its flags
+                data, fd = data[n:], None
+        return data, fd
 
     def hang_up(self) -> None:
         """Close the socket: the writer writes what it has, and ends."""
