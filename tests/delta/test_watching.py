@@ -432,8 +432,9 @@ def test_a_last_step_in_no_record_is_told_at_close(lives: Lives) -> None:
 
 
 @pytest.mark.distributed
-def test_a_step_that_ranks_save_before_it_is_made(lives: Lives) -> None:
-    told = lives.live(nodes=[0, 0], case="delta.watched_cases:saved_early", grace_s=20)
+@pytest.mark.parametrize("case", ["saved_early", "left_as_it_is"])
+def test_what_is_no_base(lives: Lives, case: str) -> None:
+    told = lives.live(nodes=[0, 0], case=f"delta.watched_cases:{case}", grace_s=20)
     assert [one.status for one in told] == [0, 0], lives.errors()
 
 

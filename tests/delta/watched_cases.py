@@ -115,7 +115,7 @@ class Growing(Pair):
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
-        self.more = nn.Linear(3, 3)
+        self.more: nn.Module = nn.Linear(3, 3)
 
     def grow(self) -> None:
         if self.rank == 1:
@@ -131,9 +131,20 @@ class Growing(Pair):
         super().step(number)
         assert time.monotonic() - began < 60  # nobody waits for a rank that plans alone
 
+    def held(self) -> list[torch.Tensor]:
+        return [*super().held(), *(self.more.parameters() if self.rank == 1 else ())]
+
     def again(self) -> None:
         self.grow()
         super().again()
+
+
+class Headed(Growing):
+    """The same, of which the optimizer's other parameters keep their names."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.more = nn.Sequential(self.more)
 
 
 class Stages(Pair):
@@ -259,6 +270,27 @@ def saved_early(root: Path) -> None:
                 ckpt.step(number)
         torch.save(run.held(), run._kept)
     Pair(root).again()
+
+
+def left_as_it_is(root: Path) -> None:
+    """A parameter of one rank alone is in no step that was restored: all ranks save anew."""
+    before = Pair(root)
+    with before.checkpointer() as ckpt:
+        for number in range(1, 5):
+            before.step(number)
+            ckpt.step(number)
+    run = Headed(root)
+    run.grow()
+    nn.init.ones_(run.more[0].weight)  # type: ignore[index]
+    with warnings.catch_warnings(), run.checkpointer() as ckpt:
+        warnings.simplefilter("ignore", holdfast.HoldfastWarning)  # of the parameter
+        assert ckpt.restore(strict=False) == 4
+        for number in range(5, ENDS + 1):
+            run.step(number)
+            ckpt.step(number)
+        torch.save(run.held(), run._kept)
+    assert holdfast.steps(root) == [1, 5]
+    Headed(root).again()
 
 
 def _life(kind: Callable[[Path], Pair], how: str) -> Callable[[Path], None]:
