@@ -54,7 +54,7 @@ class WriterProcess:
             )
         self.pid = self._process.pid
         self._has_order = False
-        self._sending = threading.Lock()
+        self._sending = threading.Condition()
         self._unsent: deque[_Data] | None = None
         """Bytes that a thread of their own sends, for the writer did not take them at once."""
 
@@ -70,7 +70,7 @@ class WriterProcess:
 
     def _send(self, data: bytes, fd: int | None = None) -> None:
         """Send bytes, at once as far as the writer takes them: it does not read while it waits for storage,
-        and nobody is to wait for it here."""
+        and who holds a lock is not to wait for it."""
         with self._sending, suppress(OSError):
             if self._unsent is not None:
                 self._unsent.append((memoryview(data), fd))
@@ -84,14 +84,23 @@ class WriterProcess:
 
     def _send_rest(self, unsent: deque[_Data]) -> None:
         """Send what is unsent, in its order, until there is nothing left or the writer is gone."""
-        with suppress(OSError):
-            while True:
-                with self._sending:
-                    if not unsent:
-                        self._unsent = None
-                        return
-                    data = unsent.popleft()
+        while True:
+            with self._sending:
+                if not unsent:
+                    self._unsent = None
+                    self._sending.notify_all()
+                    return
+                data = unsent.popleft()
+            try:
                 self._sent(*data, 0)
+            except OSError:
+                with self._sending:
+                    unsent.clear()
+
+    def wait_sent(self) -> None:
+        """Wait until it has taken all that it was told, or is gone.  Blocks without a limit."""
+        with self._sending:
+            self._sending.wait_for(lambda: self._unsent is None)
 
     def _sent(self, data: memoryview, fd: int | None, flags: int) -> _Data:
         """Send bytes, the first with a descriptor, if any; return what would block."""
@@ -192,10 +201,13 @@ class Queue:
             self._free.append(slot)
 
     def put(self, slot: int, record: Record) -> None:
-        """Hand a filled slot to the writer."""
+        """Hand a filled slot to the writer.  Blocks until it has taken it: it outlives this process."""
         with self._changed:
             self._sent[slot] = record
             self._tell(w.Put(slot, record))
+            writer = self._writer
+        if writer is not None:
+            writer.wait_sent()
 
     def flush(self, limit_s: float) -> None:
         """Wait until all that was put is in storage.  Deadline; the writer's error."""
