@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -439,14 +440,19 @@ import holdfast
 def main():
     dist.init_process_group("gloo")
     dist.barrier()
-    if os.environ["RANK"] == "1":
+    if os.environ["LOCAL_RANK"] == os.environ["WAITS"]:
         no_writer = [(os.POSIX_SPAWN_OPEN, 0, sys.argv[1], os.O_RDONLY, 0)]
         os.posix_spawn("/bin/true", ["true"], {}, file_actions=no_writer)
     dist.barrier()
 
 main()
 """
-"""Rank 1 waits in the kernel for a process that it begins, which waits for a writer."""
+"""A rank waits in the kernel for a process that it begins, which waits for a writer."""
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as trial:
+        return trial.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.soak)])
@@ -459,12 +465,18 @@ def test_a_rank_that_waits_in_the_kernel_ends_the_run(nodes: int, tmp_path: Path
     os.mkfifo(fifo)
     command = [sys.executable, "-m", "holdfast", "run", f"--nproc-per-node={2 // nodes}"]
     command += ["--shutdown-timeout=2", f"--nnodes={nodes}", "--rdzv-backend=c10d", "--rdzv-id=one"]
-    command += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1"]
+    port = free_port()
+    command += [f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"]
     given = environment() | {"TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT": "1"}
     log = tmp_path / "log"
     with log.open("w") as file:
         words = [*command, str(script), str(fifo)]
-        begun = [subprocess.Popen(words, env=given, stderr=file) for _ in range(nodes)]
+        begun = []
+        for waits in (
+            ["1"] if nodes == 1 else ["", "0"]
+        ):  # not on the node that hosts the rendezvous
+            until(lambda: not begun or listens(port))
+            begun += [subprocess.Popen(words, env={**given, "WAITS": waits}, stderr=file)]
     try:
         assert [one.wait(120) for one in begun] == [1] * nodes, log.read_text()
     finally:
@@ -472,7 +484,9 @@ def test_a_rank_that_waits_in_the_kernel_ends_the_run(nodes: int, tmp_path: Path
         for one in begun:
             one.kill()
     printed = log.read_text()
-    assert re.search(r"rank 1 \(process \d+\) failed after step 0: it waits in the kernel", printed)
+    assert re.search(
+        r"rank \d \(process \d+\) failed after step 0: it waits in the kernel", printed
+    )
     assert "attempt 2 begins" not in printed
 
 
