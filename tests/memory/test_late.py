@@ -30,7 +30,7 @@ SLOW = {"redundancy": "none", "bandwidth": "8MB"}
 
 def is_half_written(lives: Lives, node: int) -> bool:
     """Whether the node's agent has written some of a file, but not all."""
-    with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError, ValueError):  # the agent has only begun, and writes its card
         for path in (lives.place / "root").glob(f"steps/*/*/.tmp-*-{pid_of(lives.node(node))}-*"):
             with path.open("rb") as file:
                 return file.read(8) != bytes(8)
