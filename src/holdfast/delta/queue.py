@@ -61,7 +61,9 @@ class WriterProcess:
     def begin(self) -> None:
         """Send its order.  Whoever listens to it finds that it is gone, if it is."""
         self._has_order = True
-        self._send(w.framed(self.order), self.ring.fd)
+        self._send(
+            w.framed(self.order), os.dup(self.ring.fd)
+        )  # the ring may be closed before it is sent
 
     def tell(self, message: object) -> None:
         """Send a message, if it has its order; else whoever sends the order sends this, too."""
@@ -95,6 +97,7 @@ class WriterProcess:
                 self._sent(*data, 0)
             except OSError:
                 with self._sending:
+                    _close(fd for _, fd in unsent)
                     unsent.clear()
 
     def wait_sent(self) -> None:
@@ -103,13 +106,19 @@ class WriterProcess:
             self._sending.wait_for(lambda: self._unsent is None)
 
     def _sent(self, data: memoryview, fd: int | None, flags: int) -> _Data:
-        """Send bytes, the first with a descriptor, if any; return what would block."""
-        with suppress(BlockingIOError):
+        """Send bytes, the first with a descriptor, if any, which is closed; return what would block."""
+        try:
             while data:
                 fds = array("i", [] if fd is None else [fd])
                 with_it = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)] if fds else []
                 n = self.line.sendmsg([data], with_it, flags)  # `send_fds` does not heed its flags
+                _close([fd])
                 data, fd = data[n:], None
+        except BlockingIOError:
+            pass
+        except OSError:
+            _close([fd])
+            raise
         return data, fd
 
     def hang_up(self) -> None:
@@ -121,6 +130,12 @@ class WriterProcess:
     def status(self, limit_s: float | None = None) -> int:
         """Wait until it has ended; return its status.  TimeoutExpired."""
         return self._process.wait(limit_s)
+
+
+def _close(fds: Iterable[int | None]) -> None:
+    for fd in fds:
+        if fd is not None:
+            os.close(fd)
 
 
 _queues: weakref.WeakValueDictionary[int, Queue] = weakref.WeakValueDictionary()
