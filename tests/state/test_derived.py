@@ -114,6 +114,7 @@ class Scaled(Halved):
     def _in_place(module: Any, entries: Any, prefix: str, *__: Any) -> None:
         module.weight /= 3
         module.bias.data[0] = 7
+        module.bias.data = torch.zeros(2)
         entries[f"{prefix}bias"].mul_(2)
 
 

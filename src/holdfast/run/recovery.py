@@ -93,9 +93,9 @@ def recoverable(function: Callable[P, T]) -> Callable[P, T]:
 
     It is called without a process group, makes one, and restores its state: `Checkpointer.restore` says at
     which step it goes on.  It may be entered many times in one process; what it holds in local variables is
-    dropped between.  A function that it calls, and one that is called after it has returned, is plain.
-    Exceptions of its own are recovered from as lost ranks are, up to `--max-restarts`; SystemExit ends the
-    process.
+    dropped between, and a Checkpointer that it leaves open is ended.  A function that it calls, and one
+    that is called after it has returned, is plain.  Exceptions of its own are recovered from as lost ranks
+    are, up to `--max-restarts`; SystemExit ends the process.
     """
 
     if not callable(function):

@@ -50,7 +50,8 @@ class _Keeping(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         in_place = name.endswith("_") and not name.endswith("__") and name not in _WRITE_NOTHING
-        if (in_place or name in _ALSO_WRITE) and args and self._filled.has(args[0]):
+        writes = in_place or name in _ALSO_WRITE or func == torch.Tensor.data.__set__
+        if writes and args and self._filled.has(args[0]):
             return args[0]
         return func(*args, **(kwargs or {}))
 
