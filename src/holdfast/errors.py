@@ -40,15 +40,45 @@ class HoldfastWarning(UserWarning):
     """A save failed, or a damaged step was passed over; training goes on."""
 
 
-def warn_user(message: str, hint: str | None = None) -> None:
-    """Give a HoldfastWarning at the line of the user's script that called holdfast.
+NOTICES: dict[str, str] = {}
+"""What is noticed of a training and told once, by the name that silences it (`silence`): in a word, what.
+Each has a row in docs/reference/notices.md."""
+_silenced: set[str] = set()
+
+
+def silence(*notices: str) -> None:
+    """Tell nothing of these notices in this process any more; their names stand at the end of what is told,
+    in brackets: `holdfast.silence("gradients")`.
+
+    UsageError for a name that there is not.  Failures cannot be silenced.
+    """
+    for name in notices:
+        if name not in NOTICES:
+            raise UsageError(
+                f"there is no notice {name!r}", hint=f"there are: {', '.join(sorted(NOTICES))}"
+            )
+        _silenced.add(name)
+
+
+def notice_text(notice: str, message: str) -> str | None:
+    """The text of a notice, with its name behind it; None if the user has silenced it."""
+    assert notice in NOTICES, notice
+    return None if notice in _silenced else f"{message} [{notice}]"
+
+
+def warn_user(message: str, hint: str | None = None, *, notice: str | None = None) -> None:
+    """Give a HoldfastWarning at the line of the user's script that called holdfast.  `notice`: its name, if
+    it is one that can be silenced.
 
     That is the first line, going back through the calls, which is neither in holdfast nor in torch or the
     standard library, whose hooks call holdfast, too.  A helper thread has no such line: that of the thread
     which waits for it (`waiting`) is taken.  Frames of a thread that runs are not looked at, which can hang
     Python 3.11.0 to 3.11.4 and crash a free-threaded one.
     """
-    text = message if hint is None else f"{message}\n  hint: {hint}"
+    told = message if notice is None else notice_text(notice, message)
+    if told is None:
+        return
+    text = told if hint is None else f"{told}\n  hint: {hint}"
     frame = _caller(sys._getframe()) or _caller(next(iter(waiting.frames), None))
     if frame is None:
         warnings.warn(text, HoldfastWarning, stacklevel=2)

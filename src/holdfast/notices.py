@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from holdfast.errors import warn_user
+from holdfast.errors import notice_text, warn_user
 
 
 class Notices:
@@ -16,6 +16,7 @@ class Notices:
         self._errors: list[tuple[BaseException, str]] = []
         self._last: BaseException | None = None
         """The error that `complain_once` was called with last."""
+        self._noticed: set[tuple[str, str]] = set()
 
     @property
     def texts(self) -> list[str]:
@@ -23,6 +24,15 @@ class Notices:
 
     def warn(self, *texts: str) -> None:
         self._warnings += texts
+
+    def once(self, notice: str, text: str, *, about: str = "") -> None:
+        """Warn of what was noticed, once for each thing that it is `about`."""
+        if (notice, about) in self._noticed:
+            return
+        self._noticed.add((notice, about))
+        told = notice_text(notice, text)
+        if told is not None:
+            self._warnings.append(told)
 
     def complain(self, error: BaseException, text: str = "") -> None:
         """Tell of a failure: by raising it, or by a warning, as `on_error` says."""
