@@ -41,8 +41,8 @@ class HoldfastWarning(UserWarning):
 
 
 NOTICES: dict[str, str] = {}
-"""What is noticed of a training and told once, by the name that silences it (`silence`): in a word, what.
-Each has a row in docs/reference/notices.md."""
+"""Notices of a training, each told once: in a few words what was seen, by the name that silences it.  Each has
+a row in docs/reference/notices.md."""
 _silenced: set[str] = set()
 
 
