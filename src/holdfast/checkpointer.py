@@ -527,6 +527,7 @@ class Checkpointer:
         """Make the restored state the one that tiers go on from, and have it where the next restart finds
         it, if it was in the nodes' memory only or `must_save`."""
         delta, memory = self._tiers.delta, self._tiers.memory
+        self._tiers.saver.movers.forget()
         if restart.leaves_behind():
             self._tiers.leave_behind(None if restart.taken is None else restart.taken.step)
         records = None if restart.reached is None or self.every.delta is None else delta

@@ -84,7 +84,7 @@ class Replicas:
         return make([f.bytes for f in self.files], number)
 
     def guard(self, stripes: Stripes, me: int) -> ReplicaGuard:
-        made = replica_guard(self.plan, self.live, {}, stripes, self.files, me)
+        made = replica_guard(self.plan, self.live, {}, {}, stripes, self.files, me)
         assert made is not None
         return made
 

@@ -21,7 +21,7 @@ from torch.distributed.optim.apply_optimizer_in_backward import (
 import holdfast
 from holdfast.errors import HoldfastError, StateMismatch, UsageError
 from holdfast.memory.feed import check_feedable
-from holdfast.state import snapshot
+from holdfast.state import movers, snapshot
 from holdfast.state.window import Window
 from state.test_optimizers import Counted
 
@@ -194,6 +194,7 @@ def test_the_step_of_each_part_waits_for_the_copy(
 ) -> None:
     net, optimizers = build(MAKERS[name], 0)
     train(net, optimizers, 0, 1)
+    monkeypatch.setattr(movers, "SMALL_BYTES", 0)
     go, waiting = threading.Event(), threading.Event()
     run, wait = snapshot.Copies.run, Window.wait
 
@@ -205,9 +206,10 @@ def test_the_step_of_each_part_waits_for_the_copy(
         waiting.set()
         wait(self)
 
-    monkeypatch.setattr(snapshot.Copies, "run", late)
-    monkeypatch.setattr(Window, "wait", watched)
     with holdfast.Checkpointer(tmp_path, {"model": net, "optim": optimizers}) as ckpt:
+        ckpt.save(0).wait(60)  # the first one is copied at the call
+        monkeypatch.setattr(snapshot.Copies, "run", late)
+        monkeypatch.setattr(Window, "wait", watched)
         for number, part in enumerate(leaves(optimizers)):
             go.clear()
             before = [p.detach().clone() for p in net.parameters()]

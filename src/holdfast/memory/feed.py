@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from msgspec import structs
 
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import emit
@@ -50,7 +49,7 @@ from holdfast.state.optimizers import named_groups, param_names
 from holdfast.state.placed import Placed
 from holdfast.state.snapshot import StateView
 from holdfast.state.wrapped import ELEMENTWISE, is_zero1
-from holdfast.state.writes import Mark, Marks
+from holdfast.state.writes import Marks
 
 Where = dict[tuple[str, Box], tuple[int, int]]
 """Offset and bytes in this rank's image of a part of a tensor."""
@@ -122,11 +121,6 @@ class Feed:
         self._tensors: dict[str, LiveTensor] = {}
         """The replica as it is saved, by name."""
         self._written = Marks([])
-        self._seen: dict[str, Mark] = {}
-        """Mark of each steady tensor that is not in the replica at the last snapshot, by name."""
-        self._moving: set[str] = set()
-        """Names of steady tensors that are not in the replica and change, such as an average of the
-        weights."""
 
     # -- training thread --------------------------------------------------------------------------
 
@@ -135,25 +129,13 @@ class Feed:
         self.twins.mark(number, self._set_aside)
 
     def arranged(self, live: Live) -> Live:
-        """Return the same state, with what belongs together side by side, and such that what
-        changes and is not in the replica is copied at the call: when the replica has come to that
-        step, the training may have gone on."""
+        """Return the same state, with what belongs together side by side."""
         self._named = named_params(self._state())
-        live, trained = together(live, self._named), self._covered.trained
+        live = together(live, self._named)
         if self._made_for is not None and _params(self._named) != _params(self._covered.named):
             self._made_for = None
             self.twins.forget("an optimizer has other parameters now")
-        if self._made_for is None:
-            return live
-        tensors, before, self._seen = dict(live.tensors), self._seen, {}
-        for name, t in live.tensors.items():
-            if t.steady and name not in trained:
-                mark = self._seen[name] = Mark.of(t.source)
-                if name in before and mark.differs(before[name]):
-                    self._moving.add(name)
-                if name in self._moving:
-                    tensors[name] = structs.replace(t, steady=False)
-        return replace(live, tensors=tensors)
+        return live
 
     def follows(self, live: Live, *, durable: bool) -> bool:
         """True if a snapshot of this state can be taken from the replica."""
@@ -215,14 +197,16 @@ class Feed:
                 "the replica was lost while the snapshot waited for it", step=op.step
             )
         emit("feed.followed", step=op.step)
-        steady = [n for n, t in op.live.tensors.items() if t.steady]
-        called = dict(zip(steady, op.moment.versions))
+        in_window = [n for n in op.live.tensors if n not in op.live.aside]
+        called = dict(zip(in_window, op.moment.versions))
         rest = {n: t for n, t in op.live.tensors.items() if n not in self._covered.trained}
-        live = replace(op.live, tensors={**rest, **self._tensors})
+        aside = op.live.aside & rest.keys()
+        live = replace(op.live, tensors={**rest, **self._tensors}, aside=aside)
         versions = [
-            called[n] if n in rest else t.version for n, t in live.tensors.items() if t.steady
+            called[n] if n in rest else t.version for n, t in live.tensors.items() if n not in aside
         ]
-        return StateView(live, versions, op.moment.ready)
+        corners = {k: v for k, v in op.moment.corners.items() if k[0] in rest}
+        return StateView(live, versions, op.moment.ready, corners)
 
     # -- memory thread ----------------------------------------------------------------------------
 

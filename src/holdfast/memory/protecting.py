@@ -101,7 +101,8 @@ class Protector:
         if key != self._guard_key or self._guard_mark is not plan.fingerprint:
             lengths = tuple(f.bytes for f in agreed.files)
             stripes = Stripes(lengths, *agreed.scheme.blocks(len(lengths)))
-            self._guard = replica_guard(plan, draft.live, redone, stripes, agreed.files, me)
+            aside = self._tier.saver.aside
+            self._guard = replica_guard(plan, draft.live, aside, redone, stripes, agreed.files, me)
             self._guard_key, self._guard_mark = key, plan.fingerprint
         guard = self._guard
         if guard is None:

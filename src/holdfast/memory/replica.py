@@ -32,7 +32,7 @@ from holdfast.saving.planning import SavePlan
 from holdfast.state.arrays import raw_array
 from holdfast.state.carrying import CarriedCopies
 from holdfast.state.live import Live, LiveTensor
-from holdfast.state.snapshot import first_device, on_stream
+from holdfast.state.snapshot import SetAside, first_device, on_stream
 
 WINDOW_BYTES = 4 << 20
 """Bytes that are laid out at a time; what fits in a core's cache is not written to memory."""
@@ -106,7 +106,11 @@ class ReplicaImage:
 
 
 def replica_image(
-    plan: SavePlan, file: FileEntry, live: Live, redone: Mapping[str, LiveTensor]
+    plan: SavePlan,
+    file: FileEntry,
+    live: Live,
+    aside: SetAside,
+    redone: Mapping[str, LiveTensor],
 ) -> ReplicaImage | None:
     """The image that `file` describes; None if this rank does not hold all of its tensors.
 
@@ -116,11 +120,13 @@ def replica_image(
     if image is None:
         return None
     for entry, box, at, size in pieces_of(plan, image, file.rank):
-        source = _held(redone.get(entry.name) or live.tensors.get(entry.name), box)
+        name, own = entry.name, redone.get(entry.name)
+        is_aside = own is None and name in live.aside
+        source = _held(own or live.tensors.get(name), box, aside if is_aside else None)
         if source is None:
             return None
         if size:
-            found.append(_Piece(at, at + size, source, entry.name not in redone))
+            found.append(_Piece(at, at + size, source, own is None and not is_aside))
     return ReplicaImage(image, found)
 
 
@@ -145,13 +151,15 @@ def pieces_of(
         yield entry, Box(tuple(start[:n]), tuple(stop[:n])), image.data_start + offset, size
 
 
-def _held(t: LiveTensor | None, box: Box) -> torch.Tensor | None:
-    """The part of a tensor, where this rank holds all of it, and the optimizer alone changes it."""
+def _held(t: LiveTensor | None, box: Box, kept: SetAside | None) -> torch.Tensor | None:
+    """The part of a tensor, where this rank holds all of it, and it is no buffer, which may differ between
+    ranks.  `kept`: where it was set aside; None if it was not."""
     if t is None or not t.steady:
         return None
-    for part in t.parts:
+    for number, part in enumerate(t.parts):
         if part.box & box == box:
-            return part.local.detach()[box.within(part.box.start)]
+            held = part.local.detach() if kept is None else kept[t.name, number]
+            return held[box.within(part.box.start)]
     return None
 
 
@@ -264,6 +272,7 @@ def _windows(start: int, stop: int) -> Iterator[tuple[int, int]]:
 def replica_guard(
     plan: SavePlan,
     live: Live,
+    aside: SetAside,
     redone: Mapping[str, LiveTensor],
     stripes: Stripes,
     files: Sequence[FileEntry],
@@ -272,7 +281,7 @@ def replica_guard(
     """A guard from this rank's own tensors; None if it does not hold what the others save."""
     images = {}
     for member in {c.source.member for c in stripes.contributions(me)}:
-        image = replica_image(plan, files[member], live, redone)
+        image = replica_image(plan, files[member], live, aside, redone)
         if image is None:
             return None
         images[member] = image

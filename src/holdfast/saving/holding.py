@@ -1,19 +1,18 @@
-"""Saves that hold up the training until they are copied, for the window would not be kept.
+"""Saves that hold up the training until they are copied, for no optimizer waits for the copy.
 
-Two things write to weights with nothing that waits for the copy before:
-
-* *A step in a graph of a device*, as CUDA has them.  A replay calls no hooks, nor does a tensor count its
-  writes.  All that can be seen is that the training comes to its next step and no optimizer has called a
-  hook since the step before.  A step that a loss scaler skips looks alike, which costs one copy.
-* *A forward pass*, as of an embedding with `max_norm`.  It is seen when the first save fails for it.
+A step in a graph of a device, as CUDA has them, calls no hooks when it is replayed, nor does a tensor count
+its writes.  All that can be seen is that the training comes to its next step and no optimizer has called a
+hook since the step before.  A step that a loss scaler skips looks alike, which costs one copy.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from holdfast.errors import notice_text
+from holdfast.sizes import size_text
 from holdfast.state.live import Live
-from holdfast.state.snapshot import first_device
+from holdfast.state.snapshot import few, first_device
 
 if TYPE_CHECKING:
     from holdfast.saving.operation import SaveOperation
@@ -30,11 +29,12 @@ def is_bypassed(saver: Saver, live: Live) -> bool:
     return saver.gate.is_bypassed and has_optimizer and first_device(live) is not None
 
 
-def hold(saver: Saver, op: SaveOperation) -> None:
+def hold_bypassed(saver: Saver, op: SaveOperation) -> None:
     """Wait on the training thread until all is copied, where that is needed.  Tells the user once, of many
     saves in a row."""
     bypassed, gate = is_bypassed(saver, op.live), saver.gate
-    if bypassed or saver.was_written:
+    if bypassed:
+        op.must_hold = False
         op.window.wait()
     if bypassed and gate.num_held is not None:
         gate.num_held += 1
@@ -45,3 +45,19 @@ def hold(saver: Saver, op: SaveOperation) -> None:
                 "called its hooks in the step before, so the next step would not have waited. Steps in a "
                 "CUDA graph are the usual reason; this is told once"
             )
+
+
+def tell_set_aside(saver: Saver) -> None:
+    """Tell the user that much is copied before each save returns."""
+    sizes: dict[str, int] = {}
+    for (name, _), tensor in saver.aside.items():
+        sizes[name] = sizes.get(name, 0) + tensor.nbytes
+    names = sorted(sizes, key=sizes.__getitem__, reverse=True)
+    told = notice_text(
+        "set-aside",
+        f"each save copies {size_text(sum(sizes.values()))} before its call returns ({few(names)}), since "
+        "no optimizer of the state moves that: training waits for the copy, and has the memory of it; if a "
+        "torch optimizer moves it, add the optimizer to the state",
+    )
+    if told is not None:
+        saver.news.append(told)

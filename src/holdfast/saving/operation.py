@@ -2,7 +2,7 @@
 
 A save goes through five phases, on three threads.  Each thread ends where it hands over to the next:
 
-    training     collect   name and place the state; set aside what the next forward pass may change
+    training     collect   name and place the state; set aside what others than its optimizers write
     saving       agree     which step, and who saves what; a new plan where layouts have changed
                  copy      lay the image out, and fill it in the window that ends with the next step
     the tier's   keep      put the bytes where they stay, behind the copier
@@ -32,14 +32,13 @@ from holdfast.saving.messages import Verdict
 from holdfast.saving.planning import Layout, SavePlan
 from holdfast.state.live import Live
 from holdfast.state.snapshot import (
-    MAX_RETAKES,
     Buffer,
     CopyTap,
     FillProgress,
     Shot,
     StateView,
     WrittenMeanwhile,
-    copy_consistently,
+    copy_in_window,
     set_aside,
 )
 from holdfast.state.window import Window
@@ -183,13 +182,15 @@ class SaveOperation:
         self.companion = companion
         self.save = Save(request.step, self.kind)
         self.window = Window(request.step)
-        self.moment = StateView.of(Live())
+        self.moment = StateView.of(Live(), {})
         self.replica: Replica | None = None
         """What is copied in the place of the live tensors."""
         self.error: BaseException | None = None
         """What failed on this rank and the others are to be told."""
         self.outcome = CommitOutcome()
         self._on_end = on_end
+        self.must_hold = False
+        """True if the training is to be held up until all is copied."""
         self.has_memory = False
         """True from when the tier has given it memory."""
         self._is_released = False
@@ -221,7 +222,7 @@ class SaveOperation:
         """Have the state as it is now.  What goes wrong is the operation's error, so that the other ranks
         learn of it.
 
-        Blocks for what the next forward pass may change; the rest is copied until the window ends.
+        Blocks for what is set aside; the rest is copied until the window ends.
         """
         busy = self.request.busy
         try:
@@ -230,8 +231,10 @@ class SaveOperation:
             if not busy:
                 # what was set aside for earlier saves must have gone into their images
                 self.saver.settle(None)
-                set_aside(live, self.saver.aside)
-            self.moment = StateView.of(live)
+                with uncollected():
+                    self.must_hold = self.saver.movers.sort(live)
+                    set_aside(live, self.saver.aside)
+            self.moment = StateView.of(live, self.saver.movers.corners(live))
             if self.companion is not None and not busy and not self.request.is_rehearsal:
                 self.replica = self.companion.replica(self)
         except Exception as error:
@@ -241,6 +244,7 @@ class SaveOperation:
             self.window.done()
             raise
         if self.replica is not None or busy or self.request.is_rehearsal:
+            self.must_hold = False
             self.window.done()
 
     # -- agree, copy: saving thread ---------------------------------------------------------------
@@ -347,18 +351,15 @@ class SaveOperation:
         if draft.layout is None:
             return
         image, copies = draft.layout
-        is_live = self.replica is None
+        stop, movers = image.table_start, self.saver.movers
+        shot = Shot(copies, draft.moment, draft.filling, stop, self.step, movers, beside)
         try:
-            copy_consistently(
-                Shot(copies, draft.moment, draft.filling, image.table_start, self.step, beside),
-                self.window,
-                room=self.saver.room if is_live else None,
-                retakes=MAX_RETAKES if is_live and self.saver.group.size == 1 else 0,
-                rest_s=self.saver.deadline_s,
-            )
+            room = self.saver.room if self.replica is None else None
+            copy_in_window(shot, self.window, room=room)
             draft.filling.complete()
         except BaseException as error:
-            self.saver.was_written |= isinstance(error, WrittenMeanwhile)
+            if isinstance(error, WrittenMeanwhile):
+                movers.learn({*error.names})
             draft.filling.fail(error)
 
     # -- the end: any thread ----------------------------------------------------------------------
@@ -398,7 +399,7 @@ class SaveOperation:
         elif not self.request.is_rehearsal:
             took = time.perf_counter() - self.request.made
             emit(f"{self.kind}.committed", step=self.step, seconds=round(took, 3))
-        self.moment = StateView.of(Live())
+        self.moment = StateView.of(Live(), {})
         self.save._conclude(error)
 
     def _leave_out(self) -> None:

@@ -16,6 +16,7 @@ from holdfast.saving.operation import Companion, Draft, Request, SaveOperation, 
 from holdfast.saving.planning import Planner
 from holdfast.state.agreed import describe
 from holdfast.state.live import Live, LiveTensor
+from holdfast.state.movers import Movers
 from holdfast.state.replicas import Replicas
 from holdfast.state.snapshot import SetAside
 from holdfast.state.window import Gate, resting
@@ -23,6 +24,10 @@ from holdfast.threads import Worker
 
 if TYPE_CHECKING:
     from holdfast.state.carrying import CarryBuffer
+
+
+MUCH_BYTES = 1 << 30
+"""Size of what is copied at each call, from which the user is told of it."""
 
 
 def _nothing(op: SaveOperation, error: BaseException | None) -> None:
@@ -55,8 +60,8 @@ class Saver:
         """Tensors that were set aside at the last call."""
         self.news: list[str] = []
         """Messages that the user is to be told."""
-        self.was_written = False
-        """True once a save has failed because tensors were written while it was copied."""
+        self.movers = Movers()
+        self._is_aside_told = False
         self._number = 0
         self.gate = Gate()
         self._described: tuple[list[Any], dict[str, str], bytes] = [], {}, describe(Live())
@@ -90,10 +95,19 @@ class Saver:
                 self.gate.window = op.window
         finally:
             self._worker.submit(op.guarded, op.run)
-        if is_snapshot and (self.gate.is_bypassed or self.was_written):
-            from holdfast.saving.holding import hold
+        if is_snapshot and self.gate.is_bypassed:
+            from holdfast.saving.holding import hold_bypassed
 
-            hold(self, op)
+            hold_bypassed(self, op)
+        if not self._is_aside_told and sum(t.nbytes for t in self.aside.values()) >= MUCH_BYTES:
+            from holdfast.saving.holding import tell_set_aside
+
+            self._is_aside_told = True
+            tell_set_aside(self)
+        if op.must_hold:
+            op.window.wait()
+            self.movers.watch(op.live)
+            op.window.at_end = self.movers.look
         return op.save
 
     def settle(self, limit_s: float | None) -> None:

@@ -13,7 +13,7 @@ from holdfast.codec.digest import CHUNK_BYTES, digest_chunks, hexdigest, num_chu
 from holdfast.events import count
 from holdfast.format.image import Image
 from holdfast.format.manifest import FileEntry
-from holdfast.state.snapshot import FillProgress, FillRestarted
+from holdfast.state.snapshot import FillProgress
 from holdfast.store import Store, Writer
 from holdfast.store.contract import part_bytes
 from holdfast.threads import in_threads
@@ -31,7 +31,7 @@ class Blocks(Protocol):
         """Bytes `start..stop`, all of them before the digest table, once they are there."""
 
     def last(self, start: int, table: bytes) -> memoryview:
-        """Bytes from `start` to the end, with the table.  Raises if the blocks given before are stale."""
+        """Bytes from `start` to the end, with the table.  Raises if the image has failed."""
 
 
 @dataclass(frozen=True)
@@ -41,18 +41,17 @@ class ImageToFill:
     memory: memoryview
     image: Image
     filling: FillProgress
-    turn: int
     check: Callable[[], None]
 
     def block(self, start: int, stop: int) -> memoryview:
         """Wait for the copier."""
-        self.filling.wait(stop, self.turn)
+        self.filling.wait(stop)
         self.check()
         return self.memory[start:stop]
 
     def last(self, start: int, table: bytes) -> memoryview:
-        """Wait until it is known that what was filled stays."""
-        self.filling.settle(self.turn)
+        """Wait until it is known that all of it is of one moment."""
+        self.filling.conclude()
         self.memory[self.image.table_start : self.image.total_bytes] = table
         return self.memory[start : self.image.total_bytes]
 
@@ -69,15 +68,11 @@ def write_image(
 ) -> FileEntry:
     """Digest and write an image while it is being filled, as `path` below a step's folder.
 
-    Begins anew when the image is filled anew.  Ends with what `check` raises, before each block: why this
-    image is of no use any more.
+    Ends with the copier's error, or with what `check` raises, before each block: why this image is of no
+    use any more.
     """
-    while True:
-        blocks = ImageToFill(view, image, filling, filling.turn, check)
-        try:
-            return write_blocks(store, step, path, rank, image, blocks)
-        except FillRestarted:
-            pass
+    blocks = ImageToFill(view, image, filling, check)
+    return write_blocks(store, step, path, rank, image, blocks)
 
 
 def write_blocks(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 
 from holdfast.arguments import rules_of
 from holdfast.errors import warn_user
-from holdfast.sources import Source
+from holdfast.sources import Source, Sources
 from holdfast.state.customised import Own, add_made, add_own, customised, refuse_own
 from holdfast.state.live import (
     RULES,
@@ -32,6 +33,7 @@ from holdfast.state.live import (
     stages,
     unwrap,
 )
+from holdfast.state.observer import calls_hooks
 from holdfast.state.optimizers import (
     add_common,
     add_optimizer,
@@ -43,7 +45,7 @@ from holdfast.state.own_errors import naming
 from holdfast.state.rng import Rng
 from holdfast.state.several import as_seen, parts_of
 from holdfast.state.shared_states import tell_shared
-from holdfast.state.wrapped import check_own_state
+from holdfast.state.wrapped import bare, check_own_state
 from holdfast.state.wrappers import check_names
 
 
@@ -105,14 +107,19 @@ def collect(
         check_in_backward(given, state)
         tell_hooks(state)
     sources = sources_in(state)
+    live.trained = _trained(state, sources)
     for key, value in state.items():
+        num_before = len(live.tensors)
         if value is not None and not (isinstance(value, (list, tuple, dict)) and not value):
             live.kinds[key] = kind_of(value), type(given[key]).__qualname__
         modules = stages(value)
         if modules is not None:
             size = _size(live)
             for module in modules:
-                _add_module(live, key, module, sources.of(module), on_resize)
+                source = sources.of(module)
+                _add_module(live, key, module, source, on_resize)
+                if not source.saves_rest:  # its framework makes the optimizers, too
+                    live.moved.update(islice(live.tensors, num_before, None))
             if not before and _size(live) == size:
                 _tell_empty(key, modules)
         elif is_optimizer(value):
@@ -124,10 +131,40 @@ def collect(
                     tell_shared(key, value, names)
             else:
                 _add_frameworks(live, key, value, source, state)
+            if _is_seen(value):
+                _note_moved(live, num_before)
         else:
             add_plain(live, key, value, on_resize)
     live.before = {}
     return live
+
+
+def _note_moved(live: Live, first: int) -> None:
+    """Note that an optimizer moves its tensors, which are those from number `first` on: its states, and
+    parameters that only it has."""
+    for name in islice(live.tensors, first, None):
+        t = live.tensors[name]
+        if t.state != "param" or id(t.source) in live.trained:
+            live.moved.add(name)
+
+
+def _trained(state: State, sources: Sources) -> set[int]:
+    """Return the parameters, by id, that optimizers of the state may move, but for those whose steps call
+    no hooks, and so wait for no copy."""
+    groups = [
+        group
+        for value in state.values()
+        if is_optimizer(value) and _is_seen(value)
+        for group in sources.of(value).groups(value)
+    ]
+    return {id(p) for _, params in groups for p in params if p.requires_grad}
+
+
+def _is_seen(optimizer: Any) -> bool:
+    """True if all steps of an optimizer call torch's hooks.  What a framework has in its place has torch's
+    inside."""
+    parts = parts_of(optimizer).values()
+    return all(not isinstance(part, Optimizer) or calls_hooks(bare(part)) for part in parts)
 
 
 def _has_hooks(value: Any) -> bool:

@@ -5,8 +5,8 @@ A user hands over a dict: modules, lists of pipeline stages, optimizers, anythin
 (`<key>.<fully qualified name>`) and extras (the rest, by key).  Frameworks differ only here, in where
 the names and the placements come from.
 
-*Steady* tensors change inside `optimizer.step()` alone and may be copied in the background until then;
-the others (buffers, tensors that the user handed over himself) are copied at once.
+*Steady* tensors are parameters and optimizers' states, which may change inside `optimizer.step()` alone;
+the others (buffers, tensors that the user handed over himself) change at any moment.
 """
 
 from __future__ import annotations
@@ -112,6 +112,12 @@ class Live:
     """Modules as they were handed over, by key."""
     padded: set[str] = field(default_factory=set)
     """Tensors whose dim 0 is padded for this layout: more or fewer rows may have been saved."""
+    trained: set[int] = field(default_factory=set)
+    """Parameters, by id, that an optimizer moves whose steps are seen."""
+    moved: set[str] = field(default_factory=set)
+    """Steady tensors that an optimizer moves whose steps are seen."""
+    aside: set[str] = field(default_factory=set)
+    """Tensors that are copied at the call (`state.movers`); the others are copied in the window."""
     contents: dict[str, list[str]] = field(default_factory=dict)
     """Digests of the tensors that an object's state refers to by name, by key."""
     inline_bytes: float = INLINE_BYTES
@@ -438,6 +444,8 @@ def add_module(
                 live.alias(full, known)
             elif (master := source.master(tensor)) is None or not master.is_copy:
                 add_tensor(live, full, kind, tensor, master, steady=kind == "param")
+                if id(tensor) in live.trained:
+                    live.moved.update(live.apart.get(full, (full,)))
     add_extra_states(live, key, module, on_resize)
 
 

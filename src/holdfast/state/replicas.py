@@ -105,7 +105,8 @@ class Replicas:
         rows: dict[Class, list[Row]] = {}
         error: Exception | None = None
         try:
-            rows = _digests(wanted, kept, placement, group.rank, apart=not always)
+            aside = set() if live is None else live.aside
+            rows = _digests(wanted, aside, kept, placement, group.rank, apart=not always)
         except Exception as failed:  # the others are waiting for what this rank says
             error = failed
         whole = {one: digest(msgspec.msgpack.encode(some)) for one, some in rows.items()}
@@ -133,6 +134,7 @@ class Replicas:
 
 def _digests(
     wanted: Mapping[str, LiveTensor],
+    aside: set[str],
     kept: SetAside,
     placement: Placement,
     rank: int,
@@ -156,7 +158,7 @@ def _digests(
             parts[number] = _shared_part(placement, number, rank)
         part = 0 if is_buffer else parts[number]  # the first holder's alone, as it is written
         if part is not None:
-            local = t.placed.local if t.steady else kept[name, 0]
+            local = kept[name, 0] if name in aside else t.placed.local
             plain = np.ascontiguousarray(raw_array(local.cpu()))
             row = index, part, digest(plain.reshape(-1).view(np.uint8).data)
             one = (-1 if is_buffer else number, part, is_buffer and apart)

@@ -1,11 +1,11 @@
 """The snapshot: from live tensors into the image, inside the window between two optimizer steps.
 
 Parameters and optimizer state change only inside `optimizer.step()`.  So after step t their copy may go
-on in the background until step t + 1's optimizer step begins (`window`).  What the forward pass changes
-(buffers) is set aside at once.  A script that edits weights outside the optimizer is found by the tensors'
-version counters: then the copy is taken again, whole, while the training thread is at rest; of several
-ranks, some may have been done before the edit, so there the save fails aloud instead, and later ones hold
-up the training until they are copied: it may be the forward pass that writes.
+on in the background until step t + 1's optimizer step begins (`window`).  What else may change before that
+is set aside at the call: `movers` knows what that is.  A script that writes in the window all the same is
+found by the tensors' version counters, and by a few elements of each weight: those in the image are
+compared with those at the call.  Then the save fails, by name, and what was written is set aside from
+then on.
 
 The writer follows the copier through the image (`FillProgress`), so that storage is busy from the start.
 
@@ -15,32 +15,36 @@ The image's memory and the list of copies are made once and used again while sha
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
 from holdfast.errors import HoldfastError
-from holdfast.events import emit, span
+from holdfast.events import span
 from holdfast.format.image import Image
 from holdfast.format.manifest import TensorEntry
 from holdfast.layout import Box
-from holdfast.state.arrays import array_of
+from holdfast.state.arrays import array_of, raw_array
 from holdfast.state.live import Live
+from holdfast.state.movers import Corners, Movers, changed, is_on_host, unlike, versions
 from holdfast.state.window import Window
-from holdfast.state.writes import address_and_strides
+from holdfast.state.writes import address_and_strides, corner
+from holdfast.threads import in_threads
 
 if TYPE_CHECKING:
     from holdfast.state.carrying import CarriedCopies, CarryBuffer
 
-MAX_RETAKES = 100
 MARK_BYTES = 4 << 20
 TOUCH_PAGES = 1 << 12
+LARGE_BYTES = 4 << 20
+"""Size of what one thread copies at a time, of what is set aside."""
+COPY_THREADS = min(4, os.cpu_count() or 1)
 BATCH_BYTES = 64 << 20
 """Bytes given to a device's stream at a time, where the rest may have to be carried over."""
 PAUSE_S = 0.25
@@ -133,10 +137,6 @@ class CopyTap(Protocol):
         """Read them, not before `ready`; `carried` has them from number `first` on."""
 
 
-class FillRestarted(Exception):
-    """The image is being filled again; what was read of it is stale."""
-
-
 class FillProgress:
     """Tells how far an image is filled: the copier advances, the writer waits.  Thread-safe.
 
@@ -148,18 +148,13 @@ class FillProgress:
         self._upto = 0
         self._complete = False
         self._error: BaseException | None = None
-        self.turn = 0
-
-    def restart(self) -> None:
-        """Begin another turn: what was filled is stale."""
-        self._set(turn=self.turn + 1, _upto=0)
 
     def advance(self, upto: int) -> None:
         """Bytes before `upto` are filled."""
         self._set(_upto=upto)
 
     def complete(self) -> None:
-        """All is filled and will stay."""
+        """All is filled, and is of one moment."""
         self._set(_complete=True)
 
     def fail(self, error: BaseException) -> None:
@@ -171,29 +166,19 @@ class FillProgress:
             self.__dict__.update(fields)
             self._changed.notify_all()
 
-    def wait(self, upto: int, turn: int) -> None:
-        """Wait until bytes before `upto` are filled.  Raises Refilled if `turn` is over, or the
-        copier's error."""
-        self._until(lambda: self._upto >= upto, turn)
-
-    def settle(self, turn: int) -> None:
-        """Wait until it is known that the filling of `turn` stays."""
-        self._until(lambda: self._complete, turn)
+    def wait(self, upto: int) -> None:
+        """Wait until bytes before `upto` are filled.  Raises the copier's error."""
+        self._until(lambda: self._upto >= upto)
 
     def conclude(self) -> None:
         """Wait until it is known how it ends; the copier's error if it fails."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._complete or self._error)
-        if self._error is not None:
-            raise self._error
+        self._until(lambda: self._complete)
 
-    def _until(self, reached: Callable[[], bool], turn: int) -> None:
+    def _until(self, reached: Callable[[], bool]) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: reached() or self._error or self.turn != turn)
+            self._changed.wait_for(lambda: reached() or self._error)
             if self._error is not None:
                 raise self._error
-            if self.turn != turn:
-                raise FillRestarted
 
 
 SetAside = dict[tuple[str, int], torch.Tensor]
@@ -202,31 +187,65 @@ SetAside = dict[tuple[str, int], torch.Tensor]
 
 @torch.inference_mode(False)  # type: ignore[untyped-decorator]  # torch refuses such copies outside
 def set_aside(live: Live, kept: SetAside) -> None:
-    """Copy what may change before the next optimizer step into `kept`, which is reused."""
-    for name, t in live.tensors.items():
-        if t.steady:
-            continue
-        for number, part in enumerate(t.parts):
-            local, old = part.local, kept.get((name, number))
+    """Copy what may be written before the copy in the background is made (`Live.aside`) into `kept`, which
+    is reused.  Blocks; large tensors of the host are copied by several threads."""
+    into, sources = [], []
+    for name in live.aside:
+        for number, part in enumerate(live.tensors[name].parts):
+            local, old = part.local.detach(), kept.get((name, number))
             if old is None or old.shape != local.shape or old.dtype != local.dtype:
-                copy = local.detach().clone(memory_format=torch.contiguous_format)
-                kept[name, number] = copy
-            else:
-                old.copy_(local)
+                kept[name, number] = old = _memory_for(local)
+            into.append(old)
+            sources.append(local)
+    for key in kept.keys() - {
+        (name, n) for name in live.aside for n in range(len(live.tensors[name].parts))
+    }:
+        del kept[key]
+    copy_at_once(into, sources)
 
 
-def versions(live: Live) -> list[int]:
-    """Version counters of the tensors that are copied in the window."""
-    return [t.version for t in live.tensors.values() if t.steady]
+def _memory_for(local: torch.Tensor) -> torch.Tensor:
+    """Memory for a copy, on the device of the tensor; on the host if that has no more."""
+    try:
+        return torch.empty_like(local, memory_format=torch.contiguous_format)
+    except torch.OutOfMemoryError:
+        return torch.empty_like(local, device="cpu", memory_format=torch.contiguous_format)
 
 
-def fingerprint(live: Live) -> list[tuple[int, ...]]:
-    """Addresses and strides, which must not change if a list of copies is to be used again."""
+def copy_at_once(into: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy tensors to others of the same shapes, at memory speed.  Blocks."""
+    is_large = [source.is_cpu and source.nbytes >= LARGE_BYTES for source in sources]
+    few = [pair for pair, large in zip(zip(into, sources), is_large) if not large]
+    many = [pair for pair, large in zip(zip(into, sources), is_large) if large]
+    if few:
+        torch._foreach_copy_([one for one, _ in few], [source for _, source in few])
+    pieces = [piece for pair in many for piece in _pieces(*pair)]
+    in_threads(lambda piece: piece[0].copy_(piece[1]), pieces, COPY_THREADS)
+
+
+def _pieces(
+    into: torch.Tensor, source: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Split a large copy along the first dim; what has none to speak of is copied as a whole."""
+    rows = len(source) if source.dim() else 1
+    number = min(rows, -(-source.nbytes // LARGE_BYTES))
+    if number < 2:
+        yield into, source
+        return
+    yield from zip(into.tensor_split(number), source.tensor_split(number))
+
+
+def fingerprint(live: Live) -> list[Any]:
+    """Names of what is set aside, and addresses and strides of the rest: they must not change if a list of
+    copies is to be used again."""
     return [
-        address_and_strides(part.local)
-        for t in live.tensors.values()
-        if t.steady  # others are copied from where they were set aside
-        for part in t.parts
+        live.aside,
+        *(
+            address_and_strides(part.local)
+            for name, t in live.tensors.items()
+            if name not in live.aside
+            for part in t.parts
+        ),
     ]
 
 
@@ -237,6 +256,10 @@ class Copies:
     host: list[tuple[Any, Any, int]]
     """(part of the image, source, where that part ends in the image)"""
     device: list[tuple[torch.Tensor, torch.Tensor]]
+    corners: dict[tuple[str, int], np.ndarray[Any, Any]] = field(default_factory=dict)
+    """A few elements, in the image, of each part that is there as a whole (`movers.Corners`)."""
+    unmoved: dict[tuple[str, Box], np.ndarray[Any, Any]] = field(default_factory=dict)
+    """A few elements, in the image, of what is copied from a device and no optimizer moves."""
 
     @staticmethod
     def plan(
@@ -259,24 +282,32 @@ class Copies:
             box = Box(tuple(start[:n]), tuple(stop[:n]))
             number = t.holder(box) if t.rest else 0
             part = t.parts[number] if number else t.placed
-            source = part.local if t.steady else kept[entry.name, number]
+            is_aside = entry.name in live.aside
+            source = kept[entry.name, number] if is_aside else part.local
             if box != part.box:
                 if part.box & box != box:
                     raise HoldfastError(
                         f"{entry.name!r}: this rank is to write {box}, but has {part.box}"
                     )
                 source = source[box.within(part.box.start)]
-            copies._add(memory, at, source, at + size)
+            into = copies._add(memory, at, source, at + size)
+            if not is_aside and not is_on_host(t) and entry.name not in live.moved:
+                copies.unmoved[entry.name, box] = corner(into)
+            elif not is_aside and t.state == "param" and box == part.box:
+                copies.corners[entry.name, number] = corner(into)
         return copies
 
-    def _add(self, memory: memoryview, start: int, part: torch.Tensor, stop: int) -> None:
+    def _add(
+        self, memory: memoryview, start: int, part: torch.Tensor, stop: int
+    ) -> np.ndarray[Any, Any]:
         if part.is_cpu:
             values = array_of(part)
             into = np.ndarray(values.shape, values.dtype, memory, start)
             self.host.append((into, values, stop))
-        else:
-            flat = torch.frombuffer(memory[start:stop], dtype=torch.uint8).view(part.dtype)
-            self.device.append((flat.view(part.shape), part.detach()))
+            return into
+        flat = torch.frombuffer(memory[start:stop], dtype=torch.uint8).view(part.dtype)
+        self.device.append((flat.view(part.shape), part.detach()))
+        return raw_array(self.device[-1][0])
 
     @property
     def sources(self) -> list[torch.Tensor]:
@@ -366,10 +397,12 @@ class StateView:
     live: Live
     versions: list[int]
     ready: torch.Event | None
+    corners: Corners = field(default_factory=dict)
+    """A few elements of each weight on the host."""
 
     @staticmethod
-    def of(live: Live) -> StateView:
-        return StateView(live, versions(live), device_event(live))
+    def of(live: Live, corners: Corners) -> StateView:
+        return StateView(live, versions(live), device_event(live), corners)
 
 
 @dataclass(frozen=True)
@@ -382,6 +415,7 @@ class Shot:
     stop: int
     """End of the part of the image that the copies fill, in bytes."""
     step: int
+    movers: Movers
     beside: CopyTap | None
 
     def carried(self, room: CarryBuffer) -> CarriedCopies:
@@ -389,13 +423,12 @@ class Shot:
         from holdfast.state.carrying import CarriedCopies
 
         beside = self.beside.sources if self.beside is not None else []
-        return CarriedCopies(
-            self.copies.sources + beside, room, partial(self.unchanged, self.moment.versions)
-        )
+        return CarriedCopies(self.copies.sources + beside, room, lambda: not self.changed())
 
-    def take(self, ready: torch.Event | None, carried: CarriedCopies | None = None) -> float:
-        """Read it once.  Returns the seconds that it took."""
+    def take(self, carried: CarriedCopies | None) -> float:
+        """Read it.  Returns the seconds that it took."""
         began = time.perf_counter()
+        ready = self.moment.ready
         with span("snapshot.copy", step=self.step):
             self.copies.run(self.filling, ready, carried)
             if self.beside is not None:
@@ -404,59 +437,71 @@ class Shot:
         self.filling.advance(self.stop)
         return time.perf_counter() - began
 
-    def unchanged(self, before: list[int]) -> bool:
-        """True if nothing was written since the counters were at `before`."""
-        return versions(self.moment.live) == before
+    def changed(self) -> list[str]:
+        """Names of the tensors that are other than at the call, as far as counts tell; a few elements tell
+        of weights, too, that are not in the image as a whole."""
+        moment = self.moment
+        cut = {k: v for k, v in moment.corners.items() if k not in self.copies.corners}
+        names = changed(moment.live, moment.versions)
+        return [*names, *unlike(cut, self.movers.corners(moment.live))] if cut else names
+
+    def corners_in_image(self) -> Corners:
+        """A few elements of the weights as they were copied."""
+        return {key: view.tobytes() for key, view in self.copies.corners.items()}
+
+    def compare_images(self) -> None:
+        """Let it be learned what differs from the image before, of tensors on a device."""
+        if self.copies.unmoved:
+            elements = {key: view.tobytes() for key, view in self.copies.unmoved.items()}
+            self.movers.compare_images(self.moment.live, elements)
 
     def pause_s(self, took_s: float) -> float:
-        """Seconds in which any write ends that was under way when a copy of `took_s` seconds did."""
+        """Seconds in which any write ends that was under way when a copy of `took_s` seconds did; 0 if all
+        was set aside, where nobody writes."""
         live, copied = self.moment.live, max(self.stop, 1)
-        sizes = (part.local.nbytes for t in live.tensors.values() for part in t.parts)
-        return max(PAUSE_S, PAUSE_COPIES * took_s * max(sizes, default=0) / copied)
+        sizes = [
+            part.local.nbytes
+            for name, t in live.tensors.items()
+            if name not in live.aside
+            for part in t.parts
+        ]
+        return max(PAUSE_S, PAUSE_COPIES * took_s * max(sizes) / copied) if sizes else 0.0
 
 
 class WrittenMeanwhile(HoldfastError):
-    """Tensors were written while they were copied."""
+    """Tensors were written while they were copied: `names`."""
+
+    def __init__(self, message: str, names: tuple[str, ...] = (), **where: Any) -> None:
+        super().__init__(message, **where)
+        self.names = names
 
 
-def copy_consistently(
-    shot: Shot, window: Window, *, room: CarryBuffer | None, retakes: int, rest_s: float
-) -> None:
-    """Copy until nothing changed meanwhile, at most `retakes` times more.
+def copy_in_window(shot: Shot, window: Window, *, room: CarryBuffer | None) -> None:
+    """Copy all that is saved; WrittenMeanwhile if that is not what was there at the call.
 
     With `room`, what neither is copied nor read beside when the window ends is carried over in it.
-    A retake begins when the training thread is at rest, for which it waits `rest_s` seconds.
-    WrittenMeanwhile if tensors changed to the last.
     """
-    live, before = shot.moment.live, shot.moment.versions
     carried = shot.carried(room) if room is not None and room.size else None
     try:
         window.begin(carried)
         try:
-            took_s = shot.take(shot.moment.ready, carried)
+            took_s = shot.take(carried)
         finally:  # the training thread may be waiting to carry
             is_carried = carried is not None and carried.close()
-        if is_carried:
-            return
-        for attempt in range(retakes + 1):
-            if window.is_sound(partial(shot.unchanged, before), shot.pause_s(took_s)):
-                return
-            names = changed(live, before, versions(live))
-            if attempt == retakes or not window.may_retake(rest_s):
-                break
-            emit("snapshot.retaken", step=shot.step, attempt=attempt, changed=names)
-            before = versions(live)
-            shot.filling.restart()
-            took_s = shot.take(None)
+        names = [] if is_carried else window.settle(shot.changed, shot.pause_s(took_s))
+        names += unlike(shot.moment.corners, shot.corners_in_image())
+        shot.compare_images()
     finally:
         window.done()
-    raise WrittenMeanwhile(
-        f"weights were written outside optimizer.step() while they were copied: {names}",
-        step=shot.step,
-        hint="make such changes before you call step() or save(), or after wait(), not between a save "
-        "and the next optimizer step; as a forward pass may have made them, each later save holds up "
-        "training until it is copied",
-    )
+    if names:
+        written = list(dict.fromkeys(names))
+        raise WrittenMeanwhile(
+            f"weights were written outside optimizer.step() while they were copied: {few(written)}",
+            tuple(written),
+            step=shot.step,
+            hint="later saves copy these before their call returns; make such changes before you call "
+            "step() or save(), or after wait(), and nothing is lost",
+        )
 
 
 def touch(memory: memoryview) -> None:
@@ -466,7 +511,5 @@ def touch(memory: memoryview) -> None:
         first_bytes[at : at + TOUCH_PAGES] |= 0
 
 
-def changed(live: Live, before: Iterable[int], after: Iterable[int]) -> str:
-    steady = [name for name, t in live.tensors.items() if t.steady]
-    names = [n for n, a, b in zip(steady, before, after) if a != b]
+def few(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,21 +1,13 @@
 """The window of a snapshot: the time in which the training goes on and its weights are copied.
 
 It lasts from the snapshot's call to the next optimizer step, whose hook waits for what is not copied yet.
-A script may edit weights in between, by many operations, such as a loop over the parameters.  Version
-counters tell that a tensor was written (`writes`), with two limits:
-
-* They do not tell whether an edit is over.  A copy taken again at once could fall between two operations
-  of one edit.  So it is taken again only while the training thread is at rest: inside a call of this
-  package, which lasts until that copy is complete.
-* A write is counted when it is made, not when it begins.  So counters are read a second time after the
-  copy: when the training thread comes to rest, for nothing is being written then, or after a pause that is
-  longer than a write.
+A script may write weights in between.  Counters tell that a tensor was written (`writes`), but only when
+the write is over: so they are read a second time after the copy, when the training thread comes to rest
+(inside a call of this package, nothing is being written), or after a pause that is longer than a write.
 
 A window goes through these phases:
 
-    WAITING -> COPYING -> COPIED -> OVER          nothing was written; COPIED: not looked at again yet
-                  |          |
-                  +----------+---> CHANGED -> RETAKING -> COPIED ...
+    WAITING -> COPYING -> COPIED -> OVER      COPIED: not looked at again yet
 """
 
 from __future__ import annotations
@@ -45,9 +37,6 @@ class Phase(Enum):
     COPYING = auto()
     COPIED = auto()
     """The training may go on; the counters are to be read once more."""
-    CHANGED = auto()
-    """Something was written: the copy is taken again when the training thread is at rest, or fails."""
-    RETAKING = auto()
     OVER = auto()
 
 
@@ -56,11 +45,6 @@ _moves = threading.Condition()
 _resting: Counter[int] = Counter()
 """Number of calls of this package that each thread is inside of."""
 _windows: weakref.WeakSet[Window] = weakref.WeakSet()
-
-
-def _nothing_is_copied() -> bool:
-    """True: without a copy there is none that a write could have torn."""
-    return True
 
 
 class Window:
@@ -76,8 +60,12 @@ class Window:
         self._pid, self._thread = os.getpid(), threading.get_ident()
         self._phase = Phase.WAITING
         self._carried: CarriedCopies | None = None
-        self._unchanged: Callable[[], bool] = _nothing_is_copied
-        """Reads the counters: True if nothing was written while it was copied."""
+        self._changed: Callable[[], list[str]] | None = None
+        """Reads the counters, once the copy is made: names of what was written meanwhile."""
+        self._names: list[str] = []
+        """Names that it gave when it was read last."""
+        self.at_end: Callable[[], None] | None = None
+        """Called, once, by the thread that comes to the end of the window, before it writes."""
         with _moves:
             _windows.add(self)
 
@@ -88,8 +76,13 @@ class Window:
 
         An optimizer's step on another thread (autograd has some of its own) is the training thread's, too.
         """
-        if self._is_passed():
-            return
+        if not self._is_passed():
+            self._wait()
+        at_end, self.at_end = self.at_end, None
+        if at_end is not None:
+            at_end()
+
+    def _wait(self) -> None:
         with span("window.wait", step=self.step) as fields, resting(self._thread):
             self._until(lambda: self._phase is not Phase.WAITING)
             carried = self._carried
@@ -107,16 +100,15 @@ class Window:
     def look_again(self) -> None:
         """Nothing is being written now: if the copy is made, the counters tell whether it is good."""
         if self._phase is Phase.COPIED:
-            self._go(Phase.OVER if self._unchanged() else Phase.CHANGED)
+            self._look()
+            self._go(Phase.OVER)
+
+    def _look(self) -> None:
+        self._names = self._changed() if self._changed is not None else []
 
     def of(self, thread: int) -> bool:
         """True if the window was opened by that thread."""
         return self._thread == thread
-
-    @property
-    def needs_rest(self) -> bool:
-        """True if the training thread has to stay at rest for this window."""
-        return self._phase in (Phase.CHANGED, Phase.RETAKING)
 
     # -- saving thread ----------------------------------------------------------------------------
 
@@ -125,33 +117,23 @@ class Window:
         self._carried = carried
         self._go(Phase.COPYING)
 
-    def is_sound(self, unchanged: Callable[[], bool], pause_s: float) -> bool:
-        """Say that the copy is made; True if nothing was written meanwhile.
+    def settle(self, changed: Callable[[], list[str]], pause_s: float) -> list[str]:
+        """Say that the copy is made; return the names of what was written meanwhile.
 
         Blocks until the training thread comes to rest, for `pause_s` seconds at most; the training may go
-        on meanwhile.  `unchanged` reads the counters.  There is no
-        wait in a window that is over already, as where the copy is of a replica.
+        on meanwhile.  `changed` reads the counters.  There is no wait in a window that is over already, as
+        where the copy is of a replica.
         """
         with _moves:
-            if self.is_over:
-                return unchanged()
-            self._unchanged = unchanged
-            self._go(Phase.COPIED if unchanged() else Phase.CHANGED)
-            _moves.wait_for(lambda: self._phase is not Phase.COPIED or self._is_at_rest, pause_s)
+            self._changed = changed
+            self._look()
+            if self.is_over or self._names or not pause_s:
+                self._go(Phase.OVER)
+                return self._names
+            self._go(Phase.COPIED)
+            _moves.wait_for(lambda: self.is_over or self._is_at_rest, pause_s)
             self.look_again()
-            return self.is_over
-
-    def may_retake(self, limit_s: float) -> bool:
-        """Wait until the training thread is at rest, where it stays until `is_sound` says so.
-
-        False if that does not come within `limit_s` seconds, or the save has failed meanwhile.
-        """
-        with _moves:
-            _moves.wait_for(lambda: self.is_over or self._is_at_rest, limit_s)
-            if not self._is_at_rest:
-                return False
-            self._go(Phase.RETAKING)
-            return self._phase is Phase.RETAKING
+            return self._names
 
     def done(self) -> None:
         """Say that the copy is complete, or will not be."""
@@ -171,7 +153,7 @@ class Window:
     def _go(self, phase: Phase) -> None:
         with _moves:
             if phase is Phase.OVER:
-                self._unchanged = _nothing_is_copied
+                self._changed = None
             if self._phase is not Phase.OVER:
                 self._phase = phase
             _moves.notify_all()
@@ -184,22 +166,15 @@ class Window:
 
 @contextmanager
 def resting(thread: int | None = None) -> Iterator[None]:
-    """While open, the calling thread, or `thread`, writes to no tensor.
-
-    A copy that has to be taken again is taken then, and the block ends when that is complete.
-    Each place where the training thread waits for the saving thread is such a block, or the two would
-    wait for each other.
-    """
+    """While open, the calling thread, or `thread`, writes to no tensor: whoever has copied looks again, and
+    is done sooner."""
     thread = threading.get_ident() if thread is None else thread
     _come_to_rest(thread)
     try:
         yield
     finally:
         with _moves:
-            try:
-                _moves.wait_for(lambda: not any(one.needs_rest for one in _windows_of(thread)))
-            finally:  # Ctrl-C ends the wait
-                _resting[thread] -= 1
+            _resting[thread] -= 1
 
 
 def _come_to_rest(thread: int) -> None:
@@ -215,7 +190,7 @@ def _windows_of(thread: int) -> list[Window]:
 
 
 def rest() -> None:
-    """On the training thread: let copies be taken again that have to be.  Returns at once if none has."""
+    """On the training thread: nothing is being written.  Returns at once."""
     with resting():
         pass
 

@@ -6,6 +6,7 @@
     ... or is it another tensor than before?                          `Mark.of`
     ... also by writes that are not counted, of which samples tell?   `Mark.sampled`
     ... is that so of any of thousands of tensors?                    `Marks`
+    was it written as a whole, counted or not?                        `corner`, a few of its elements
     may copies that were planned from there be made again?            `address_and_strides`
     may it be taken for placed as before, layout and all?             `Origin`
 
@@ -29,6 +30,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -57,6 +59,13 @@ def count_and_address(tensor: torch.Tensor) -> tuple[int, int]:
     Another tensor in the same memory, such as a view that is made anew each time, is not told apart."""
     memory = memory_of(tensor)
     return write_count(tensor, memory), memory.data_ptr()
+
+
+def corner(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A view of a few elements from all over an array, two along each dim: a write to all of it, however it
+    is made, changes some of them.  Of two arrays of one shape, it has the same elements."""
+    halves: list[Any] = [slice(None, None, max(1, -(-n // 2))) for n in values.shape]
+    return values[tuple([*halves, ...])]
 
 
 def address_and_strides(memory: torch.Tensor) -> tuple[int, ...]:

@@ -1,0 +1,177 @@
+"""Who moves each tensor of the state, and so when it is copied: at the call, or in the window.
+
+A step holds what the state was at the call.  What is copied in the window, in the background, must not be
+written in it.  The window ends with the next optimizer's step, which waits; nothing else does.  So:
+
+    the tensor                                                             is copied
+    an optimizer of the state moves it, and the optimizer's steps are seen    in the window
+    nobody was ever seen to write it, such as a frozen base                   in the window
+    it was written by anything else: an average, a target network,            at the call
+      weights that the loop itself updates, that a forward pass writes, or
+      into which an average is swapped for an evaluation
+    buffers, tensors that the user handed over                                at the call
+    any, of a state that is copied as soon as arranged                        at the call
+
+What a loop writes is learned.  The first save is copied before its call returns, whatever it is; what is
+written between it and the next optimizer's step, or by anything but optimizers until the next save, is
+copied at the call from then on.  A tensor that is new, and that no optimizer moves, holds up its first
+save, too.  What is written in the window after all, for the first time, makes that save fail, by name.
+
+Writes are seen by their count, and by a few elements (`writes.corner`), which also tell of writes that are
+not counted (`p.data.lerp_`, numpy, other libraries), if they change most of a tensor on the host.  A device
+is not asked at the call, which would wait for all that it was given: instead the first two saves of tensors
+that no optimizer moves are held up, and what differs between their images is written by somebody.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from holdfast.layout import Box
+from holdfast.state.arrays import raw_array
+from holdfast.state.live import Live, LiveTensor
+from holdfast.state.writes import Mark, corner
+
+SMALL_BYTES = 16 << 20
+"""Size of a state that is copied at the call as a whole: with less, the copy takes no longer than what is
+arranged for one beside the training (`bench/window.py`)."""
+
+Corners = dict[tuple[str, int], bytes]
+"""A few elements of parts of tensors, by name and number of the part."""
+
+
+class Movers:
+    """What is known of who writes the tensors of a run.  Its methods are called on the training thread, but
+    for `learn`."""
+
+    def __init__(self) -> None:
+        self._written: set[str] = set()
+        """Names of steady tensors that something else than an optimizer's step was seen to write."""
+        self._marks: dict[str, tuple[Mark, bytes]] = {}
+        """Tensors that no optimizer moves, as they were at the last save, by name."""
+        self._views: dict[str, tuple[LiveTensor, list[np.ndarray[Any, Any]]]] = {}
+        """A few elements of the parts of tensors, by name; those of other tensors are no use."""
+        self._watched: tuple[Live, list[int], Corners] | None = None
+        """The state at a call whose window is looked at as a whole."""
+        self._is_first = True
+        self._images: dict[tuple[str, Box], bytes] = {}
+        """A few elements, as they were last copied, of tensors on a device that no optimizer moves."""
+        self._compared: set[str] = set()
+        """Names of those of which two images were compared."""
+
+    def sort(self, live: Live) -> bool:
+        """Say which tensors are to be copied at the call (`Live.aside`).  True if the save has to hold up
+        the training until all is copied, since not enough is known."""
+        self.look()
+        if is_small(live):
+            live.aside, self._marks = set(live.tensors), {}
+            return False
+        live.aside = {name for name, t in live.tensors.items() if not t.steady}
+        loose, is_new = {n for n in live.tensors if n not in live.moved} - live.aside, False
+        marks = {name: self._mark(live.tensors[name]) for name in loose}
+        for name, (mark, elements) in marks.items():
+            if name not in self._marks or not self._is_known(live.tensors[name]):
+                is_new = True
+            elif mark.differs(self._marks[name][0]) or elements != self._marks[name][1]:
+                self._written.add(name)
+        self._marks = marks
+        live.aside |= self._written & live.tensors.keys()
+        return self._is_first or is_new
+
+    def watch(self, live: Live) -> None:
+        """Look at all that is written from now on until `look`: a save was held up."""
+        self._is_first = False
+        self._watched = live, versions(live), self.corners(live)
+
+    def look(self) -> None:
+        """Learn what was written since `watch`."""
+        if self._watched is not None:
+            (live, before, corners), self._watched = self._watched, None
+            self.learn({*changed(live, before), *unlike(corners, self.corners(live))})
+
+    def learn(self, names: set[str]) -> None:
+        """Copy these tensors at the call from now on.  From any thread."""
+        self._written = self._written | names
+
+    def forget(self) -> None:
+        """The state was restored, which has written to all of it: begin anew."""
+        self._marks, self._watched, self._is_first = {}, None, True
+        self._images, self._compared = {}, set()
+
+    def compare_images(self, live: Live, images: dict[tuple[str, Box], bytes]) -> None:
+        """Learn from what was copied of tensors on a device, which is asked nothing at the call.  On the
+        saving thread."""
+        before, self._images = self._images, images
+        differing = {
+            key[0] for key, elements in images.items() if before.get(key, elements) != elements
+        }
+        here, known = (
+            {name for name, _ in images},
+            {key[0] for key in images.keys() & before.keys()},
+        )
+        if differing:
+            self.learn(differing)
+        self._compared |= known | (live.tensors.keys() - here)  # what others copy is no matter here
+
+    def _is_known(self, t: LiveTensor) -> bool:
+        return is_on_host(t) or t.name in self._compared
+
+    def corners(self, live: Live) -> Corners:
+        """Return a few elements of each weight that is copied in the window, where it is on the host.
+
+        States of optimizers are left out, to which scripts do not write.
+        """
+        return {
+            (name, number): view.tobytes()
+            for name, t in live.tensors.items()
+            if t.state == "param" and name not in live.aside
+            for number, view in enumerate(self._views_of(t))
+        }
+
+    def _mark(self, t: LiveTensor) -> tuple[Mark, bytes]:
+        return Mark.of(t.source), b"".join(view.tobytes() for view in self._views_of(t))
+
+    def _views_of(self, t: LiveTensor) -> list[np.ndarray[Any, Any]]:
+        known = self._views.get(t.name)
+        if known is None or known[0] is not t:
+            parts = t.parts if is_on_host(t) else ()
+            views = [corner(raw_array(part.local)) for part in parts]
+            known = self._views[t.name] = t, views
+        return known[1]
+
+
+def is_on_host(t: LiveTensor) -> bool:
+    """True if elements of a tensor may be looked at without a wait for a device."""
+    return t.placed.local.is_cpu
+
+
+def is_small(live: Live) -> bool:
+    """True if all that could be copied in the window has `SMALL_BYTES` at most."""
+    left = SMALL_BYTES
+    for t in live.tensors.values():
+        for part in t.parts:
+            left -= part.local.nbytes
+        if left < 0:
+            return False
+    return True
+
+
+def versions(live: Live) -> list[int]:
+    """Version counters of the tensors that are copied in the window."""
+    return [t.version for name, t in live.tensors.items() if name not in live.aside]
+
+
+def changed(live: Live, before: list[int]) -> list[str]:
+    """Names of the tensors, copied in the window, that were written since the counters were at `before`."""
+    now = versions(live)
+    if now == before:
+        return []
+    names = [name for name in live.tensors if name not in live.aside]
+    return [name for name, was, is_now in zip(names, before, now) if was != is_now]
+
+
+def unlike(before: Corners, now: Corners) -> list[str]:
+    """Names of the tensors whose elements differ; what only one side has is not compared."""
+    return [key[0] for key, elements in before.items() if now.get(key, elements) != elements]
