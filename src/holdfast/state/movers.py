@@ -1,4 +1,4 @@
-"""Who moves each tensor of the state, and so when it is copied: at the call, or in the window.
+"""When each tensor of the state is copied: at the call, or in the window; that depends on who moves it.
 
 A step holds what the state was at the call.  What is copied in the window, in the background, must not be
 written in it.  The window ends with the next optimizer's step, which waits; nothing else does.  So:
@@ -43,8 +43,8 @@ Corners = dict[tuple[str, int], bytes]
 
 
 class Movers:
-    """What is known of who writes the tensors of a run.  Its methods are called on the training thread, but
-    for `learn`."""
+    """Knows what of a run is written, and by whom.  Its methods are called on the training thread, but for
+    `learn` and `compare_images`."""
 
     def __init__(self) -> None:
         self._written: set[str] = set()
