@@ -20,7 +20,7 @@ from holdfast.memory.feed import Feed
 from holdfast.memory.twin import Gradient, Twin
 from holdfast.saving import holding
 from holdfast.saving.exactness import Exactness
-from holdfast.state import snapshot
+from holdfast.state import movers, snapshot
 from memory.agents import kill
 
 
@@ -401,6 +401,7 @@ def test_an_average_that_begins_while_a_snapshot_waits(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That nobody had set it aside is found; the snapshot before stays."""
+    monkeypatch.setattr(movers, "SMALL_BYTES", 0)
     run, going_on = Run(folder), threading.Event()
     run.averages = False
     moment = Feed.moment

@@ -36,7 +36,7 @@ from holdfast.state.writes import Mark, corner
 
 SMALL_BYTES = 16 << 20
 """Size of a state that is copied at the call as a whole: with less, the copy takes no longer than what is
-arranged for one beside the training (`bench/window.py`)."""
+arranged for one beside the training (`bench/at_call.py`)."""
 
 Corners = dict[tuple[str, int], bytes]
 """A few elements of parts of tensors, by name and number of the part."""
