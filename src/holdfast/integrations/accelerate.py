@@ -100,7 +100,7 @@ class _Attached:
         self.own_state = {"accelerate": _Counters(accelerator), "draws": self.draws}
         self.placed: set[str] = set()
         """The keys of the state that `look` has placed."""
-        self.checkpointer = Checkpointer(root, **options)
+        self.checkpointer = Checkpointer(root, **{"anew": True, **options})
         self.load_native = accelerator.load_state
         accelerator.holdfast = self.checkpointer
         accelerator.save_state, accelerator.load_state = self.save_state, self.load_state

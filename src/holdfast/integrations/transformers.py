@@ -149,7 +149,7 @@ class _Holdfast(_Mixin):
             run.options.setdefault("keep", Keep(last=self.args.save_total_limit))
         run.losses, run.draws = _Losses(self), LoaderDraws(self.accelerator)
         state = {"trainer": _TrainerProgress(self), "losses": run.losses, "draws": run.draws}
-        with Checkpointer(run.root, **run.options) as checkpointer:
+        with Checkpointer(run.root, **{"anew": True, **run.options}) as checkpointer:
             checkpointer.state.update(state)
             run.checkpointer = self.accelerator.holdfast = checkpointer
             try:
@@ -310,7 +310,7 @@ class _Holdfast(_Mixin):
             run.is_restored = True
             if (best := self._holdfast_best_step()) is not None:
                 with suppress(NotFound):  # it is gone, which the end of the training tells
-                    checkpointer.pin(best, "best")  # the run may have ended before it did
+                    checkpointer._noting().pin(best, "best")  # the run may have ended before it did
         return prepared
 
     def _holdfast_parts(self) -> dict[str, Any]:
@@ -427,9 +427,9 @@ class _Holdfast(_Mixin):
             wait_for_copies()
         with suppress(NotFound):  # the save was left out, which has been told
             if must_save and metrics:
-                checkpointer.metrics(step, **metrics)
+                checkpointer._noting().measure(step, metrics)
             if must_save and self.state.best_global_step == step:
-                checkpointer.pin(step, "best")
+                checkpointer._noting().pin(step, "best")
 
     def _holdfast_tell_of_gradients(self, step: int) -> None:
         """Warn, once, of a save at the end of a pass whose last batches have made no update."""
