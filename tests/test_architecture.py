@@ -33,7 +33,7 @@ LAYERS = (
     ("memory", "delta"),
     ("uploading",),
     ("tuning_store", "tiers"),
-    ("late", "survey"),
+    ("frozen_numbers", "late", "survey"),
     ("beginning", "ending", "looking", "once", "restart", "run", "sigterm", "steering"),
     ("checkpointer",),
     ("converting",),

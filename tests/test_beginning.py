@@ -1,5 +1,5 @@
-"""The beginning of a run in a root that has steps: restored from, begun anew, or refused; and which steps it
-may delete."""
+"""The beginning of a run in a root that has steps: restored from, begun anew, or refused; and which steps
+it may delete."""
 
 from __future__ import annotations
 
@@ -102,13 +102,13 @@ def test_a_step_at_or_below_the_restored_one_is_refused(tmp_path: Path) -> None:
         with Run(tmp_path, every=1) as run:
             assert run.ckpt.restore(run.ckpt.find() if looks else None) == 50
             for step in (0, 49):
-                with pytest.raises(UsageError, match=f"step {step} is not saved: step 50 of"):
+                with pytest.raises(UsageError, match=rf"step {step} is not saved: step 50 of"):
                     run.ckpt.save(step)
             with pytest.raises(UsageError, match="step 10 is not saved"):
                 run.ckpt.step(10)
             run.ckpt.save(50).wait(60)  # the very same state
             run.train()
-            with pytest.raises(UsageError, match="step 50 .*has been trained on since"):
+            with pytest.raises(UsageError, match=r"step 50 .*has been trained on since"):
                 run.ckpt.step(50)
             run.ckpt.step(51)
         with Run(tmp_path) as run:
@@ -190,7 +190,7 @@ def test_a_late_key_of_a_step_that_is_gone_is_refused_by_name(tmp_path: Path) ->
         run.save(3)
         run.ckpt._tiers.durable.settle(60)
         run.state["average"] = AveragedModel(run.model)
-        with pytest.raises(UsageError, match="'average' .* cannot be read any more"):
+        with pytest.raises(UsageError, match=r"'average' .* cannot be read any more"):
             run.ckpt.save(4)
 
 
@@ -218,9 +218,9 @@ def test_a_state_that_can_never_be_saved_ends_the_first_step(
         run.state["odd"] = value
         assert not run.ckpt.restore().found
         run.train()
-        with pytest.raises(UsageError, match="odd: .*cannot be saved"):
+        with pytest.raises(UsageError, match=r"odd: .*cannot be saved"):
             run.ckpt.step(1)
-        with pytest.raises(UsageError, match="odd: .*cannot be saved"):
+        with pytest.raises(UsageError, match=r"odd: .*cannot be saved"):
             run.ckpt.save(1)
         del run.state["odd"]
         run.ckpt.save(1).wait(60)
@@ -272,3 +272,20 @@ def test_metrics_of_a_step_whose_save_has_failed(tmp_path: Path, on_error: Any) 
             assert errors
         tmp_path.joinpath("steps", "0000000002").unlink()
         run.ckpt.step(3)
+
+
+# -- numbers that stay as they are ----------------------------------------------------------------
+
+
+def test_a_number_that_never_changes_is_told_once(tmp_path: Path) -> None:
+    """Not one that changed once, nor what a nested dict has, nor what is saved as the same step."""
+    with Run(tmp_path) as run:
+        run.state.update(epoch=0, best=0.5, flag=True, config={"width": 4})
+        texts: list[str] = []
+        for step in range(1, 14):
+            run.train()
+            if step == 3:
+                run.state["best"] = 0.25
+            texts += told(run.ckpt, run.ckpt.save, step)
+    (text,) = texts
+    assert text.startswith("'epoch' of the state was 0 in each of 10 saves")

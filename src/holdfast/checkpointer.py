@@ -354,6 +354,7 @@ class Checkpointer:
                 )
         self._saves.untold.append(save)
         self._saves.in_vain.begun(step)
+        self._saves.numbers.look(self.state, step)
         self._beginning.refuse(save)
         if self._steering is not None:
             self._steering.saving("durable", save)

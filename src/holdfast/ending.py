@@ -16,6 +16,7 @@ from typing import Any
 from weakref import WeakMethod, WeakSet
 
 from holdfast.errors import HoldfastError, HoldfastWarning, warn_user
+from holdfast.frozen_numbers import FrozenNumbers
 from holdfast.group import Group
 from holdfast.notices import Notices
 from holdfast.patience import slowest
@@ -41,6 +42,7 @@ class Saves:
         self._group = group
         self._notices = notices
         self.in_vain = NotesInVain(notices)
+        self.numbers = FrozenNumbers(notices)
         self.untold: list[Save] = []
         """Saves under way, and saves that have ended since the last look back."""
         self.calls: list[Callable[[int], object]] = []

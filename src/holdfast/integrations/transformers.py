@@ -45,6 +45,7 @@ from holdfast.checkpoint.tidying import Keep
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import NotFound, NotRecoverable, UsageError, warn_user
 from holdfast.integrations.accelerate import LoaderDraws, bare, check_engine
+from holdfast.integrations.native import tell_newer
 from holdfast.once import load
 from holdfast.restore.reading import OWN
 from holdfast.schedule import Every
@@ -204,11 +205,13 @@ class _Holdfast(_Mixin):
                 "optimizer",
                 hint=f"load the model: holdfast.load({run.root!r}, {{'model': model}})",
             )
+        there = os.path.isdir(self.args.output_dir)
+        own = get_last_checkpoint(self.args.output_dir) if there else None
         if run.found is None:
-            there = os.path.isdir(self.args.output_dir)
-            return self._holdfast_own_folder(
-                get_last_checkpoint(self.args.output_dir) if there else None
-            )
+            return self._holdfast_own_folder(own)
+        if resume is True and own is not None and self.is_world_process_zero():
+            how = f"train(resume_from_checkpoint={own!r})"
+            tell_newer(run.found.step, own, _step_in(os.path.basename(own)), how)
         saved = json.loads(run.found.extras["trainer"]["json"])
         Path(folder, TRAINER_STATE_NAME).write_text(
             json.dumps({**saved, "best_model_checkpoint": None})
