@@ -19,7 +19,7 @@ class FrozenNumbers:
     def __init__(self, notices: Notices) -> None:
         self._notices = notices
         self._seen: dict[str, tuple[float, int]] = {}
-        """By key: the value, and in how many saves it was that.  Negative: it has changed."""
+        """Each value, and in how many saves it was that: negative if it has changed."""
         self._step = -1
 
     def look(self, state: State, step: int) -> None:

@@ -453,7 +453,7 @@ def test_metadata_of_shared_tuples(tmp_path: Path) -> None:
 )
 def test_the_step_that_values_state(tmp_path: Path, values: dict[str, Any], step: int) -> None:
     """Not that of an optimizer's states."""
-    model = nn.Linear(2, 2)
+    model = torch.nn.Linear(2, 2)
     optim = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
     optim.step()

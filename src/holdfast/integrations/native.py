@@ -10,7 +10,7 @@ def tell_newer(step: int, folder: str | None, number: int, how: str) -> None:
     go on from it."""
     if folder is not None and number > step:
         warn_user(
-            f"step {step} is restored, and {folder}, which the trainer has saved itself, is newer: {how} goes "
-            "on from it",
+            f"step {step} is restored, and {folder}, which the trainer has saved itself, is newer: {how} "
+            "goes on from it",
             notice="newer-native",
         )
