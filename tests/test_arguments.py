@@ -143,7 +143,7 @@ class Made:
         holdfast.save(self.root, self.state, step=7)
         self.save_under_way = holdfast.Save(1)
         self.ckpt = holdfast.Checkpointer(
-            folder / "run", self.state, every=holdfast.Every(durable=100)
+            folder / "run", self.state, every=holdfast.Every(durable=100), anew=True
         )
         self.opened = holdfast.open(self.root)
         self.store = MemoryStore("arguments")
@@ -252,6 +252,7 @@ CALLS: dict[str, tuple[Callable[[Made], Call], dict[str, Values]]] = {
             "mesh": OBJECTS,
             "sigterm_s": SECONDS_OR_NONE,
             "deadline_s": SECONDS,
+            "anew": FLAGS,
         },
     ),
     "Checkpointer.step": (lambda m: m.ckpt.step, {"step": STEPS}),

@@ -29,6 +29,7 @@ from holdfast.arguments import (
     timeout_of,
     unfit,
 )
+from holdfast.beginning import Beginning
 from holdfast.checkpoint.tidying import Keep
 from holdfast.ending import Ending, Saves
 from holdfast.errors import HoldfastError, UsageError
@@ -88,6 +89,8 @@ class Checkpointer:
     returns them; see `files`.
     `mesh`: a DeviceMesh whose axis names the checkpoint shall carry.  `sigterm_s`: on SIGTERM, save
     and stop within that many seconds.  `deadline_s` bounds every wait.
+    `anew`: what is not restored begins anew, beside the steps of runs before, of which none is deleted.
+    Without it a root that has steps is to be restored from, and steps are counted on from there.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class Checkpointer:
         mesh: Any = None,
         sigterm_s: float | None = None,
         deadline_s: float = 600.0,
+        anew: bool = False,
     ) -> None:
         call = "Checkpointer"
         root = path_of(path, call, "path")
@@ -117,7 +121,7 @@ class Checkpointer:
         state = {} if state is None else state
         if not isinstance(state, dict) or state:
             check_keys(state)
-        _check_choices(call, when_busy, on_error, replicas)
+        _check_choices(call, when_busy, on_error, replicas, anew)
         _check_tiers(memory=memory, delta=delta, keep=keep, upload_keep=upload_keep)
         _check_homes(root, behind, upload_keep)
         known = (*state, "rng") if state else None
@@ -127,12 +131,10 @@ class Checkpointer:
         sigterm_s = _checked_sigterm(sigterm_s, call)
         named = _named_mesh(mesh)
         self._files = _attached_files(files) if files is not None else None
-        self.when_busy = when_busy
-        self._root = root
+        self.when_busy, self._root = when_busy, root
         self._state = RunState(state, on_resize)
         self._notices = Notices(on_error)
-        self._pid = os.getpid()
-        self._prepared = False
+        self._pid, self._prepared = os.getpid(), False
         self._restored: Restored | None = None
         group = Group(deadline_s, "Checkpointer()")
         self._saves = Saves(group, self._notices)
@@ -148,6 +150,7 @@ class Checkpointer:
             upload_keep=upload_keep,
         )
         self._tiers.keep(memory, delta, on_resize)
+        self._beginning = Beginning(self._tiers, self._state, self._notices, anew=bool(anew))
         self._steering = _steering(every, self._tiers)
         self.every = _in_force(every, self._steering)
         """The frequencies in force now."""
@@ -189,8 +192,8 @@ class Checkpointer:
 
     # -- saving -----------------------------------------------------------------------------------
 
-    def step(self, step: int) -> None:
-        """Call after each optimizer step, with its number: saves if one is due.
+    def step(self, step: int, *, metrics: Mapping[str, float] | None = None) -> None:
+        """Call after each optimizer step, with its number: saves if one is due, with these `metrics`.
 
         Copies buffers and plain values, then returns; waits for room in a full queue of records, with
         `Auto` at each tenth step for rank 0, and for the whole copy if steps are in a CUDA graph.
@@ -199,6 +202,8 @@ class Checkpointer:
         """
         step = step_of(step, "Checkpointer.step")
         self._check_ready()
+        self._beginning.check_decided()
+        self._saves.in_vain.at(step)
         events.last_step = step
         self._tiers.saver.gate.look(step)
         rest()
@@ -211,10 +216,16 @@ class Checkpointer:
         due, due_in_memory = (
             n is not None and step % n == 0 for n in (every.durable, every.memory)
         )
-        if self._recorded_by_a_save(step, due):
+        if due or due_in_memory or self._tiers.delta is not None:
+            self._check_newer(step)
+        elif not self._prepared:
+            self._beginning.look_for_late()
+        if self._recorded_by_a_save(step, due, metrics):
             pass
         elif due:
-            self._begin(step, must=self.when_busy != "skip", yields=self.when_busy is None)
+            added = None if metrics is None else self._attached(metrics)
+            must, yields = self.when_busy != "skip", self.when_busy is None
+            self._begin(step, must=must, yields=yields, added=added)
         elif due_in_memory and memory is not None:
             self._snapshot(step, memory)
         elif not self._prepared:
@@ -223,7 +234,14 @@ class Checkpointer:
         self._prepared = True
         self._notices.tell()
 
-    def _recorded_by_a_save(self, step: int, durable: bool) -> bool:
+    def _check_newer(self, step: int) -> None:
+        """UsageError if what begins with the restored step does not allow to save this one."""
+        self._beginning.check(step)
+        self._beginning.look_for_late()
+
+    def _recorded_by_a_save(
+        self, step: int, durable: bool, metrics: Mapping[str, float] | None
+    ) -> bool:
         """Make a record of this step; if records have nothing to lead on from, a full save instead."""
         delta = self._tiers.delta
         if delta is None:
@@ -248,7 +266,9 @@ class Checkpointer:
             delta.revive()
         if not delta.needs_base(step):
             return False
-        delta.begin_from((self._tiers.run, step), self._begin(step, must=True, live=True))
+        added = None if metrics is None else self._attached(metrics)
+        save = self._begin(step, must=True, live=True, added=added)
+        delta.begin_from((self._tiers.run, step), save)
         delta.prepare()
         return True
 
@@ -257,6 +277,7 @@ class Checkpointer:
             must = self.when_busy == "queue"
             save = memory.begin(self._collect, step, durable=False, must=must)
         self._saves.untold.append(save)
+        self._beginning.refuse(save)
         if self._steering is not None:
             self._steering.saving("memory", save)
 
@@ -270,8 +291,9 @@ class Checkpointer:
         """Have memory ready before the first save is due."""
         if self._tiers.memory is not None:
             self._saves.untold.append(self._tiers.memory.prepare(self._collect))
+            self._beginning.refuse(self._saves.untold[-1])
         elif self.every.durable is not None:
-            self._tiers.durable.prepare(self._collect)
+            self._beginning.refuse(self._tiers.durable.prepare(self._collect))
 
     def save(
         self,
@@ -287,8 +309,9 @@ class Checkpointer:
         """
         step = step_of(step, "Checkpointer.save")
         self._check_ready()
-        self._report()
         added = self._attached(metrics, files)
+        self._check_newer(step)
+        self._report()
         return self._begin(step, must=True, added=added)
 
     def _attached(self, metrics: Any = None, files: Any = None) -> Attached | None:
@@ -330,6 +353,9 @@ class Checkpointer:
                     self._collect, step, must=must, yields=yields, attached=added
                 )
         self._saves.untold.append(save)
+        self._saves.in_vain.begun(step)
+        self._saves.numbers.look(self.state, step)
+        self._beginning.refuse(save)
         if self._steering is not None:
             self._steering.saving("durable", save)
         if self._tiers.upload is not None:
@@ -343,8 +369,10 @@ class Checkpointer:
         return save
 
     def _collect(self) -> Live:
-        live, memory = self._state.collect(), self._tiers.memory
-        return live if memory is None else memory.arranged(live)
+        memory = self._tiers.memory
+        with self._beginning.collecting():
+            live = self._state.collect()
+            return live if memory is None else memory.arranged(live)
 
     def _report(self) -> None:
         """Tell the user of saves that have failed since the last call, and of what memory cannot bear."""
@@ -374,6 +402,7 @@ class Checkpointer:
         emit("stopping", step=step)
         self._notices.only_warn()  # the process ends because of the signal
         try:
+            self._check_newer(step)
             self._begin(step, must=True, live=True).wait(stop.left())
         finally:
             self._end(stop.left(), finished=False)
@@ -396,22 +425,26 @@ class Checkpointer:
         """Let `label` name a step, and no longer another one.  A step that a label names stays, whatever
         `keep` says and whoever tidies up.
 
-        NotFound unless the step is committed or being saved; then it stays from its commit on.  Collective;
-        blocks for a few requests to storage.
+        A step that is being saved stays from its commit on.  Where its save has failed, or storage does,
+        that is reported as a failed save is (`on_error`); of a step that `step` and `save` have not come to
+        yet it is NotFound.  Collective; blocks for a few requests to storage.
         """
-        self._noting().pin(step, label)
+        with self._saves.in_vain.told(f"the label {label!r} names no step {step}", step):
+            self._noting().pin(step, label)
 
     def unpin(self, label: str) -> None:
         """Take a label away, if there is one of that name.  Collective; blocks as `pin`."""
-        self._noting().unpin(label)
+        with self._saves.in_vain.told(f"the label {label!r} is not taken away"):
+            self._noting().unpin(label)
 
     def metrics(self, step: int, **values: float) -> None:
         """Note metrics of a step after an evaluation, `metrics(100, loss=0.3)`: `Keep(best=)` goes by them.
 
-        They stand beside those that it has, and in place of those of the same name.  NotFound, and what
-        blocks, as of `pin`.  Collective; those of rank 0 count.
+        They stand beside those that it has, and in place of those of the same name.  Failures, NotFound
+        and what blocks are as of `pin`.  Collective; those of rank 0 count.
         """
-        self._noting().measure(step, values)
+        with self._saves.in_vain.told(f"metrics of step {step} are not kept", step):
+            self._noting().measure(step, values)
 
     def _noting(self) -> Noting:
         from holdfast.saving.noting import Noting
@@ -464,8 +497,8 @@ class Checkpointer:
         from holdfast.restore.result import Found
 
         call = "Checkpointer.restore"
-        found = step if isinstance(step, Found) else None
-        step = None if step is None or found is not None else step_of(step, call)
+        found, step = (step, None) if isinstance(step, Found) else (None, step)
+        step = None if step is None else step_of(step, call)
         source = None if source is None else path_of(source, call, "source")
         patterns = None if only is None else patterns_of(only, call, "only")
         if patterns is not None and source is None:
@@ -477,6 +510,7 @@ class Checkpointer:
             flag_of(flag, call, name)
         self._check_ready()
         self._restored = None
+        self._beginning.forget()
         restart = self._restart("restore()", cast=cast, strict=strict, verify=verify)
         origin = None
         if found is None and not restart.survey.candidates:
@@ -492,6 +526,9 @@ class Checkpointer:
             fields["step"] = int(restored)
             loaded_states.ask()
             self._go_on_from(restart, restored, must_save=keep_source and origin is not None)
+        is_asked = step is not None if found is None else restart.is_back
+        is_elsewhere = origin is not None and not keep_source
+        self._beginning.went_on(restored, restart.origin(), is_asked=is_asked or is_elsewhere)
         self._restored = restored
         return restored
 
@@ -530,6 +567,7 @@ class Checkpointer:
         self._tiers.saver.movers.forget()
         if restart.leaves_behind():
             self._tiers.leave_behind(None if restart.taken is None else restart.taken.step)
+        restart.take_line()
         records = None if restart.reached is None or self.every.delta is None else delta
         if records is not None and not restart.is_complete():
             records.end("the restored step has not all of the live state")
@@ -651,7 +689,10 @@ class Checkpointer:
             self._state.is_complete = True
 
 
-def _check_choices(call: str, when_busy: object, on_error: object, replicas: object) -> None:
+def _check_choices(
+    call: str, when_busy: object, on_error: object, replicas: object, anew: object
+) -> None:
+    flag_of(anew, call, "anew")
     if when_busy is not None:
         choice_of(when_busy, ("queue", "skip"), call, "when_busy")
     choice_of(on_error, ("warn", "raise"), call, "on_error")

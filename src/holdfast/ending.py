@@ -16,10 +16,12 @@ from typing import Any
 from weakref import WeakMethod, WeakSet
 
 from holdfast.errors import HoldfastError, HoldfastWarning, warn_user
+from holdfast.frozen_numbers import FrozenNumbers
 from holdfast.group import Group
 from holdfast.notices import Notices
 from holdfast.patience import slowest
 from holdfast.saving import Save
+from holdfast.saving.in_vain import NotesInVain
 from holdfast.threads import at_exit, idle
 
 LINGER_S = 3.0
@@ -39,6 +41,8 @@ class Saves:
     def __init__(self, group: Group, notices: Notices) -> None:
         self._group = group
         self._notices = notices
+        self.in_vain = NotesInVain(notices)
+        self.numbers = FrozenNumbers(notices)
         self.untold: list[Save] = []
         """Saves under way, and saves that have ended since the last look back."""
         self.calls: list[Callable[[int], object]] = []

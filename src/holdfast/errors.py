@@ -41,7 +41,11 @@ class HoldfastWarning(UserWarning):
 
 
 NOTICES: dict[str, str] = {
+    "frozen-number": "a plain number of the state that never changes",
+    "newer-native": "a checkpoint of the trainer's own that is newer than the step that is restored",
     "set-aside": "much is copied before each save returns",
+    "unsaved-note": "a label or metrics of a step that no save was due of",
+    "untaken-key": "a key of the restored step that the state lacks, or that comes after the restore",
 }
 """Notices of a training, each told once: in a few words what was seen, by the name that silences it.
 Each has a row in docs/reference/notices.md."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from holdfast.checkpoint.lineage import line_from
 from holdfast.checkpoint.names import read_manifest
 from holdfast.checkpoint.notes import read_notes
 from holdfast.checkpoint.opened import Checkpoint
@@ -29,7 +30,7 @@ from holdfast.restore.reading import (
     tell_exactness,
     tell_unused_records,
 )
-from holdfast.restore.result import Found, FoundAt, Restored, Tier
+from holdfast.restore.result import Found, FoundAt, Restored, RestoredFrom, Tier
 from holdfast.restore.targets import RestoreOptions
 from holdfast.saving.exactness import EXACT
 from holdfast.state.live import State
@@ -39,6 +40,7 @@ from holdfast.survey import Survey, gone
 if TYPE_CHECKING:
     from holdfast.delta.log import RecordedStep
     from holdfast.delta.segment import Identity
+    from holdfast.format.manifest import Manifest
     from holdfast.saving.attaching import Attached
     from holdfast.tiers import Tiers
 
@@ -72,6 +74,8 @@ class Restart:
         self.num_replayed = 0
         """Number of recorded steps that were done again to reach it."""
         self.exactness = EXACT
+        self.manifest: Manifest | None = None
+        """The manifest of the full step that was read."""
         self._seen = _Look()
 
     # -- the choice -------------------------------------------------------------------------------
@@ -196,13 +200,13 @@ class Restart:
                 manifest = tiers.memory.load(
                     snapshots, candidate.attempt, self.state, self.options, verify=self.verify
                 )
-            self.exactness = tell_exactness(manifest)
         else:
             with span("restore.load", step=candidate.step, tier=tier_of(candidate)):
-                self.exactness = load_step(
+                manifest = load_step(
                     self.survey.home(candidate), tiers.group, candidate.step, self.state, self.options,
                     verify=self.verify, attempt=attempt,
                 )  # fmt: skip
+        self.exactness, self.manifest = tell_exactness(manifest), manifest
 
     def _forget_generators(self) -> None:
         for value in self.state.values():
@@ -342,6 +346,45 @@ class Restart:
         here = self.tiers.run, loaded
         if any(one.end > here for one in self.survey.candidates):
             self.tiers.leave_behind(loaded)
+        own = [one for one in self.survey.durable if one.step == loaded]
+        if own:
+            manifest = manifest_of(self.tiers.store, self.tiers.group, loaded)
+            self._take_line((manifest.run, loaded), manifest)
+
+    def take_line(self) -> None:
+        """Have the run own what it has gone on from, and no step of others."""
+        if self.reached is not None and self.manifest is not None:
+            self._take_line(self.reached, self.manifest)
+
+    def _take_line(self, reached: Identity, manifest: Manifest) -> None:
+        there, line = [*self.survey.durable, *self.survey.uploaded], manifest.line
+        base = manifest.run, manifest.step
+        if base[0] != reached[0]:
+            line = line_from(*base, line, there)
+        self.tiers.own(line_from(*reached, line, there))
+
+    def origin(self) -> RestoredFrom:
+        """Return where the state that was reached can be read once more."""
+        m, taken = self.manifest, self.taken
+        reached = 0 if self.reached is None else self.reached[1]
+        if m is None or taken is None or taken.in_memory or self.num_replayed:
+            return RestoredFrom(reached, self._saved_keys())
+        return RestoredFrom(
+            reached, self._saved_keys(), self.survey.home(taken), m.attempt, self.options
+        )
+
+    def _saved_keys(self) -> frozenset[str]:
+        """Return the keys of the step that was read, if it is one of this root."""
+        if self.manifest is None:
+            return frozenset()
+        m = self.manifest
+        names = (*m.by_name, *m.aliases, *m.extras, *m.per_rank)
+        return frozenset(name.partition(".")[0] for name in names)
+
+    @property
+    def is_back(self) -> bool:
+        """True if there is a newer state than the one that was reached."""
+        return self.reached is not None and self.reached != self.survey.candidates[0].end
 
     def leaves_behind(self) -> bool:
         """True if there is anything newer than the state that was reached."""

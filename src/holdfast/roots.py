@@ -9,7 +9,7 @@ import msgspec
 
 from holdfast.checkpoint import claiming
 from holdfast.checkpoint.claiming import Claim
-from holdfast.checkpoint.names import WHOLE, RootKeys
+from holdfast.checkpoint.names import WHOLE, RootKeys, describe
 from holdfast.checkpoint.tidying import sweep
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import emit
@@ -56,9 +56,9 @@ def patience_s(group: Group) -> float:
     return group.deadline_s * (PATIENT_SHARE if group.size > 1 else 1.0)
 
 
-def claim_root(store: Store, group: Group) -> tuple[Claim, bool]:
+def claim_root(store: Store, group: Group) -> tuple[Claim, bool, str]:
     """Rank 0 takes the root for all, and deletes what dead runs left.  Also: whether the run before did
-    not end by closing.
+    not end by closing; and which steps there are, in words.
 
     A run on another host may be dead or not: what it left stays until this one has committed a step.
     """
@@ -68,9 +68,16 @@ def claim_root(store: Store, group: Group) -> tuple[Claim, bool]:
             mine, held = claiming.take(store, keys)
             if held is None or held.is_over():
                 sweep(store, mine, 0, keys)
-        return msgspec.json.encode((mine, held is not None and held.started != "closed"))
+        crashed = held is not None and held.started != "closed"
+        return msgspec.json.encode((mine, crashed, steps_in(keys)))
 
-    return decode_json(group.from_rank0(take), tuple[Claim, bool])
+    return decode_json(group.from_rank0(take), tuple[Claim, bool, str])
+
+
+def steps_in(*homes: RootKeys) -> str:
+    """The steps of some homes, in words; empty if there are none."""
+    steps = {step for keys in homes for step in keys.manifests}
+    return describe([*steps], 3) if steps else ""
 
 
 def sweep_host(store: Store) -> None:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from holdfast.checkpoint.claiming import Claim, release
+from holdfast.checkpoint.lineage import Line
 from holdfast.checkpoint.tidying import Keep
 from holdfast.errors import Deadline, HoldfastError
 from holdfast.events import emit
@@ -58,8 +59,8 @@ class Tiers:
         self.state = state
         self.mesh = mesh
         self._behind = upload
-        self.claim, self.crashed = self._take()
-        """`crashed`: the run before did not end by closing."""
+        self.claim, self.crashed, self.there = self._take()
+        """`crashed`: the run before did not end by closing; `there`: the steps of before, in words."""
         sweep_host(store)
         self.saver = Saver(
             group,
@@ -81,7 +82,7 @@ class Tiers:
                 self.durable.steps, upload, group, self.claim, upload_keep or Keep()
             )
 
-    def _take(self) -> tuple[Claim, bool]:
+    def _take(self) -> tuple[Claim, bool, str]:
         """Take the homes of the run.  Collective."""
         if self._behind is None:
             return claim_root(self.store, self.group)
@@ -129,7 +130,7 @@ class Tiers:
             self.memory.settle(self.group.deadline_s)
         self.durable.settle(self.group.deadline_s)
         with nullcontext() if self.upload is None else self.upload.home.committing:
-            self.claim, _ = self._take()
+            self.claim, *_ = self._take()
             self.durable.adopt(self.claim)
             if self.upload is not None:
                 self.upload.home.go_on(self.claim, base)
@@ -137,6 +138,12 @@ class Tiers:
             self.delta.adopt(self.run)
         if self.memory is not None:
             self.memory.agent.hello()
+
+    def own(self, line: Line) -> None:
+        """Let the run delete steps of the runs that it went on from, and of no others."""
+        self.durable.steps.line = line
+        if self.upload is not None:
+            self.upload.home.line = line
 
     def close(self, timeout: float | None, *, finished: bool) -> None:
         """Wait for what is pending and end: within `timeout`, or `deadline_s`, for all tiers together.

@@ -29,7 +29,8 @@ def root(request: pytest.FixtureRequest, tmp_path) -> Store:
 
 
 def saved(store: Store, steps: range | list[int]) -> None:
-    with holdfast.Checkpointer(store.url, {"x": torch.ones(3)}) as ckpt:
+    with holdfast.Checkpointer(store.url, {"x": torch.ones(3)}, anew=True) as ckpt:
+        ckpt.restore()
         for step in steps:
             ckpt.save(step).wait(60)
 
@@ -45,6 +46,7 @@ def losses(store: Store, values: dict[int, float]) -> None:
 def test_a_pinned_step_stays(root: Store) -> None:
     saved(root, range(1, 6))
     with holdfast.Checkpointer(root.url, {"x": torch.ones(3)}, keep=holdfast.Keep(last=1)) as ckpt:
+        ckpt.restore()
         ckpt.pin(2, "best")
         ckpt.save(6).wait(60)
         ckpt._tiers.durable.settle(60)
@@ -258,6 +260,7 @@ def test_damaged_notes_delete_nothing(root: Store) -> None:
         assert run(["ls", root.url]) == 1
     root.put(notes.NOTES_KEY, changed)
     ckpt = holdfast.Checkpointer(root.url, {"x": torch.ones(3)}, keep=holdfast.Keep(last=1))
+    ckpt.restore()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for step in (4, 5, 6):
@@ -319,6 +322,7 @@ def test_metrics_given_with_a_save_last(root: Store) -> None:
     with holdfast.Checkpointer(
         root.url, {"x": torch.ones(3)}, keep=holdfast.Keep(best=("loss", 1))
     ) as ckpt:
+        ckpt.restore()
         ckpt.metrics(2, loss=0.9)
         ckpt.save(4, metrics={"loss": 0.3}).wait(60)
     assert holdfast.steps(root.url) == [4]

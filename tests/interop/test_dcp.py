@@ -439,3 +439,28 @@ def test_metadata_of_shared_tuples(tmp_path: Path) -> None:
         with pytest.raises(FormatError):
             holdfast.open(tmp_path)
         assert time.process_time() - began < 2
+
+
+@pytest.mark.parametrize(
+    ("values", "step"),
+    [
+        ({"step": 6}, 6),
+        ({"step": torch.tensor(7)}, 7),
+        ({"progress": {"iteration": 8, "epoch": 1}}, 8),
+        ({"one": {"step": 1}, "other": {"step": 2}}, 0),
+        ({"epoch": 3}, 0),
+    ],
+)
+def test_the_step_that_values_state(tmp_path: Path, values: dict[str, Any], step: int) -> None:
+    """Not that of an optimizer's states."""
+    model = torch.nn.Linear(2, 2)
+    optim = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optim.step()
+    weights, states = get_state_dict(model, optim)
+    tree = {"model": weights, "optim": states, **values}
+    dcp.save(tree, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert holdfast.steps(tmp_path / "dcp") == [step]
+    with holdfast.Checkpointer(tmp_path / "run", {"model": model, "optim": optim}) as ckpt:
+        restored = ckpt.restore(source=tmp_path / "dcp")
+        assert restored.found and restored == step

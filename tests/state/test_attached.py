@@ -203,6 +203,7 @@ def test_uploaded_with_labels_and_metrics(tmp_path: Path) -> None:
         assert dict(found.files) == FILES
         assert found.metrics == {"loss": 1.0 / 3, "accuracy": 0.5}
     with holdfast.Checkpointer(url, state(), keep=keep, upload=behind, upload_keep=keep) as ckpt:
+        ckpt.restore()
         ckpt.unpin("first")
         ckpt.save(4)
     assert holdfast.steps(url) == holdfast.steps(behind) == [4]

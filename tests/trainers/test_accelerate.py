@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import signal
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -305,6 +306,22 @@ def test_a_run_that_moves_over_goes_on_from_the_newest_folder(tmp_path: Path) ->
     accelerator, model = attached(tmp_path)
     assert accelerator.load_state() == 11 and model.weight.item() == 11.0
     accelerator.end_training()
+
+
+def test_a_folder_of_accelerates_own_that_is_newer_is_told(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    accelerator, _ = attached(tmp_path)
+    accelerator.save_state()
+    accelerator.end_training()
+    for number in (0, 7):
+        (tmp_path / "checkpoints" / f"checkpoint_{number}").mkdir(parents=True)
+        accelerator, _ = attached(tmp_path)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            assert accelerator.load_state() == 0
+        texts = [str(one.message) for one in told if "newer-native" in str(one.message)]
+        assert ["checkpoint_7" in text for text in texts] == [True] * (number == 7)
+        accelerator.end_training()
 
 
 @pytest.mark.soak

@@ -265,6 +265,15 @@ def test_a_trainer_that_saves_by_epochs_is_not_told_that_it_saves_nothing(
 
 
 @pytest.mark.soak
+def test_a_folder_of_the_trainers_own_that_is_newer_is_told(tmp_path: Path) -> None:
+    given = {"save_steps": 1, "max_steps": 2}
+    trained(tmp_path, Data(16), **given)
+    (tmp_path / "checkpoint-7").mkdir()
+    with pytest.warns(holdfast.HoldfastWarning, match=r"step 2 .*checkpoint-7, .*\[newer-native\]"):
+        trained(tmp_path, Data(16), **given)
+
+
+@pytest.mark.soak
 def test_gradients_that_a_pass_leaves_are_told(tmp_path: Path) -> None:
     given = {"save_strategy": "epoch", "max_steps": 3, "per_device_train_batch_size": 4}
     with pytest.warns(holdfast.HoldfastWarning, match="step 1 is saved while gradients are"):

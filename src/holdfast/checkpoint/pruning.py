@@ -10,7 +10,7 @@ import calendar
 import math
 import re
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from typing import Any
 
@@ -72,17 +72,19 @@ def prune(
     keep: Keep,
     *,
     spare: Collection[int] = (),
+    owns: Callable[[Saved], bool] = lambda _: True,
     lock: Lock | None = None,
     keys: RootKeys | None = None,
 ) -> list[int]:
-    """Delete what `keep` does not keep; returns the steps deleted.
+    """Delete what `keep` does not keep; returns the steps deleted.  Steps that the caller does not own
+    stay, and are not counted.
 
     A damaged newest step does not count: the newest good step always stays.  So do steps to `spare`,
     which are being saved anew or lead to the newest state by records; `lock` keeps commits away while a
     manifest is deleted.  All files are deleted after all manifests; with `keys` they are only marked.
     """
     with marking(store, keys) as keys:
-        due = prunable(store, keep, spare, keys)
+        due = prunable(store, keep, spare, keys, owns)
         gone = [step for step in due if delete_step(store, step, lock, keys)]
     for step in gone:
         emit("pruned", step=step)
@@ -90,14 +92,18 @@ def prune(
 
 
 def prunable(
-    store: Store, keep: Keep, spare: Collection[int] = (), keys: RootKeys | None = None
+    store: Store,
+    keep: Keep,
+    spare: Collection[int] = (),
+    keys: RootKeys | None = None,
+    owns: Callable[[Saved], bool] = lambda _: True,
 ) -> list[int]:
     """The steps that `prune` would delete, oldest first.  Corrupt or FormatError if it cannot be known, for
     the notes of steps are damaged."""
     if keep.keeps_all:
         return []
     keys = keys or RootKeys(store)
-    good = [s for s in keys.saved if s.is_proved]
+    good = [s for s in keys.saved if s.is_proved and owns(s)]
     stay = {s.step for s in good[-(keep.last or 1) :]} | set(spare)
     stay |= {s.step for s in good if keep.every and s.step % keep.every == 0}
     if any(s.step not in stay for s in good):

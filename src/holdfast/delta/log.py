@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from holdfast.checkpoint.lineage import Owns
 from holdfast.checkpoint.names import (
     AND_LOG,
     RootKeys,
@@ -95,9 +96,11 @@ def tidy_log(store: Store) -> None:
         mark_log(keys, keys.saved)
 
 
-def mark_log(keys: RootKeys, saved: list[Saved], *, max_bytes: int = 0) -> None:
+def mark_log(
+    keys: RootKeys, saved: list[Saved], owns: Owns = lambda _: True, *, max_bytes: int = 0
+) -> None:
     """Let the records be deleted that no step which is still there needs.  `saved`: these steps; `keys`: of
-    the steps and the log.
+    the steps and the log.  Those of runs that the caller does not own stay, and count for nothing.
 
     Records of a run without a full save stay: it may be on its way, whatever older runs have saved.
     With a bound, the oldest go as well that the newest state does not need, until half of it is free.
@@ -113,7 +116,7 @@ def mark_log(keys: RootKeys, saved: list[Saved], *, max_bytes: int = 0) -> None:
         sizes = dict(keys.store.entries("log/"))
     for key, size in sizes.items():
         parsed, run = parse_segment(key), run_of_log(key)
-        if run is None:
+        if run is None or not owns(Saved(run, 0 if parsed is None else parsed[1])):
             continue  # not ours
         if parsed is None:
             plans.append((run, key))

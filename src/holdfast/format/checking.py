@@ -38,6 +38,7 @@ MAX_NAME_BYTES = 200
 def check(m: Manifest) -> None:
     """Check everything that later code relies on: no index, size, path or box may surprise it."""
     require(m.step >= 0 and m.run >= 0, "negative step or run")
+    require(all(run >= 0 and step >= 0 for run, step in m.line), "a line with negative numbers")
     require(m.algorithm == ALGORITHM, f"unknown digest algorithm {m.algorithm!r}")
     whole_blocks = 0 < m.chunk_bytes <= MAX_CHUNK_BYTES and m.chunk_bytes % 4096 == 0
     require(whole_blocks, f"chunk_bytes {m.chunk_bytes}")

@@ -126,6 +126,8 @@ class Manifest(
     per_rank: dict[str, Resize | None]
     metrics: dict[str, float | None] = {}
     attached: PackEntry | None = None
+    line: tuple[tuple[int, int], ...] = ()
+    """The runs that its run went on from, each with the last step of it (`checkpoint.lineage`)."""
 
     @cached_property
     def layout(self) -> Mesh:

@@ -41,6 +41,7 @@ from holdfast.arguments import instance_of, step_of
 from holdfast.checkpoint.tidying import Keep
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import UsageError, warn_user
+from holdfast.integrations.native import tell_newer
 from holdfast.restore.result import Restored
 from holdfast.state.rng import Rng
 
@@ -100,7 +101,7 @@ class _Attached:
         self.own_state = {"accelerate": _Counters(accelerator), "draws": self.draws}
         self.placed: set[str] = set()
         """The keys of the state that `look` has placed."""
-        self.checkpointer = Checkpointer(root, **options)
+        self.checkpointer = Checkpointer(root, **{"anew": True, **options})
         self.load_native = accelerator.load_state
         accelerator.holdfast = self.checkpointer
         accelerator.save_state, accelerator.load_state = self.save_state, self.load_state
@@ -214,9 +215,14 @@ class _Attached:
         if not project.automatic_checkpoint_naming:
             return None
         (newest,) = broadcast_object_list([_newest_in(self.accelerator.project_dir)])
-        if newest is None or self.checkpointer.find() is not None:
+        if newest is None:
             return None
         folder, number = newest
+        found = self.checkpointer.find()
+        if found is not None:
+            if self.accelerator.is_main_process:
+                tell_newer(found.step, folder, number, f"load_state({folder!r})")
+            return None
         project.iteration = max(project.iteration, number + 1)
         return folder
 

@@ -127,7 +127,7 @@ def attach(
     if engine.lr_scheduler is not None:
         state["sched"] = engine.lr_scheduler
     ckpt = core.Checkpointer(
-        root, state, every=every, memory=memory, delta=delta, keep=keep, **options
+        root, state, every=every, memory=memory, delta=delta, keep=keep, **{"anew": True, **options}
     )
     steps = every is not None or options.get("sigterm_s") is not None
     _replace_methods(AttachedEngine(engine, root, ckpt, client, steps=steps))
@@ -390,7 +390,7 @@ class AttachedEngine:
     def _pin(self, step: int, label: str) -> None:
         """Have a label keep a step; told where that cannot be written, since the save goes on."""
         try:
-            self.ckpt.pin(step, label)
+            self.ckpt._noting().pin(step, label)
         except NotFound:  # the save has failed, which is told
             pass
         except HoldfastError as error:

@@ -106,7 +106,7 @@ class Home:
 
     def __init__(self, strategy: Any, root: str, rest: Rest, state: Any, options: Any) -> None:
         self.strategy, self.root, self.rest = strategy, root, rest
-        self.ckpt = Checkpointer(root, state, **options)
+        self.ckpt = Checkpointer(root, state, **{"anew": True, **options})
         self.at: tuple[int, Any] | None = None
         """The step that a path or a restore named last, and the writes to the weights until then."""
         self._newest: Save | None = None
@@ -156,7 +156,7 @@ class Home:
             coming = {**pointer, **claimed_by(self.root), "is_coming": True}
             write_pointer(path, coming)  # first: it tells a restart of the pin
         try:
-            self.ckpt.pin(step, f"{label_of(path)}{step}")
+            self.ckpt._noting().pin(step, f"{label_of(path)}{step}")
         except NotFound:
             pass  # the save has failed already, which it says itself
         except HoldfastError as error:

@@ -95,6 +95,7 @@ class HoldfastCheckpointManager(CheckpointManager):
                 keep=Keep(last=config.keep_latest_k) if config.keep_latest_k else None,
                 when_busy="queue",
                 on_resize=self._rules,
+                anew=True,
             )
 
     def __del__(self) -> None:

@@ -45,6 +45,7 @@ from holdfast.checkpoint.tidying import Keep
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import NotFound, NotRecoverable, UsageError, warn_user
 from holdfast.integrations.accelerate import LoaderDraws, bare, check_engine
+from holdfast.integrations.native import tell_newer
 from holdfast.once import load
 from holdfast.restore.reading import OWN
 from holdfast.schedule import Every
@@ -149,7 +150,7 @@ class _Holdfast(_Mixin):
             run.options.setdefault("keep", Keep(last=self.args.save_total_limit))
         run.losses, run.draws = _Losses(self), LoaderDraws(self.accelerator)
         state = {"trainer": _TrainerProgress(self), "losses": run.losses, "draws": run.draws}
-        with Checkpointer(run.root, **run.options) as checkpointer:
+        with Checkpointer(run.root, **{"anew": True, **run.options}) as checkpointer:
             checkpointer.state.update(state)
             run.checkpointer = self.accelerator.holdfast = checkpointer
             try:
@@ -204,11 +205,13 @@ class _Holdfast(_Mixin):
                 "optimizer",
                 hint=f"load the model: holdfast.load({run.root!r}, {{'model': model}})",
             )
+        there = os.path.isdir(self.args.output_dir)
+        own = get_last_checkpoint(self.args.output_dir) if there else None
         if run.found is None:
-            there = os.path.isdir(self.args.output_dir)
-            return self._holdfast_own_folder(
-                get_last_checkpoint(self.args.output_dir) if there else None
-            )
+            return self._holdfast_own_folder(own)
+        if resume is True and own is not None and self.is_world_process_zero():
+            how = f"train(resume_from_checkpoint={own!r})"
+            tell_newer(run.found.step, own, _step_in(os.path.basename(own)), how)
         saved = json.loads(run.found.extras["trainer"]["json"])
         Path(folder, TRAINER_STATE_NAME).write_text(
             json.dumps({**saved, "best_model_checkpoint": None})
@@ -310,7 +313,7 @@ class _Holdfast(_Mixin):
             run.is_restored = True
             if (best := self._holdfast_best_step()) is not None:
                 with suppress(NotFound):  # it is gone, which the end of the training tells
-                    checkpointer.pin(best, "best")  # the run may have ended before it did
+                    checkpointer._noting().pin(best, "best")  # the run may have ended before it did
         return prepared
 
     def _holdfast_parts(self) -> dict[str, Any]:
@@ -427,9 +430,9 @@ class _Holdfast(_Mixin):
             wait_for_copies()
         with suppress(NotFound):  # the save was left out, which has been told
             if must_save and metrics:
-                checkpointer.metrics(step, **metrics)
+                checkpointer._noting().measure(step, metrics)
             if must_save and self.state.best_global_step == step:
-                checkpointer.pin(step, "best")
+                checkpointer._noting().pin(step, "best")
 
     def _holdfast_tell_of_gradients(self, step: int) -> None:
         """Warn, once, of a save at the end of a pass whose last batches have made no update."""

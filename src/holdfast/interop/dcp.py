@@ -20,6 +20,7 @@ from holdfast.interop.dcptree import arranged
 from holdfast.interop.foreign import Foreign, StoredPart, foreign
 from holdfast.interop.plaindata import TABLE, ints, plain, text
 from holdfast.interop.sections import Archive, Place, Strided
+from holdfast.interop.stepnumber import step_in
 from holdfast.interop.torchfile import More, PartFile, TensorRef, kind_of, read_tree, table
 from holdfast.interop.unknown import is_needed, not_data, tell, unknown_in
 from holdfast.interop.unpickle import UnknownInstance, check_size, record, unpickle
@@ -70,16 +71,23 @@ def is_dcp(store: Store) -> bool:
 
 
 def open_dcp(store: Store, step: int | None = None) -> Checkpoint:
-    """Open a DCP directory as a checkpoint of step 0.  FormatError, Corrupt or NotFound."""
-    if step not in (None, 0):
-        raise NotFound(f"{store.url} is a dcp checkpoint; it has no step {step}")
+    """Open a DCP directory as a checkpoint of the step that its values state, or of step 0.  FormatError,
+    Corrupt or NotFound."""
     found = read_contents(store)
     values = _values(store, found.objects)
+    here = step_in(values, found.tensors, store)
+    if step not in (None, here):
+        raise NotFound(f"{store.url} is a dcp checkpoint of step {here}; it has no step {step}")
     software = {"torch.distributed.checkpoint": text(found.meta.get("version") or "unknown")}
     tensors, values = arranged(store, found.tensors, values, found.meta)
     return foreign(
-        store, tensors, step=0, software=software, extras=values, archives=found.archives
+        store, tensors, step=here, software=software, extras=values, archives=found.archives
     )
+
+
+def steps_of_dcp(store: Store) -> list[int]:
+    """The one step of a DCP directory."""
+    return [open_dcp(store).step]
 
 
 def read_contents(store: Store, folder: str = "", more: More | None = None) -> Contents:

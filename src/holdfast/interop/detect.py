@@ -12,7 +12,7 @@ from typing import Any
 from holdfast.checkpoint.names import step_numbers
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.errors import FormatError, NotFound, UsageError
-from holdfast.interop.dcp import is_dcp, open_dcp
+from holdfast.interop.dcp import is_dcp, open_dcp, steps_of_dcp
 from holdfast.interop.deepspeed.tags import is_deepspeed, may_be_deepspeed
 from holdfast.interop.folder import MARK, ListedFolder, OneFile, open_place, top
 from holdfast.interop.huggingface import holds_safetensors, is_huggingface, open_huggingface
@@ -51,7 +51,7 @@ def _of(module: str, function: str) -> Callable[..., Any]:
 
 FORMATS = {
     "megatron": Format(is_megatron, open_megatron, steps_of_megatron),
-    "dcp": Format(is_dcp, open_dcp, lambda _: [0]),
+    "dcp": Format(is_dcp, open_dcp, steps_of_dcp),
     "deepspeed": Format(
         is_deepspeed,
         _of("deepspeed.opening", "open_deepspeed"),

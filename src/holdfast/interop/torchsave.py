@@ -21,13 +21,13 @@ from holdfast.interop.byindex import hyper_of, is_buffer, parameters, proved_nam
 from holdfast.interop.foreign import Foreign, foreign
 from holdfast.interop.plaindata import plain
 from holdfast.interop.ranks import ByRank, Tensor, of_all, scalar
+from holdfast.interop.stepnumber import NAMES, step_among
 from holdfast.interop.torchfiles import trees_of
 from holdfast.interop.unpickle import UnknownInstance
 from holdfast.store import Store
 
 MODEL = ("model", "model_state_dict", "state_dict", "model_state", "module")
 OPTIM = ("optim", "optimizer", "optimizer_state_dict", "optim_state_dict", "optimizer_state", "opt")
-STEP = ("global_step", "step", "iteration", "iter")
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
@@ -54,7 +54,7 @@ def open_trees(
         raise FormatError(f"{twice!r} is there twice", key=store.url)
     for key, value in sorted(sections, key=lambda s: is_optimizer(s[1])):  # models first
         found.add(key, value)
-    here = _step(found.steps)
+    here = step_among(found.steps)
     if step not in (None, here):
         raise NotFound(f"{store.url} is a torch checkpoint of step {here}; it has no step {step}")
     software = found.software() | (software or {})
@@ -64,14 +64,6 @@ def open_trees(
 def torch_steps(store: Store) -> list[int]:
     """The one step of what torch.save has written."""
     return [open_torch(store).step]
-
-
-def _step(values: dict[str, Any]) -> int:
-    for key in STEP:
-        value = values.get(key)
-        if type(value) is int and 0 <= value < 10**10:
-            return value
-    return 0
 
 
 # -- which key is what ----------------------------------------------------------------------------
@@ -176,9 +168,9 @@ class _FileContents:
             }
             alike = {n: v for n, v in value.items() if n not in own}  # buffers may differ by rank
             value = value | of_all(self.store, alike, key)
-        elif key == "model" or key in (*OPTIM, *STEP) or is_optimizer(value):
+        elif key == "model" or key in (*OPTIM, *NAMES) or is_optimizer(value):
             value = of_all(self.store, value, key)
-        if key in STEP:
+        if key in NAMES:
             self.steps[key] = self._number(value)
         if is_optimizer(value):
             self._add_optimizer(key, value)

@@ -453,6 +453,7 @@ class MemoryTier:
                 attempt=self.attempt(op),
                 notes=notes,
                 attached=op.request.attached,
+                line=self.durable.steps.line,
             )
             return decided(filled, encode(manifest))
         except Exception as error:

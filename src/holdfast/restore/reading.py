@@ -129,16 +129,16 @@ def load_step(
     *,
     verify: bool = True,
     attempt: str = "",
-) -> str:
-    """Load one step, with the same manifest on every rank; read again if it was replaced meanwhile, which
-    with an `attempt` is NotFound.  Return how exact it is."""
+) -> Manifest:
+    """Load one step, with the same manifest on every rank, which is returned; read again if it was replaced
+    meanwhile, which with an `attempt` is NotFound."""
     manifest = manifest_of(store, group, step)
     while True:
         if attempt not in ("", manifest.attempt):
             raise NotFound(f"step {step} in {store.url} was saved again since find()", step=step)
         try:
             restore(Checkpoint(store, manifest, verify=verify), state, group, options)
-            return tell_exactness(manifest)
+            return manifest
         except NotFound:
             before, manifest = manifest, manifest_of(store, group, step)
             if manifest.attempt == before.attempt:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from holdfast.restore.targets import RestoreOptions
+    from holdfast.store import Store
 
 Tier = Literal["memory", "durable", "upload"]
 
@@ -36,6 +40,18 @@ class Found:
     """Number of recorded steps to be done again after the full step."""
     at: FoundAt = field(repr=False)
     """The key that `restore` knows it by."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestoredFrom:
+    """The place of the step that was restored; without a store, nothing more can be read from it."""
+
+    step: int
+    keys: frozenset[str] = frozenset()
+    """The keys of its state; none if it is no step of the root."""
+    store: Store | None = None
+    attempt: str = ""
+    options: RestoreOptions | None = None
 
 
 class Restored(int):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from holdfast.checkpoint.lineage import Line
 from holdfast.codec.digest import ALGORITHM, CHUNK_BYTES
 from holdfast.format.manifest import VERSION, FileEntry, Manifest
 from holdfast.saving.messages import Written
@@ -36,9 +37,10 @@ def manifest_of(
     attempt: str,
     notes: dict[str, str] | None = None,
     attached: Attached | None = None,
+    line: Line = (),
 ) -> Manifest:
     """On rank 0: the manifest of what all ranks have handed in.  `notes`: what else it says of how it was
-    made."""
+    made; `line`: what its run went on from."""
     plan, verdict = draft.plan.agreement, draft.agreed.verdict
     extras: dict[str, Any] = {
         k: v for k, v in draft.live.extras.items() if k not in verdict.per_rank
@@ -65,5 +67,6 @@ def manifest_of(
         files=tuple(w.file for w in answers if w.file is not None),
         extras=extras,
         per_rank=verdict.per_rank,  # type: ignore[arg-type]
+        line=line,
         **({} if attached is None else attached.in_manifest(attempt)),
     )

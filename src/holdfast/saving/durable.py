@@ -102,10 +102,10 @@ class Durable:
         self.steps.watch_over(op)
         return self.saver.begin(op, describe_live)
 
-    def prepare(self, describe_live: Callable[[], Live]) -> None:
+    def prepare(self, describe_live: Callable[[], Live]) -> Save:
         """Plan a save and have the memory for it ready.  Returns at once."""
         rehearsal = Request(0, is_rehearsal=True)
-        self.saver.begin(self.saver.operation(self, rehearsal), describe_live)
+        return self.saver.begin(self.saver.operation(self, rehearsal), describe_live)
 
     def close(self, timeout: float | None = None) -> None:
         """Wait for what is under way, for `deadline_s` unless told otherwise; Deadline after that."""
@@ -254,7 +254,13 @@ class Durable:
             errors = self.steps.commit(
                 op,
                 lambda: manifest_of(
-                    draft, given, step=op.step, run=self.run, attempt=attempt, attached=added
+                    draft,
+                    given,
+                    step=op.step,
+                    run=self.run,
+                    attempt=attempt,
+                    attached=added,
+                    line=self.steps.line,
                 ),
             )
         return msgspec.msgpack.encode(SaveOutcome(errors))

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from holdfast.checkpoint.claiming import Claim
 from holdfast.checkpoint.committing import commit
+from holdfast.checkpoint.lineage import Line, Owns, is_in_line
 from holdfast.checkpoint.names import AND_LOG, Known, RootKeys, Saved
 from holdfast.checkpoint.tidying import Keep, discard, sweep
 from holdfast.errors import Deadline, FormatError, HoldfastError, Unavailable
@@ -31,10 +32,12 @@ class RootSteps:
         """This run's claim on the root; None for a save by itself."""
         self.known = Known()
         """The steps that rank 0 has seen and committed."""
-        self.also_tidy: Callable[[RootKeys, list[Saved]], None] | None = None
-        """Marks what else is to be deleted; called on rank 0 with the keys of steps and records, and the
-        steps that there are after they have been tidied up."""
+        self.also_tidy: Callable[[RootKeys, list[Saved], Owns], None] | None = None
+        """Marks what else is to be deleted; called on rank 0 with the keys of steps and records, the steps
+        of this run that there are after they have been tidied up, and what tells these from others'."""
         self.worker = Worker("holdfast-tidy")
+        self.line: Line = ()
+        """The runs that this one went on from: it deletes no other runs' steps."""
         self._rank = rank
         self._keep = keep
         self.under_way: dict[int, int] = {}
@@ -116,7 +119,8 @@ class RootSteps:
         """Tidy up what goes with the steps, if there is anything."""
         if self.also_tidy is not None:
             with self._keys() as keys:
-                self.also_tidy(keys, keys.saved)
+                owns = self.owns()
+                self.also_tidy(keys, [s for s in keys.saved if owns(s)], owns)
 
     def _keys(self) -> RootKeys:
         return RootKeys(self.store, self.known, AND_LOG if self.also_tidy else ["steps/"])
@@ -135,9 +139,16 @@ class RootSteps:
                     gone = self._prune(keys, tuple(watched.values()))
                     sweep(self.store, self.claim, min([number, *(n - 1 for n in watched)]), keys)
                     if self.also_tidy is not None:
-                        self.also_tidy(keys, [s for s in keys.saved if s.step not in gone])
+                        owns = self.owns()
+                        stay = [s for s in keys.saved if s.step not in gone and owns(s)]
+                        self.also_tidy(keys, stay, owns)
         except Exception as error:
             emit("tidy.failed", error=str(error))
+
+    def owns(self) -> Owns:
+        """Tell steps that this run may delete: its own, and those that it went on from."""
+        run, line = -1 if self.claim is None else self.claim.run, self.line
+        return lambda saved: is_in_line(saved, run, line)
 
     def _prune(self, keys: RootKeys, spare: tuple[int, ...]) -> list[int]:
         """Delete what `keep` lets go.  Nothing while it cannot be known what is pinned: told once."""
@@ -147,7 +158,10 @@ class RootSteps:
 
         try:
             spare = (*spare, *self.reading)
-            return prune(self.store, self._keep, spare=spare, lock=self.committing, keys=keys)
+            owns = self.owns()
+            return prune(
+                self.store, self._keep, spare=spare, owns=owns, lock=self.committing, keys=keys
+            )
         except FormatError as error:
             if not self._is_blind:
                 self.news.append(f"no step is deleted: {error}")

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from holdfast.codec.digest import hexdigest
 from holdfast.errors import UsageError
@@ -526,7 +527,9 @@ def encode(
             return {"$tuple": list(leaf)}
         raise UsageError(
             f"{name}: a {type(leaf).__module__}.{type(leaf).__qualname__} cannot be saved",
-            hint="give it state_dict()/load_state_dict(), hand modules and optimizers over as "
+            hint="take torchdata's StatefulDataLoader, which has state_dict(): docs/how-to/loaders.md"
+            if isinstance(leaf, DataLoader)
+            else "give it state_dict()/load_state_dict(), hand modules and optimizers over as "
             "values of the state itself, or reduce it to numbers, strings, lists, dicts or tensors",
         )
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from holdfast.checkpoint.claiming import Claim
 from holdfast.checkpoint.committing import commit
 from holdfast.checkpoint.files import Files
+from holdfast.checkpoint.lineage import Line, Owns, is_in_line
 from holdfast.checkpoint.listing import came_later, stated_attempt
 from holdfast.checkpoint.names import (
     AND_LOG,
@@ -55,8 +56,9 @@ class HomeBehind:
         """The step that the run went back to, until one of its own is here: its records lead on from it."""
         self.committing = threading.Lock()
         """Held while a step is committed, and by whoever takes the homes under another number."""
-        self.also_tidy: Callable[[RootKeys, list[Saved]], None] | None = None
-        """Called on rank 0 with the steps of the store, after they have been tidied up."""
+        self.also_tidy: Callable[[RootKeys, list[Saved], Owns], None] | None = None
+        """Called on rank 0 with the steps of the run in the store, after they have been tidied up, as
+        `RootSteps.also_tidy`."""
         self.newest: Saved | None = None
         """The newest step of the store, as rank 0 knows it."""
         self.notes_lag = False
@@ -66,10 +68,15 @@ class HomeBehind:
         self._replaced: str | None = None
         """The attempt that the step uploaded last was of before."""
         self._keep = keep
+        self.line: Line = ()
+        """The runs that this one went on from: it deletes no other runs' steps."""
 
     def go_on(self, claim: Claim, base: int | None) -> None:
         """Go on as another run, which went back to step `base`.  While `committing` is held."""
         self.claim, self._base = claim, base
+
+    def _owns(self, saved: Saved) -> bool:
+        return is_in_line(saved, self.claim.run, self.line)
 
     # -- which step -------------------------------------------------------------------------------
 
@@ -128,10 +135,11 @@ class HomeBehind:
                 discard(self.store, step, self._replaced, keys)
                 self._carry(keys)
                 spare = () if self._base is None else (self._base,)
-                gone = prune(self.store, self._keep, spare=spare, keys=keys)
+                gone = prune(self.store, self._keep, spare=spare, owns=self._owns, keys=keys)
                 sweep(self.store, self.claim, ALL, keys)
                 if self.also_tidy is not None:
-                    self.also_tidy(keys, [s for s in keys.saved if s.step not in gone])
+                    stay = [s for s in keys.saved if s.step not in gone and self._owns(s)]
+                    self.also_tidy(keys, stay, self._owns)
         except HoldfastError as error:
             emit("tidy.failed", error=str(error))
 

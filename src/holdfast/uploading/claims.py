@@ -13,11 +13,12 @@ from holdfast.checkpoint.names import WHOLE, RootKeys
 from holdfast.checkpoint.tidying import sweep
 from holdfast.errors import UsageError
 from holdfast.group import Group
+from holdfast.roots import steps_in
 from holdfast.store import Store
 from holdfast.wire import decode_json
 
 
-def claim_both(root: Store, upload: Store, group: Group) -> tuple[Claim, bool]:
+def claim_both(root: Store, upload: Store, group: Group) -> tuple[Claim, bool, str]:
     """Claim two homes, as `roots.claim_root` one.  Collective.
 
     UsageError if either is in use: two runs must not upload to one place, whatever their roots.  What a
@@ -42,6 +43,6 @@ def claim_both(root: Store, upload: Store, group: Group) -> tuple[Claim, bool]:
             with keys:
                 sweep(root, mine, 0, keys)
         crashed = any(one is not None and one.started != "closed" for one in (held, held_behind))
-        return msgspec.json.encode((mine, crashed))
+        return msgspec.json.encode((mine, crashed, steps_in(keys, their_keys)))
 
-    return decode_json(group.from_rank0(take_both), tuple[Claim, bool])
+    return decode_json(group.from_rank0(take_both), tuple[Claim, bool, str])

@@ -141,7 +141,9 @@ class Upload:
 
         home, every_s = self.home, options.upload_every_s
         mark = partial(mark_log, max_bytes=options.bound)
-        self._steps.also_tidy = lambda keys, saved: mark(keys, [*saved, *self._needed()])
+        self._steps.also_tidy = lambda keys, saved, owns: mark(
+            keys, [*saved, *self._needed()], owns
+        )
         home.also_tidy = mark
         self._records = RecordUpload(
             home.root, home.store, self.group, every_s, flush=flush, news=self.news
