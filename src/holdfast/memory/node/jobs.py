@@ -133,6 +133,8 @@ class State:
     """Everything that an agent knows."""
 
     budget: int
+    """Most bytes of memory for all jobs: the node's default, or the largest that a job gave; as given by
+    hand."""
     stay: bool = False
     """True if it was started by hand, or told to stay: it does not leave by itself."""
     jobs: dict[str, Job] = field(default_factory=dict)
