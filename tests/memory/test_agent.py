@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -82,28 +83,50 @@ def test_it_is_in_a_session_of_its_own(root: Path) -> None:
         assert os.getsid(pid) == pid != os.getsid(0)
 
 
-def test_it_yields_to_the_training(root: Path) -> None:
-    """Also where the kernel weighs sessions against each other, and a process within its own only.
+def priorities(pid: int) -> Counter[int]:
+    """The number of an agent's threads by their priority."""
+    found: Counter[int] = Counter()
+    for task in os.listdir(f"/proc/{pid}/task"):
+        with suppress(OSError):  # it may just have ended
+            found[os.getpriority(os.PRIO_PROCESS, int(task))] += 1
+    return found
 
-    Not at a restart, which waits for it.
+
+def test_what_the_training_waits_for_has_its_priority(root: Path, tmp_path: Path) -> None:
+    """Answers, memory, digests; what goes to storage gives way, also where the kernel weighs sessions
+    against each other, and a process within its own only: while no snapshot is being made.
+
+    Not at a restart, which waits for whatever there is.
     """
-    with agent(root) as client:
-        pid = pid_of(root)
+    order = w.Persist(JOB, "0001-000001", 0, os.getpid(), f"file://{tmp_path}", "r0", 60.0)
+    with agent(root) as client, ThreadPoolExecutor(1) as pool:
+        pid, mine = pid_of(root), os.getpriority(os.PRIO_PROCESS, 0)
         weight = Path(f"/proc/{pid}/autogroup")
 
-        def weighs(nice: int) -> bool:
-            return not weight.exists() or weight.read_text().endswith(f"nice {nice}\n")
+        def await_weight(nice: int, ask: w.Message) -> None:
+            until = time.monotonic() + 120  # Linux takes ten changes a second
+            while weight.exists() and not weight.read_text().endswith(f"nice {nice}\n"):
+                client.ask(ask)
+                assert time.monotonic() < until
 
-        hello(client)
-        put(client, "0001-000001", DATA, step=7)
-        assert weighs(19)
-        threads = [int(t) for t in os.listdir(f"/proc/{pid}/task")]
-        assert {os.getpriority(os.PRIO_PROCESS, t) for t in threads if t != pid} >= {19}
-        assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0)
-        until = time.monotonic() + 60
-        while not weighs(0):  # Linux takes ten changes a second
-            client.ask(w.Ask(JOB), w.Held)
-            assert time.monotonic() < until
+        hello(client, bytes_per_s=1)
+        put(client, "0001-000001", LARGE)
+        assert priorities(pid)[mine] >= 2  # one answers, one has made memory and digested it
+        await_weight(0, w.Status())
+        writing = pool.submit(client.ask, order)
+        while client._moved(order) == 0:
+            time.sleep(0.02)
+        assert priorities(pid)[19] >= 1
+        await_weight(19, w.Status())
+        lease = client.ask(w.Take(JOB, os.getpid(), "share", 0, "0001-000002", 8, 1000), w.Lease)
+        await_weight(0, w.Status())
+        client.ask(w.Drop(JOB, "0001-000002"))
+        assert lease.name
+        await_weight(19, w.Status())
+        await_weight(0, w.Ask(JOB))
+        client.abort_waits()
+        with pytest.raises(AgentUnreachable):
+            writing.result()
 
 
 def test_what_it_holds_outlives_it(root: Path) -> None:

@@ -144,6 +144,12 @@ class State:
     def used(self) -> int:
         return sum(job.used for job in self.jobs.values())
 
+    @property
+    def is_filling(self) -> bool:
+        """True while a process makes a snapshot."""
+        slots = (slot for job in self.jobs.values() for slot in job.slots.values())
+        return any(s.owner and s.phase in ("making", "filling") for s in slots)
+
     def with_job(self, job: Job, **changes: Any) -> State:
         job = replace(job, **changes)
         return replace(self, jobs={**self.jobs, job.name: job})
