@@ -1,16 +1,18 @@
 """How long snapshots hold the training on a node whose cores are busy: against durable saves.
 
-As many busy loops as there are cores run beside the training, in the place of workers of a data loader, each
-in a session of its own, as other programs of the node are.  A *turn* is a few steps, each of which computes
-for a while, moves the state by AdamW, and is saved, by one contestant; the training waits for the save before
-(`when_busy="queue"`).  *Held* is what a step takes longer than the median step without a save under the same
-load.  The last save of a turn is waited for outside of it.
+As many busy loops as there are cores run beside the training, in the place of workers of a data loader,
+each in a session of its own, as other programs of the node are (`--loops 0`: none, where others are busy).
+A *turn* is a few steps, each of which computes for a while, moves the state by AdamW, and is saved, by one
+contestant; the training waits for the save before (`when_busy="queue"`).  *Held* is what a step takes
+longer than the median step without a save under the same load.  The last save of a turn is waited for
+outside of it.
 durable   Checkpointer.save to storage
 snapshot  Checkpointer.step with Every(memory=1), in shared memory, digested by the agent
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -24,14 +26,26 @@ from common import Job, main, over_ranks, ratio, row, seconds, settle, take_turn
 
 STEPS = 3
 """Steps of a turn."""
-LOOP = "while True: pass"
+LOOP = """
+import os, sys, time
+parent, until = int(sys.argv[1]), time.monotonic() + float(sys.argv[2])
+while os.getppid() == parent and time.monotonic() < until:
+    sum(range(10_000))
+"""
+"""A busy loop, which ends with whoever began it, however that ends, and by itself."""
+
+
+def with_loops(p: argparse.ArgumentParser) -> None:
+    with_compute(p)
+    p.add_argument("--loops", type=int, default=os.cpu_count() or 1, help="busy loops beside")
+    p.add_argument("--most", type=float, default=60.0, help="seconds of these (default: 60)")
 
 
 def work(job: Job) -> dict[str, Any]:
     import torch.distributed as dist
+    from stall import Trainer
 
     import holdfast
-    from stall import Trainer
 
     os.environ["HOLDFAST_MEMORY_DIR"] = str(job.root / "memory")
     trainer = Trainer(job)
@@ -85,8 +99,11 @@ def work(job: Job) -> dict[str, Any]:
         for name in saves:  # the first ones make memory
             turn(name)
         loops = [
-            subprocess.Popen([sys.executable, "-c", LOOP], start_new_session=True)
-            for _ in range(os.cpu_count() or 1)
+            subprocess.Popen(
+                [sys.executable, "-c", LOOP, str(os.getpid()), str(job.args.most)],
+                start_new_session=True,
+            )
+            for _ in range(job.args.loops)
             if job.rank == 0
         ]
         try:
@@ -130,4 +147,4 @@ def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    main("busy", __doc__, work, rows, rounds=4, ranks="1", extend=with_compute)
+    main("busy", __doc__, work, rows, rounds=4, ranks="1", extend=with_loops)

@@ -70,9 +70,11 @@ def test_a_job_does_not_get_beyond_its_own_budget(node: Path, tmp_path: Path) ->
     """Whoever was there before, and whatever that may have."""
     with job(tmp_path / "a", LARGE) as first:
         assert snapshots(first) == ["snapshot.committed"] * 2
-        with job(tmp_path / "b", LARGE, "100kB") as second:
-            with pytest.warns(HoldfastWarning, match="job's budget is 100000 bytes"):
-                assert snapshots(second) == ["snapshot.failed"] * 2
+        with (
+            job(tmp_path / "b", LARGE, "100kB") as second,
+            pytest.warns(HoldfastWarning, match="job's budget is 100000 bytes"),
+        ):
+            assert snapshots(second) == ["snapshot.failed"] * 2
 
 
 def test_a_larger_budget_raises_that_of_all_jobs(node: Path, tmp_path: Path) -> None:

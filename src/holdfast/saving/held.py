@@ -14,15 +14,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from holdfast.errors import NOTICES, notice_text
+from holdfast.errors import notice_text
 from holdfast.events import Event, subscribe
 
 LONG_S = 1.0
 """Seconds that a save may hold up training; what is longer is told."""
 MOST_KNOWN = 16
 """Saves of which the kind and the reason are kept: more are not under way."""
-
-NOTICES["held-long"] = "training was held for more than a second by a save"
 
 
 class HeldLong:
