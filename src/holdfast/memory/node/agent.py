@@ -55,7 +55,7 @@ THREADS = {"memory": 2, "peers": 4, "storage": 4, "waiting": 4, "gone": 1}
 """Number of threads, by what holds them up: a slow peer or a full disk must not keep others from
 their memory."""
 BEHIND = ("storage", "waiting", "gone")
-"""Those that give way to the training.  For what the others do the next snapshot waits, and with it the
+"""The pools that give way to the training.  For what the others do the next snapshot waits, and with it the
 training: they have its priority, as has the thread that answers."""
 WEIGH_S = 0.2
 """Seconds after which the priority of the session is set again, if the kernel did not take it."""
