@@ -16,8 +16,8 @@ from pathlib import Path
 from common import HERE, RESULTS, table
 
 SCRIPTS = (
-    "plan_scale", "many", "save_durable", "stall", "interference", "load", "load_resharded", "memory",
-    "convert", "restart", "export", "erasure", "snapshot", "replica", "restart_memory", "failure",
+    "plan_scale", "many", "save_durable", "stall", "busy", "interference", "load", "load_resharded",
+    "memory", "convert", "restart", "export", "erasure", "snapshot", "replica", "restart_memory", "failure",
     "recover", "goodput", "delta", "trained", "dcp", "trainers",
 )  # fmt: skip
 

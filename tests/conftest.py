@@ -16,9 +16,12 @@ settings.register_profile("anew", deadline=None)
 settings.load_profile("holdfast")
 
 from gate import in_order, leave_to_the_soak  # noqa: E402  after the environment is set
+from holdfast.errors import silence  # noqa: E402
 from memory.fixtures import lives, zygote  # noqa: E402
 
 __all__ = ["lives", "zygote"]
+
+silence("held-long")  # which a busy machine makes true
 
 
 def pytest_configure(config: pytest.Config) -> None:

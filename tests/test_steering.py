@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,28 @@ def test_a_run_takes_the_price_where_storage_answers_requests(
     group.close()
     assert (put_s is None) == is_local
     assert one._tuner.learned["batch"] == (0.48 if put_s is None else min(put_s, 0.48))
+
+
+@pytest.mark.parametrize(
+    ("known_s", "due_s"), [(0.0, 1.0), (40.0, 41.0), (1000.0, 1020.4), (10_000.0, 10_060.0)]
+)
+def test_what_was_trained_is_written_when_a_crash_would_forget_too_much(
+    known_s: float, due_s: float
+) -> None:
+    """A second of a short training, 2 % of a longer one, a minute of any."""
+    group = Group()
+    store = MemoryStore(uuid.uuid4().hex)
+    one = steering.Steering(holdfast.Auto(), ("memory",), group, store, crashed=False)
+    one._written_s = known_s
+    for trained_s, is_written in ((due_s - 0.01, False), (due_s + 0.01, True)):
+        while one._store.busy:
+            time.sleep(0.001)
+        one._tuner.history = replace(one._tuner.history, trained_s=trained_s)
+        one._decide(1)
+        assert (one._written_s == trained_s) is is_written
+    one.close()
+    group.close()
+    assert json.loads(store.get("tuning.json"))["trained_s"] == due_s + 0.01
 
 
 @pytest.mark.parametrize(

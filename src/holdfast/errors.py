@@ -42,6 +42,7 @@ class HoldfastWarning(UserWarning):
 
 NOTICES: dict[str, str] = {
     "frozen-number": "a plain number of the state that never changes",
+    "held-long": "training was held for more than a second by a save",
     "newer-native": "a checkpoint of the trainer's own that is newer than the step that is restored",
     "set-aside": "much is copied before each save returns",
     "unsaved-note": "a label or metrics of a step that no save was due of",

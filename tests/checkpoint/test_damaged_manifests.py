@@ -131,9 +131,9 @@ def test_restore(damaged: tuple[Path, str, bool]) -> None:
         with pytest.raises(
             RankErrors, match=f"{folder}' is a link to '/no/such/step', which is not"
         ):
-            ckpt.save(NEWEST).wait(60)
+            ckpt.save(NEWEST).wait(300)
         folder.unlink()
-    ckpt.save(NEWEST).wait(60)
+    ckpt.save(NEWEST).wait(300)
     ckpt.close()
     again, warned = told(lambda: holdfast.load(root, state_of(0)))
     assert (again, warned) == (NEWEST, [])

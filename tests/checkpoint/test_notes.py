@@ -32,7 +32,7 @@ def saved(store: Store, steps: range | list[int]) -> None:
     with holdfast.Checkpointer(store.url, {"x": torch.ones(3)}, anew=True) as ckpt:
         ckpt.restore()
         for step in steps:
-            ckpt.save(step).wait(60)
+            ckpt.save(step).wait(300)
 
 
 def losses(store: Store, values: dict[int, float]) -> None:
@@ -48,11 +48,11 @@ def test_a_pinned_step_stays(root: Store) -> None:
     with holdfast.Checkpointer(root.url, {"x": torch.ones(3)}, keep=holdfast.Keep(last=1)) as ckpt:
         ckpt.restore()
         ckpt.pin(2, "best")
-        ckpt.save(6).wait(60)
+        ckpt.save(6).wait(300)
         ckpt._tiers.durable.settle(60)
         assert holdfast.steps(root.url) == [2, 6]
         ckpt.pin(6, "best")
-        ckpt.save(7).wait(60)
+        ckpt.save(7).wait(300)
         ckpt._tiers.durable.settle(60)
         assert holdfast.steps(root.url) == [6, 7]
         ckpt.unpin("best")
@@ -80,7 +80,7 @@ def test_a_label_of_a_save_in_flight_keeps_the_former_step(
 
     def hold(op: str, key: str) -> Exception | None:
         if op == "create" and "0000000200" in key:
-            assert gate.wait(60)
+            assert gate.wait(300)
             return StoreError("the disk is gone") if fails else None
         return None
 
@@ -90,7 +90,7 @@ def test_a_label_of_a_save_in_flight_keeps_the_former_step(
     with holdfast.Checkpointer(
         str(tmp_path), {"x": torch.ones(3)}, keep=keep, on_error="warn"
     ) as ckpt:
-        ckpt.save(100).wait(60)
+        ckpt.save(100).wait(300)
         ckpt.pin(100, "best")
         save = ckpt.save(200)
         ckpt.pin(200, "best")
@@ -98,13 +98,13 @@ def test_a_label_of_a_save_in_flight_keeps_the_former_step(
         gate.set()
         if fails:
             with pytest.raises(HoldfastError):
-                save.wait(60)
+                save.wait(300)
             ckpt._tiers.durable.settle(60)
             with pytest.warns(holdfast.HoldfastWarning, match="'best' names step 100 again"):
                 ckpt.wait()
         else:
-            save.wait(60)
-        ckpt.save(300).wait(60)
+            save.wait(300)
+        ckpt.save(300).wait(300)
         ckpt._tiers.durable.settle(60)
         expected = 100 if fails else 200
         assert holdfast.steps(str(tmp_path)) == [expected, 300]
@@ -118,13 +118,13 @@ def test_a_label_stays_where_another_save_of_its_step_is_left_out(
 
     def hold(op: str, key: str) -> None:
         if op == "create" and "0000000200" in key and holds.is_set():
-            assert gate.wait(60)
+            assert gate.wait(300)
 
     store = Faulty(open_store(str(tmp_path)), hold)
     monkeypatch.setattr("holdfast.roots.open_store", lambda url: store)
     state = {"x": torch.ones(3)}
     with holdfast.Checkpointer(str(tmp_path), state, every=100, when_busy="skip") as ckpt:
-        ckpt.save(100).wait(60)
+        ckpt.save(100).wait(300)
         ckpt.pin(100, "best")
         holds.set()
         first = ckpt.save(200)
@@ -133,7 +133,7 @@ def test_a_label_stays_where_another_save_of_its_step_is_left_out(
         ckpt._tiers.saver.settle(60)
         ckpt._tiers.durable.steps.worker.settle(60)
         gate.set()
-        first.wait(60)
+        first.wait(300)
         ckpt.wait()
         assert notes.read_notes(store).labels == {"best": 200}
 
@@ -147,7 +147,7 @@ def test_a_label_of_a_save_that_never_ended(root: Store, had_one: bool) -> None:
     notes.pin(root, 200, "best", coming=[200])
     with holdfast.Checkpointer(root.url, {"x": torch.ones(3)}) as ckpt:
         assert ckpt.restore() == 100
-        ckpt.save(200).wait(60)
+        ckpt.save(200).wait(300)
         again = "names step 100 again" if had_one else "is taken away"
         with pytest.warns(holdfast.HoldfastWarning, match=f"step 200 had .* {again}"):
             ckpt.wait()
@@ -162,12 +162,12 @@ def test_a_process_that_dies_between_a_commit_and_its_labels(root: Store) -> Non
     saved(root, [200])  # by a process that knows of no labels: they are as after a death
     with holdfast.Checkpointer(root.url, {"x": torch.ones(3)}, keep=holdfast.Keep(last=1)) as ckpt:
         assert ckpt.restore() == 200
-        ckpt.save(300).wait(60)
+        ckpt.save(300).wait(300)
         ckpt._tiers.durable.settle(60)
         assert holdfast.steps(root.url) == [100, 200, 300]
         ckpt.pin(200, "best")
         assert notes.read_notes(root).labels == {"best": 200}
-        ckpt.save(400).wait(60)
+        ckpt.save(400).wait(300)
         ckpt._tiers.durable.settle(60)
         assert holdfast.steps(root.url) == [200, 400]
 
@@ -213,7 +213,7 @@ def test_a_label_that_moves_or_goes_keeps_nothing(root: Store) -> None:
 
 def test_what_is_not_there_is_not_pinned(root: Store) -> None:
     with holdfast.Checkpointer(root.url, {"x": torch.ones(3)}) as ckpt:
-        ckpt.save(3).wait(60)
+        ckpt.save(3).wait(300)
         with pytest.raises(NotFound, match=r"(?s)no step 4 .*steps there: 3"):
             ckpt.pin(4, "best")
         with pytest.raises(NotFound, match="no step 4"):
@@ -235,7 +235,7 @@ def test_two_writers_lose_no_label(root: Store) -> None:
     for writer in writers:
         writer.start()
     for writer in writers:
-        writer.join(60)
+        writer.join(300)
     found = notes.read_notes(root)
     assert found.pinned == {s: [f"{s}-{n}" for n in range(5)] for s in range(1, 9)}
 
@@ -264,7 +264,7 @@ def test_damaged_notes_delete_nothing(root: Store) -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for step in (4, 5, 6):
-            ckpt.save(step).wait(60)
+            ckpt.save(step).wait(300)
             ckpt._tiers.durable.settle(60)
         ckpt.close()
     assert [str(one.message).partition(":")[0] for one in told] == ["no step is deleted"]
@@ -315,7 +315,7 @@ def test_metrics_given_with_a_save_last(root: Store) -> None:
         ckpt.save(1, metrics={"loss": torch.tensor(0.5), "accuracy": np.float32(0.25)})
         ckpt.save(2, metrics={"loss": 0.1})
         ckpt.metrics(2, accuracy=1)
-        ckpt.save(3, metrics={"loss": float("nan")}).wait(60)
+        ckpt.save(3, metrics={"loss": float("nan")}).wait(300)
     assert holdfast.steps(root.url) == [2, 3]
     with holdfast.open(root.url, step=2) as found:
         assert found.metrics == {"loss": 0.1, "accuracy": 1.0}
@@ -324,7 +324,7 @@ def test_metrics_given_with_a_save_last(root: Store) -> None:
     ) as ckpt:
         ckpt.restore()
         ckpt.metrics(2, loss=0.9)
-        ckpt.save(4, metrics={"loss": 0.3}).wait(60)
+        ckpt.save(4, metrics={"loss": 0.3}).wait(300)
     assert holdfast.steps(root.url) == [4]
     assert np.isnan(list(holdfast.open(root.url).metrics.values())).sum() == 0
 

@@ -52,7 +52,7 @@ class Root:
 
     def save(self, ckpt: holdfast.Checkpointer, step: int) -> None:
         """Save, and tidy up."""
-        ckpt.save(step).wait(60)
+        ckpt.save(step).wait(300)
         ckpt._tiers.durable.settle(60)
 
     def cost(self, what: str, call: Callable[[], object]) -> dict[str, int]:
@@ -85,7 +85,7 @@ def root(request: pytest.FixtureRequest, opened: dict[str, Counting]) -> Root:
     root = Root(url, opened[url], kept)
     with root.run() as ckpt:
         for step in range(1, kept + 2):
-            ckpt.save(step).wait(60)
+            ckpt.save(step).wait(300)
     assert holdfast.steps(url) == list(range(2, kept + 2))
     return root
 

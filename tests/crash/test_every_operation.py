@@ -145,12 +145,12 @@ def labelled_life(monkeypatch, store: Store) -> None:
     """A process that labels a save under way, and saves on, until its store is dead."""
     monkeypatch.setattr(holdfast.roots, "open_store", lambda url: store)
     with suppress(Stopped, HoldfastError):
-        ckpt = holdfast.Checkpointer(store.url, state_of(0), keep=Keep(last=1), deadline_s=60)
+        ckpt = holdfast.Checkpointer(store.url, state_of(0), keep=Keep(last=1), deadline_s=300)
         try:
             save = ckpt.save(3)
             ckpt.pin(3, "best")
-            save.wait(60)
-            ckpt.save(4).wait(60)
+            save.wait(300)
+            ckpt.save(4).wait(300)
         finally:
             with suppress(Stopped, HoldfastError):
                 ckpt.close()

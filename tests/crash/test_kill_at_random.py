@@ -53,7 +53,7 @@ class Training:
     def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
             self.process.terminate()
-            self.process.wait(60)
+            self.process.wait(300)
         self.output.close()
 
     def allow(self, step: int) -> None:

@@ -25,7 +25,7 @@ sys.path.insert(0, {here!r})
 from single import state_of
 import holdfast
 ckpt = holdfast.Checkpointer(sys.argv[1], state_of(1.0))
-ckpt.save(1).wait(60)
+ckpt.save(1).wait(300)
 print("holding", flush=True)
 time.sleep(600)
 """

@@ -60,7 +60,7 @@ def train(root: str, logs: Path, total: int) -> None:
         {"model": model, "optim": optim},
         every=holdfast.Every(durable=2),
         keep=holdfast.Keep(last=3),
-        deadline_s=60,
+        deadline_s=300,
     )
     step = ckpt.restore()
     log.write(json.dumps({"pid": os.getpid(), "restored": step}) + "\n")

@@ -26,7 +26,7 @@ def test_no_save_returns_late_for_a_deletion_and_none_meets_one(
     prune, begin_once = module.prune, attempts.begin_once
 
     def held_up(*args: Any, **kwargs: Any) -> list[int]:
-        assert go.wait(60)
+        assert go.wait(300)
         gone = prune(*args, **kwargs)
         order.append(f"deleted {gone}")
         return gone
@@ -141,7 +141,7 @@ def test_two_saves_at_once_without_an_id_are_two_steps(
     both, commit = threading.Barrier(2), module.commit
 
     def together(*args: Any) -> Any:
-        both.wait(60)
+        both.wait(300)
         return commit(*args)
 
     monkeypatch.setattr(module, "commit", together)
@@ -152,7 +152,7 @@ def test_two_saves_at_once_without_an_id_are_two_steps(
         for value in (1.0, 2.0)
     ]
     for one in saves:
-        one.result(60)
+        one.result(300)
     found = []
     for step in holdfast.steps(tmp_path):
         state = {"x": torch.zeros(3)}

@@ -36,7 +36,7 @@ class Stages:
 
     def open(self, root: Path) -> holdfast.Checkpointer:
         every, delta = holdfast.Every(durable=DURABLE, delta=1), holdfast.Delta()
-        return holdfast.Checkpointer(root, self.state, every=every, delta=delta, deadline_s=60)
+        return holdfast.Checkpointer(root, self.state, every=every, delta=delta, deadline_s=300)
 
     def train(
         self, ckpt: holdfast.Checkpointer, *, skips: bool = False, mixes: bool = False

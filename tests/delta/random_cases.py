@@ -135,7 +135,7 @@ class Life:
             delta=holdfast.Delta(**case["delta"]) if every.delta else None,
             keep=holdfast.Keep(last=case["keep"]),
             when_busy=case["when_busy"],
-            deadline_s=60.0,
+            deadline_s=300.0,
         )
         self.ckpt = self.stack.enter_context(ckpt)
 

@@ -329,7 +329,7 @@ def test_a_writer_that_stands_still_is_not_waited_for_for_ever(root: Path) -> No
     began: list[float] = []
     with pytest.raises(Deadline, match="storage took no record for 3 s"):
         train()
-    assert 3 < time.monotonic() - began[0] < 60
+    assert 3 < time.monotonic() - began[0] < 300
     with pytest.raises(Deadline, match="still on their way"):
         ckpt.close()
     for pid in writers():

@@ -112,6 +112,6 @@ def test_memory_and_records(lives: Lives, feed: str) -> None:
     last = lives.live(nodes=[0, 1], until=8, **script)
     check(lives, last, 8, again[0].digests)  # from the first step's full save, by all records
     for n in (0, 1):
-        client = Client(lives.node(n), deadline_s=30.0)
+        client = Client(lives.node(n), deadline_s=120.0)
         client.ask(w.Stop(free=True))
         await_gone(pid_of(lives.node(n)))

@@ -697,7 +697,7 @@ def test_a_run_that_restores_again_and_goes_another_way(root: Path) -> None:
         fifth = run.everything()
         began = time.monotonic()
         assert ckpt.restore() == 5
-        assert time.monotonic() - began < 60
+        assert time.monotonic() - began < 300
         check_equal(run.everything(), fifth)
         assert ckpt.restore(3) == 3
         torch.manual_seed(99)

@@ -149,7 +149,7 @@ def test_a_run_that_begins_anew_beside_later_steps(
     is_tidy, commit = threading.Event(), steps_of_root.commit
 
     def late(*args: Any) -> None:
-        assert is_tidy.wait(60.0)
+        assert is_tidy.wait(300)
         commit(*args)
 
     monkeypatch.setattr(steps_of_root, "commit", late)

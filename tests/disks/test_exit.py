@@ -31,9 +31,7 @@ SCRIPTS = {
 }
 """And the exit status of each."""
 Ended = Callable[[str], tuple[int, str, Path]]
-ONLY_SLOW = re.compile(
-    r"the save of step \d+ waited [\d.]+ s for the one before|waiting, for at most \d+ s: "
-)
+ONLY_SLOW = re.compile(r"\[held-long\]|waiting, for at most \d+ s: ")
 """What a busy machine may make true; nothing is lost by it."""
 
 

@@ -86,7 +86,7 @@ def _end(started: subprocess.Popen[str]) -> str:
     for pid in ranks:
         _signal(pid, signal.SIGABRT)
     try:
-        text, _ = started.communicate(timeout=60)
+        text, _ = started.communicate(timeout=300)
     except subprocess.TimeoutExpired:
         for pid in (*ranks, *_descendants(started.pid), -started.pid):  # the last: its group
             _signal(pid, signal.SIGKILL)

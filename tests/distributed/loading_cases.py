@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import holdfast
 from holdfast import events
-from holdfast.errors import Corrupt, NotRecoverable, RuleError, StateMismatch, UsageError
+from holdfast.errors import (
+    Corrupt,
+    NotFound,
+    NotRecoverable,
+    RuleError,
+    StateMismatch,
+    UsageError,
+)
+from holdfast.restore import reading
 from state.test_customised_modules import Book, Packed
 from state.test_optimizers import Counted
 
@@ -463,7 +472,62 @@ def a_damaged_newest_manifest_is_told_by_rank_0_alone(root: Path) -> None:
     ckpt.close()
 
 
+def _values(net: Net) -> set[float]:
+    return {x for p in net.parameters() for x in whole(p).unique().tolist()}
+
+
+def the_newest_that_is_deleted_gives_way_on_every_rank(root: Path) -> None:
+    """A training of other processes saves step 2, and deletes step 1, when that is about to be read."""
+    net, newer = sharded(0), root.with_name("newer")
+    for step in (1, 2):
+        for p in net.parameters():
+            nn.init.constant_(p, step)
+        holdfast.save(root, {"model": net}, step=step)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (root / "steps/0000000002").rename(newer)
+    dist.barrier()
+    real = reading.manifest_of
+
+    def then_deleted(*args: Any) -> Any:
+        manifest = real(*args)
+        dist.barrier()
+        if dist.get_rank() == 0 and newer.exists():
+            newer.rename(root / "steps/0000000002")
+            shutil.rmtree(root / "steps/0000000001")
+        dist.barrier()
+        return manifest
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading, "manifest_of", then_deleted)
+        for p in net.parameters():
+            nn.init.constant_(p, -1)
+        assert holdfast.load(root, {"model": net}, deadline_s=120) == 2
+        assert _values(net) == {2.0}
+
+
+def a_file_that_is_gone_leaves_every_rank_as_it_was(root: Path) -> None:
+    """Each rank reads its own part of a sharded model: only one needs that file."""
+    net = sharded(0)
+    optimizer = trained(net)
+    holdfast.save(root, {"model": net, "optim": optimizer}, step=1)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (lost,) = root.glob("steps/*/*/r00002.safetensors")
+        lost.unlink()
+    dist.barrier()
+    fresh = sharded(1)
+    other = torch.optim.AdamW(fresh.parameters())
+    before = [whole(p).clone() for p in fresh.parameters()]
+    with pytest.raises(NotFound, match="r00002"):
+        holdfast.load(root, {"model": fresh, "optim": other}, deadline_s=120)
+    assert all(torch.equal(whole(p), was) for p, was in zip(fresh.parameters(), before))
+    assert not other.state
+
+
 CASES = [
+    the_newest_that_is_deleted_gives_way_on_every_rank,
+    a_file_that_is_gone_leaves_every_rank_as_it_was,
     a_damaged_newest_manifest_is_told_by_rank_0_alone,
     a_dcp_directory_loads_on_other_cuts,
     meta_models_become_real_and_stay_tied,

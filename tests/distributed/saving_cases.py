@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Replicate
 import holdfast
 from holdfast import events
 from holdfast.errors import Deadline, OutOfSpace, RankErrors
-from holdfast.saving import durable
+from holdfast.saving import held
 from holdfast.state import movers, replicas, snapshot
 from holdfast.testing import Faulty
 
@@ -291,7 +291,7 @@ def a_busy_save_waits_in_the_queue(root: Path) -> None:
     run = Run(root, every=1)
     gate = Gate()
     events.counters.clear()
-    with store_of(run, gate), patch.object(durable, "LATE_S", 0.0):
+    with store_of(run, gate), patch.object(held, "LONG_S", -1.0):
         copies = {}
         for step in (1, 2):
             run.train()
@@ -301,7 +301,9 @@ def a_busy_save_waits_in_the_queue(root: Path) -> None:
         while not events.counters["save.queued"]:
             time.sleep(0.01)
         gate.opened.set()
-        with pytest.warns(holdfast.HoldfastWarning, match=r"step 2 waited .* training with it"):
+        with pytest.warns(
+            holdfast.HoldfastWarning, match=r"training waited .* of step 1.*\[held-long\]"
+        ):
             run.ckpt.wait()
     dist.barrier()
     assert holdfast.steps(str(root)) == [1, 2]

@@ -121,7 +121,7 @@ def test_a_step_that_was_given_up_takes_no_place_behind(
     gate, copy = threading.Event(), HomeBehind.copy
 
     def held(home: HomeBehind, manifest: Any, wanted: Any, **more: Any) -> int:
-        assert manifest.step != 20 or gate.wait(60)
+        assert manifest.step != 20 or gate.wait(300)
         return copy(home, manifest, wanted, **more)
 
     monkeypatch.setattr(HomeBehind, "copy", held)
@@ -388,7 +388,7 @@ def test_damage_in_the_root_is_not_copied_and_told(
 ) -> None:
     """It comes between the writing of a record and its upload."""
     gate, copies = threading.Event(), RecordUpload._pass
-    monkeypatch.setattr(RecordUpload, "_pass", lambda one: gate.wait(60) and copies(one))
+    monkeypatch.setattr(RecordUpload, "_pass", lambda one: gate.wait(300) and copies(one))
     one = Training(tmp_path)
     with warnings.catch_warnings(record=True) as caught, one.checkpointer() as ckpt:
         warnings.simplefilter("always")

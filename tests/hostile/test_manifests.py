@@ -196,7 +196,7 @@ def test_attack(store, name) -> None:
     began = time.monotonic()
     with pytest.raises(HoldfastError) as caught:
         read_everything(store)
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 600
     assert len(str(caught.value)) < 20_000
     assert [s.step for s in committed(store)] == [1]
 

@@ -544,7 +544,7 @@ def refused(path: Path, *words: str) -> HoldfastError:
     started = time.monotonic()
     with pytest.raises(HoldfastError) as caught:
         holdfast.open(f"deepspeed:{path}")
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 600
     for word in words:
         assert word in str(caught.value)
     return caught.value
@@ -668,7 +668,7 @@ def test_fuzzed_pickles(z2: Path, file: str) -> None:
             outcomes.add("opened")
         except HoldfastError as error:
             outcomes.add(type(error).__name__)
-        assert time.monotonic() - started < 60
+        assert time.monotonic() - started < 600
     assert "FormatError" in outcomes
 
 

@@ -531,7 +531,7 @@ def test_flipped_anywhere() -> None:
                 assert np.array_equal(checkpoint.read("model.w"), expected), at
         except HoldfastError:
             pass
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 600
 
 
 @settings(max_examples=150, deadline=None)

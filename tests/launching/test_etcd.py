@@ -168,7 +168,7 @@ class Nodes:
         """Have both meet; raise what one of them raises."""
         with ThreadPoolExecutor(2) as pool:
             for met in [pool.submit(node.next_rendezvous) for node in self.handlers]:
-                met.result(90)
+                met.result(300)
 
     @property
     def have_complained(self) -> bool:
@@ -337,7 +337,7 @@ def test_a_thread_that_was_given_up_does_not_go_on(etcd: Etcd) -> None:
         late = pool.submit(first.next_rendezvous)
         until(lambda: bool(held), 30)
         other = pool.submit(second.next_rendezvous)
-        late.result(60), other.result(60)
+        late.result(300), other.result(300)
     assert first._thread is not thread
     until(lambda: not thread.is_alive(), 30)
     nodes.look()
@@ -355,7 +355,7 @@ def test_a_node_that_leaves_while_it_waits_for_others_is_gone_at_once(etcd: Etcd
         thread = first._thread
         first.leave()
         with pytest.raises(RendezvousConnectionError):
-            waiting.result(30)
+            waiting.result(300)
     assert not thread.is_alive()
     second._torchs.handler.num_nodes_waiting()
     assert not second._torchs.state.participants
@@ -371,7 +371,7 @@ def test_a_node_that_leaves_while_others_train_is_gone_at_once(etcd: Etcd, nodes
         until(lambda: first._torchs.state.redundancy_list | first._torchs.state.wait_list, 30)
         third.leave()
         with pytest.raises(RendezvousConnectionError):
-            waiting.result(30)
+            waiting.result(300)
     nodes.handlers.remove(third)
     nodes.look()
     state = first._torchs.state
@@ -469,6 +469,6 @@ def test_a_run_goes_on_and_ends_well_when_etcd_has_begun_anew(etcd: Etcd, tmp_pa
         etcd.begin()
         until(lambda: all("answers again" in log for log in logs()), 30)
         (tmp_path / "stop").touch()
-        assert [launcher.wait(90) for launcher in launchers] == [0, 0]
+        assert [launcher.wait(300) for launcher in launchers] == [0, 0]
         said = "\n".join(logs())
     assert "Traceback" not in said and "failed after step" not in said

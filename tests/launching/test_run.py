@@ -639,13 +639,14 @@ def test_who_returns_upon_a_signal_to_the_launcher_ends_as_it_likes(tmp_path: Pa
     script = tmp_path / "script.py"
     script.write_text(RETURNS)
     command = [sys.executable, "-m", "holdfast", "run", "--nproc-per-node=2", "--spares=1"]
+    command += ["--shutdown-timeout=300"]
     started = subprocess.Popen([*command, str(script), str(tmp_path)], env=environment())
     try:
         until(lambda: all((tmp_path / f"begun{rank}").exists() for rank in range(2)))
         began = time.monotonic()
         started.terminate()
-        assert started.wait(60) == 128 + signal.SIGTERM
-        assert time.monotonic() - began < 25  # torch's --shutdown-timeout is 30 s
+        assert started.wait(300) == 128 + signal.SIGTERM
+        assert time.monotonic() - began < 150  # half of --shutdown-timeout
     finally:
         started.kill()
     for rank in range(2):
@@ -667,7 +668,7 @@ def test_what_ranks_print_is_seen_at_once(tmp_path: Path) -> None:
     try:
         until(lambda: (tmp_path / "printed").read_text() == "a line\n", 40)
         stop.touch()
-        assert started.wait(60) == 0
+        assert started.wait(300) == 0
     finally:
         started.kill()
 

@@ -63,7 +63,7 @@ def kill_together(pids: Iterable[int]) -> None:
 @contextmanager
 def agent(root: Path, budget: int = 1 << 30, *, tls: bool = False) -> Iterator[Client]:
     """An agent and a line to it; both end with the block."""
-    client = Client(root, deadline_s=30.0)
+    client = Client(root, deadline_s=120.0)
     client.start("127.0.0.1", budget, tls=tls)
     try:
         yield client

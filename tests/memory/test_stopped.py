@@ -66,14 +66,14 @@ class Starts:
         self.await_(lambda: self.are_on(1, snapshots=4))
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
-        assert self.process.wait(60) != 0
+        assert self.process.wait(300) != 0
         return [of[-1] for of in self.lives()]
 
     def end(self) -> list[Life]:
         """Have it train on to its end; the last life of each rank."""
         (self.logs / "end").write_text(str(self.lives()[0][-1].last + 3))
         assert self.process is not None
-        assert self.process.wait(60) == 0, self.printed()
+        assert self.process.wait(300) == 0, self.printed()
         return [of[-1] for of in self.lives()]
 
     def printed(self) -> str:

@@ -196,7 +196,7 @@ def test_an_image_stays_while_files_are_written(
     for step in range(2, 30):
         one.ckpt.step(step)
         time.sleep(0.05)
-    save.wait(60)
+    save.wait(300)
     assert holdfast.steps(one.root) == [1]
 
 
@@ -218,11 +218,11 @@ def test_what_memory_alone_has_is_saved_anew_with_its_metrics(
 
     one = begun()
     if has_more:
-        one.save(7, metrics={"loss": 0.5}, files={"note.txt": b"good"}).wait(60)
+        one.save(7, metrics={"loss": 0.5}, files={"note.txt": b"good"}).wait(300)
         one.metrics(7, rank=2)
         one.pin(7, "best")
     else:
-        one.save(7).wait(60)
+        one.save(7).wait(300)
     one.__exit__(RuntimeError, RuntimeError("a collective has failed"), None)
     (root / "steps/0000000007/manifest.json").unlink()  # as if it had not been committed
     with begun() as two:
@@ -242,7 +242,7 @@ def test_damaged_notes_let_a_restart_from_memory_be(tmp_path: Path, node: Client
     options: dict[str, Any] = {"every": holdfast.Every(memory=1, durable=100)}
     options["memory"] = holdfast.Memory("none")
     one = holdfast.Checkpointer(root, state, **options)
-    one.save(7, metrics={"loss": 0.5}).wait(60)
+    one.save(7, metrics={"loss": 0.5}).wait(300)
     one.pin(7, "best")
     one.__exit__(RuntimeError, RuntimeError("a collective has failed"), None)
     (root / "steps/0000000007/manifest.json").unlink()
@@ -283,7 +283,7 @@ def test_a_save_that_is_interrupted_is_over(tmp_path: Path, node: Client, has_me
     )
     with ckpt, listen(lambda event: seen.append(event.name)):
         seen: list[str] = []
-        ckpt.save(1).wait(60)
+        ckpt.save(1).wait(300)
         one.is_due = True
         try:
             ckpt.save(2)

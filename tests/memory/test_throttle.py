@@ -34,7 +34,7 @@ def test_several_threads_share_a_cap() -> None:
     """61 MB at 200 MB/s."""
     pace, began = Throttle(200_000_000), time.monotonic()
     in_threads(lambda _: pace.wait(1_000_000), list(range(61)), 4)
-    assert 0.28 < time.monotonic() - began < 60
+    assert 0.28 < time.monotonic() - began < 600
 
 
 def persist(client: Client, place: Path, attempt: str) -> None:
@@ -73,7 +73,7 @@ def test_protection_and_storage_share_the_cap_of_a_rank(tmp_path: Path) -> None:
                 pool.submit(protect, client, "0001-000001"),
             ]
             for one in both:
-                one.result(60)
+                one.result(300)
         assert time.monotonic() - began >= (2 * len(DATA) - LAST) / cap
 
 

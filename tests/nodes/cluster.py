@@ -4,7 +4,7 @@
         job = cluster.torchrun("train.py", [root], nnodes="1:4")
         cluster.nodes[2].kill()  # vanishes: its processes, its memory, its address, and no word to anybody
         job.start(cluster.add())
-        job.wait(60)
+        job.wait(300)
 
 A node is a set of namespaces: an own `lo` and `eth0`, private /dev/shm and /run (TMPDIR is there), own
 process numbers, an own boot id, and the names of all nodes in /etc/hosts.  Other files are the machine's,

@@ -91,7 +91,7 @@ def test_an_exception_on_one_node_is_no_failure_of_the_other(tmp_path: Path) -> 
         a, b = cluster.nodes
         run = Run(cluster, tmp_path, Options(fails_at="0:9"), nnodes="2")
         run.job.await_(lambda: "so the run ends" in run.job.agents[a].text(), "the end")
-        assert run.job.agents[a].wait(60) == run.job.agents[b].wait(60) == 1
+        assert run.job.agents[a].wait(300) == run.job.agents[b].wait(300) == 1
         assert "3rd time in the same way" in run.job.agents[a].text()
         said = run.job.agents[b].text()
         assert said.count("rank 0 on node0 failed after step 8: ValueError: a fault") == 3
@@ -300,7 +300,7 @@ def test_a_node_that_fails_again_and_again_leaves(tmp_path: Path) -> None:
         agent = run.job.agents[a]
         run.job.await_(lambda: "this node leaves the run" in agent.text(), "that it leaves")
         run.job.agents.pop(a)
-        assert agent.wait(60) == 1
+        assert agent.wait(300) == 1
         run.on([b], 1)
         run.end([b])
         run.check([a, b])

@@ -77,7 +77,7 @@ def trains(root: Path) -> None:
         delta=holdfast.Delta(),
         keep=holdfast.Keep(last=2),
         on_error="raise",
-        deadline_s=60,
+        deadline_s=300,
     ) as ckpt:
         start = ckpt.restore()
         note(root, restored=start, digests=digests(run))
@@ -95,8 +95,8 @@ def saves(root: Path) -> None:
     what, state = what_of(root), state_of(0)
     note(root, pid=os.getpid())
     keep = holdfast.Keep(last=what["keep"])
-    with holdfast.Checkpointer(what["url"], state, keep=keep, deadline_s=60) as ckpt:
+    with holdfast.Checkpointer(what["url"], state, keep=keep, deadline_s=300) as ckpt:
         note(root, claimed=True)
         for step, value in what["saves"]:
             state["data"].update(state_of(value)["data"])
-            ckpt.save(step).wait(60)
+            ckpt.save(step).wait(300)

@@ -115,7 +115,7 @@ class Meeting(Wrapper):
     def __init__(self, inner: Store, key: str, n: int) -> None:
         super().__init__(inner)
         self.key, self.turn = key, itertools.count()
-        self.n, self.barrier = n, threading.Barrier(n, timeout=60)
+        self.n, self.barrier = n, threading.Barrier(n, timeout=300)
 
     def around(self, operation: Operation, call: Callable[[], T]) -> T:
         try:
@@ -135,7 +135,7 @@ def refused(url: str) -> None:
     assert "unsafe=yes" in str(error)
     assert open_store(url).list() == []
     with holdfast.Checkpointer(f"{url}&unsafe=yes", {"data": {"x": 1}}) as ckpt:
-        ckpt.save(1).wait(60)
+        ckpt.save(1).wait(300)
     assert holdfast.steps(f"{url}&unsafe=yes") == [1]
 
 

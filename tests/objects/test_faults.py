@@ -149,7 +149,7 @@ def saves_through(
     outcomes: Counter[str] = Counter()
     state = {"data": {"big": torch.zeros(num_floats), "step": 0}}
     last = 0
-    with holdfast.Checkpointer(url, state, keep=holdfast.Keep(last=2), deadline_s=60) as ckpt:
+    with holdfast.Checkpointer(url, state, keep=holdfast.Keep(last=2), deadline_s=300) as ckpt:
         for step in range(1, num_saves + 1):
             state["data"]["big"].copy_(filled(step, num_floats))
             state["data"]["step"] = step
@@ -336,7 +336,7 @@ def test_two_runs_that_race_on_one_root(seaweed: SeaweedFS) -> None:
     """As from two hosts, where neither can see the other: who claims later commits; nothing is mixed."""
     url = seaweed.url(fresh())
     values = [1.0, 2.0]
-    runs = [holdfast.Checkpointer(url, state_of(value), deadline_s=60) for value in values]
+    runs = [holdfast.Checkpointer(url, state_of(value), deadline_s=300) for value in values]
     errors: list[list[str]] = [[], []]
 
     def live(number: int) -> None:

@@ -198,7 +198,7 @@ def test_the_server_dies_in_mid_save(tmp_path: Path, monkeypatch, kills: list[in
         state = {"data": {"big": torch.zeros(3_000_000)}}
         ends, committed = [], {0: 0.0}
         with holdfast.Checkpointer(
-            server.url("run", proxy.endpoint), state, keep=holdfast.Keep(last=50), deadline_s=60
+            server.url("run", proxy.endpoint), state, keep=holdfast.Keep(last=50), deadline_s=300
         ) as ckpt:
             for step, n in enumerate([0, *kills, 0], 1):
                 state["data"]["big"].fill_(step)

@@ -105,7 +105,7 @@ def test_a_run(seaweed: SeaweedFS, proxy: Proxy, width: int) -> None:
     assert sum(image.values()) <= parts + 4
 
     def save(ckpt: holdfast.Checkpointer, step: int) -> None:
-        ckpt.save(step).wait(60)
+        ckpt.save(step).wait(300)
         ckpt._tiers.durable.settle(60)
 
     def run() -> holdfast.Checkpointer:

@@ -71,7 +71,7 @@ def test_what_cannot_be_read_costs_itself_alone(tmp_path: Path) -> None:
 
     files = {"good": b"1", "lost": tmp_path / "lost", "bad": fails, "text": lambda: "text"}
     ckpt = holdfast.Checkpointer(url, state(), files=files)  # type: ignore[arg-type]
-    ckpt.save(1).wait(60)
+    ckpt.save(1).wait(300)
     with pytest.warns(holdfast.HoldfastWarning, match="saved without a file") as told:
         ckpt.close()
     texts = " ".join(str(one.message) for one in told)
@@ -88,7 +88,7 @@ def test_at_most_64_mib(tmp_path: Path) -> None:
         file.truncate((64 << 20) + 1)
     url = str(tmp_path / "run")
     ckpt = holdfast.Checkpointer(url, state(), files={"large": path})
-    ckpt.save(1).wait(60)
+    ckpt.save(1).wait(300)
     with pytest.warns(holdfast.HoldfastWarning, match=r"67,108,864 bytes in all"):
         ckpt.close()
     assert dict(holdfast.open(url).files) == {}
@@ -194,7 +194,7 @@ def test_uploaded_with_labels_and_metrics(tmp_path: Path) -> None:
         for step in (1, 2, 3):
             save = ckpt.save(step, metrics={"loss": 1.0 / step})
             ckpt.pin(1, "first")
-            save.wait(60)
+            save.wait(300)
             ckpt._tiers.upload._worker.settle(60)
         ckpt.metrics(3, accuracy=0.5)
     for root in (url, behind):
@@ -236,7 +236,7 @@ def test_a_late_commit_without_its_files(tmp_path: Path) -> None:
     """Rank 0 died before it wrote them: the agent commits the step all the same."""
     url = str(tmp_path)
     with holdfast.Checkpointer(url, state(), files=FILES) as ckpt:
-        ckpt.save(1).wait(60)
+        ckpt.save(1).wait(300)
         ckpt._tiers.durable.settle(60)  # it sweeps files without a manifest
         store, claim = LocalStore(url), msgspec.json.encode(ckpt._tiers.claim)
         manifest = read_manifest(store, 1)

@@ -121,7 +121,7 @@ def test_not_of_what_failed(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
         ckpt.on_commit(told.append)
         save = ckpt.save(1)
         with pytest.raises(HoldfastError):
-            save.wait(60)
+            save.wait(300)
         ckpt.save(2)
     assert told == [2]
 
@@ -131,7 +131,7 @@ def test_a_callback_of_one_save(tmp_path) -> None:
     with holdfast.Checkpointer(str(tmp_path), {"x": torch.ones(3)}) as ckpt:
         save = ckpt.save(1)
         save.add_done_callback(lambda one: (one is save and one.done()) and ended.set())
-        assert ended.wait(60)
+        assert ended.wait(300)
         late: list[int] = []
         save.add_done_callback(lambda one: late.append(one.step))
         assert late == [1]

@@ -307,7 +307,7 @@ def test_a_load_that_is_interrupted_leaves_nan(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(transaction, "read_together", interrupted)
+    monkeypatch.setattr(transaction, "plan_together", lambda *_: interrupted)
     with pytest.raises(KeyboardInterrupt):
         holdfast.load(tmp_path, {"model": net})
     assert net.weight.isnan().all()

@@ -26,8 +26,8 @@ def test_a_module_of_which_nothing_is_saved_is_told_once(tmp_path: Path) -> None
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always", HoldfastWarning)
         with holdfast.Checkpointer(tmp_path, state) as ckpt:
-            ckpt.save(1).wait(60)
-            ckpt.save(2).wait(60)
+            ckpt.save(1).wait(300)
+            ckpt.save(2).wait(300)
     texts = [str(one.message) for one in seen if one.category is HoldfastWarning]
     assert len(texts) == 1
     assert texts[0].startswith("'mean': nothing is saved of this Sequential")

@@ -73,7 +73,7 @@ def test_at_a_save(tmp_path: Path, state: dict[str, Any], message: str) -> None:
 
 def saved_by_a_run(root: Path, state: dict[str, Any]) -> None:
     with holdfast.Checkpointer(root, state) as ckpt:
-        ckpt.save(1).wait(60)
+        ckpt.save(1).wait(300)
 
 
 def test_at_a_load(tmp_path: Path) -> None:

@@ -199,7 +199,7 @@ def test_the_step_of_each_part_waits_for_the_copy(
     run, wait = snapshot.Copies.run, Window.wait
 
     def late(self: Any, *args: Any, **more: Any) -> None:
-        assert go.wait(60)
+        assert go.wait(300)
         run(self, *args, **more)
 
     def watched(self: Any) -> None:
@@ -218,11 +218,11 @@ def test_the_step_of_each_part_waits_for_the_copy(
             waiting.clear()
             stepping = threading.Thread(target=part.step)
             stepping.start()
-            assert waiting.wait(60)
+            assert waiting.wait(300)
             assert all(map(torch.equal, net.parameters(), before))
             go.set()
-            stepping.join(60)
-            save.wait(60)
+            stepping.join(300)
+            save.wait(300)
             assert not all(map(torch.equal, net.parameters(), before))
             with holdfast.open(tmp_path, step=number + 1) as saved:
                 for (of, _), old in zip(net.named_parameters(), before):

@@ -60,7 +60,7 @@ def test_three_methods_are_a_tier() -> None:
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
         expected[step] = model.weight.detach().clone()
-        begun(saver, tier, state, step).save.wait(60)
+        begun(saver, tier, state, step).save.wait(300)
     saver.close()
     for step, weight in expected.items():
         assert torch.equal(torch.from_numpy(load(tier.images[step])["model.weight"]), weight)
@@ -72,7 +72,7 @@ def test_what_a_tier_raises_ends_the_operation() -> None:
     tier = Toy(most_bytes=10)
     op = begun(saver, tier, state, 1)
     with pytest.raises(HoldfastError, match="the toy is full") as failed:
-        op.save.wait(60)
+        op.save.wait(300)
     assert failed.value.step == 1
     assert tier.num_released == 1
     saver.close()

@@ -18,6 +18,7 @@ from holdfast.store import Reader, Store
 from holdfast.store.contract import reads_of
 
 MOST_OPEN = 64
+"""Objects that are kept open, but for those in use."""
 
 
 @dataclass
@@ -67,6 +68,11 @@ class OpenReaders:
             found.reader.read(offset, into)
         finally:
             self._release(key, found)
+
+    def have(self, key: str) -> None:
+        """Open an object, which stays open inside a `kept` block."""
+        found = self._find(key) or self._add(key, self._open_anew(key))
+        self._release(key, found)
 
     def _find(self, key: str) -> _Open | None:
         with self._lock:
@@ -141,6 +147,16 @@ class Files:
 
     def key(self, file: FileEntry) -> str:
         return self.prefix + file.path
+
+    def begin(self, file: FileEntry) -> None:
+        """Open a file that is to be read.  NotFound, or Corrupt if it is cut short or its table damaged."""
+        if self.verify:
+            self.table(file)
+        try:
+            self.readers.have(self.key(file))
+        except HoldfastError as error:
+            error.step = self.manifest.step
+            raise
 
     def table(self, file: FileEntry) -> DigestTable:
         """The digest of every chunk; Corrupt if the table itself is damaged."""

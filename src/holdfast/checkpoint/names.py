@@ -217,9 +217,26 @@ class RootKeys:
         self.keys = [key for key in self.keys if not key.startswith(prefix)]
 
 
+MOST_TRIES = 10
+"""Times that a root is looked at, when what was seen there is deleted before it is read."""
+
+
+def seen(
+    store: Store, known: Known | None = None, below: Collection[str] = ("steps/",)
+) -> RootKeys:
+    """The keys of a root.  Listed anew while there were steps and all are gone when they are looked at: a
+    run that keeps one step has saved another."""
+    keys = RootKeys(store, known, below)
+    for _ in range(MOST_TRIES):
+        if keys.saved or not keys.manifests:
+            break
+        keys = RootKeys(store, known, below)
+    return keys
+
+
 def committed(store: Store) -> list[Saved]:
     """Every committed step, as `RootKeys.saved`."""
-    return RootKeys(store).saved
+    return seen(store).saved
 
 
 def step_numbers(store: Store) -> list[int]:
@@ -236,15 +253,19 @@ def read_head(store: Store, step: int, key: str) -> Saved | None:
     except NotFound:
         return Saved(-1, step, "is a link that leads nowhere") if key in store.list(key) else None
     except (FormatError, Corrupt):
-        return Saved(-1, step, _fault(store, key))
+        fault = _fault(store, key)
+        return None if fault is None else Saved(-1, step, fault)
     if stated != step:
         return Saved(-1, step, f"states that it is of step {stated}")
     return Saved(run, step)
 
 
-def _fault(store: Store, key: str) -> str:
-    """Say what is wrong with a manifest whose beginning is not sound."""
-    size = store.size(key)
+def _fault(store: Store, key: str) -> str | None:
+    """Say what is wrong with a manifest whose beginning is not sound; None if it was deleted meanwhile."""
+    try:
+        size = store.size(key)
+    except NotFound:
+        return None
     if not size:
         return "is empty (0 bytes)"
     if size < HEAD_BYTES:

@@ -24,7 +24,7 @@ from holdfast.checkpoint.files import Files
 from holdfast.checkpoint.names import describe, read_manifest, step_prefix
 from holdfast.checkpoint.reading import read_alone
 from holdfast.checkpoint.rows import RAW, Array, ArrayTarget, Want
-from holdfast.checkpoint.unproved import newest
+from holdfast.checkpoint.unproved import newest_manifest
 from holdfast.codec.digest import num_chunks
 from holdfast.errors import FormatError, UsageError
 from holdfast.format.dtypes import DTYPES, numpy_dtype
@@ -77,7 +77,7 @@ class Checkpoint:
         step = None if step is None else step_of(step, call)
         flag_of(verify, call, "verify")
         store = open_store(path_of(url, call, "url"))
-        manifest = read_manifest(store, newest(store) if step is None else step)
+        manifest = newest_manifest(store) if step is None else read_manifest(store, step)
         return Checkpoint(store, manifest, verify=verify)
 
     @cached_property

@@ -3,7 +3,7 @@
 1. *plan*: `holdfast.checkpoint.rows` says which bytes of which files are wanted, and where they go.
 2. *chunks*: the digest chunks that the rows touch, merged, are read in blocks, each chunk verified
    before anything uses it.  A block that lies inside one contiguous row goes straight into the
-   target's memory; any other is read into scratch and copied out.
+   target's memory; any other is read into scratch and copied out.  All files are opened before.
 3. *sharing* (`holdfast.checkpoint.sharing`): chunks that several ranks need are read by one of them.
 
 Threads do blocks side by side.  Extra memory: one block per thread.
@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
-from holdfast.checkpoint.files import Files
+from holdfast.checkpoint.files import MOST_OPEN, TABLES_BYTES, Files
 from holdfast.checkpoint.rows import Interval, RowIndex, Want, group_rows, needs, plan_rows
 from holdfast.format.manifest import FileEntry
 from holdfast.garbage import uncollected
@@ -135,18 +137,35 @@ def run_blocks(
 def read_together(files: Files, wants: list[Want], peers: Peers | None) -> None:
     """Fill every rank's wants; the store is read about once for all.  Collective.
 
-    Any rank's failure is raised on every rank, after which targets are partly overwritten.
+    Any rank's failure is raised on every rank, after which targets may be partly overwritten.
+    """
+    with files.readers.kept():
+        plan_together(files, wants, peers)()
+
+
+def plan_together(files: Files, wants: list[Want], peers: Peers | None) -> Callable[[], None]:
+    """Return what fills every rank's wants.  The files that it reads are there, and their tables sound, so
+    what can be known to fail has failed here, before any target is overwritten.  Collective, as what is
+    returned.
+
+    Call both inside one `kept` block of `files.readers`: what is open can be read to its end, whoever
+    deletes it meanwhile.
     """
     if peers is None or peers.size == 1:
-        read_alone(files, wants)
-        return
-    from holdfast.checkpoint.sharing import read_shared
+        return plan_alone(files, wants)
+    from holdfast.checkpoint.sharing import plan_shared
 
-    read_shared(files, wants, peers)
+    return plan_shared(files, wants, peers)
 
 
 def read_alone(files: Files, wants: list[Want], threads: int | None = None) -> None:
     """Fill every want from the store, with no help from other ranks."""
+    with files.readers.kept():
+        plan_alone(files, wants, threads)()
+
+
+def plan_alone(files: Files, wants: list[Want], threads: int | None = None) -> Callable[[], None]:
+    """Return what fills every want, as `plan_together` does."""
     threads = threads or threads_for(files)
     with uncollected():
         indexes = group_rows(plan_rows(files.manifest, wants))
@@ -155,5 +174,12 @@ def read_alone(files: Files, wants: list[Want], threads: int | None = None) -> N
         for path, intervals in needs(indexes, size).items():
             index = indexes[path]
             blocks += plan_blocks(index.rows[0].file, intervals, index, size, block_chunks(files))
-    with files.readers.kept():
-        run_blocks(files, blocks, indexes, threads)
+    open_all(files, [index.rows[0].file for index in indexes.values()], threads)
+    return partial(run_blocks, files, blocks, indexes, threads)
+
+
+def open_all(files: Files, wanted: list[FileEntry], threads: int) -> None:
+    """Open files that are to be read, as many as are kept open, and see that they are whole."""
+    tables = sum(f.bytes - f.table for f in wanted)
+    if len(wanted) <= MOST_OPEN or (files.verify and tables <= TABLES_BYTES):
+        in_threads(files.begin, wanted, threads)

@@ -13,8 +13,9 @@ The mechanism is UCP's redundancy-bypassing load (section 4 there), per chunk in
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from holdfast.checkpoint.files import Files
 from holdfast.checkpoint.peers import Peers, SharedWindow, agree
@@ -23,6 +24,7 @@ from holdfast.checkpoint.reading import (
     Block,
     block_chunks,
     cores_here,
+    open_all,
     plan_blocks,
     run_blocks,
     threads_for,
@@ -186,8 +188,8 @@ def _positions(runs: list[tuple[int, int, int]]) -> list[int]:
     return out
 
 
-def read_shared(files: Files, wants: list[Want], peers: Peers) -> None:
-    """Fill the wants of several ranks (`reading.read_together`).  Collective."""
+def plan_shared(files: Files, wants: list[Want], peers: Peers) -> Callable[[], None]:
+    """Return what fills the wants of several ranks (`reading.plan_together`).  Collective."""
     threads = threads_for(files)
     size = files.manifest.chunk_bytes
     by_number = sorted(files.manifest.files, key=lambda f: f.path)
@@ -201,21 +203,33 @@ def read_shared(files: Files, wants: list[Want], peers: Peers) -> None:
             needed = {number_of[path]: runs for path, runs in needs(indexes, size).items()}
     except Exception as failed:
         error = failed
-    dealt = assign_reads(peers, needed)
-    alone = {by_number[n].path: sorted(runs) for n, runs in dealt.alone.items()}
-    with files.readers.kept():
-        if error is None:
-            try:
-                run_blocks(files, _alone(files, indexes, alone, size), indexes, threads)
-            except Exception as failed:
-                error = failed
-        agree(peers, error, files.manifest.step)
-        longest = peers.all_max(sum(b - a for _, a, b in dealt.read))
-        if longest:
-            error = ExchangeRounds(files, by_number, indexes, dealt, peers, cores_here()).run(
-                longest
-            )
-            agree(peers, error, files.manifest.step)
+    deal = assign_reads(peers, needed)
+    if error is None:
+        try:
+            mine = {*deal.alone, *(number for number, _, _ in deal.read)}
+            open_all(files, [by_number[number] for number in sorted(mine)], threads)
+        except Exception as failed:
+            error = failed
+    agree(peers, error, files.manifest.step)
+    rounds = ExchangeRounds(files, by_number, indexes, deal, peers, cores_here())
+    return partial(_read_shared, rounds, threads)
+
+
+def _read_shared(rounds: ExchangeRounds, threads: int) -> None:
+    """Read alone what this rank alone needs, then the rest in rounds.  Collective."""
+    files, deal, peers = rounds.files, rounds.deal, rounds.peers
+    size, step = files.manifest.chunk_bytes, files.manifest.step
+    alone = {rounds.by_number[n].path: sorted(runs) for n, runs in deal.alone.items()}
+    error: BaseException | None = None
+    try:
+        blocks = _alone(files, rounds.indexes, alone, size)
+        run_blocks(files, blocks, rounds.indexes, threads)
+    except Exception as failed:
+        error = failed
+    agree(peers, error, step)
+    longest = peers.all_max(sum(b - a for _, a, b in deal.read))
+    if longest:
+        agree(peers, rounds.run(longest), step)
 
 
 def _alone(

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from holdfast.checkpoint.names import Saved, committed, manifest_key, read_manifest
-from holdfast.errors import HoldfastError, NotRecoverable, warn_user
+from holdfast.checkpoint.names import MOST_TRIES, Saved, committed, manifest_key, read_manifest
+from holdfast.errors import HoldfastError, NotFound, NotRecoverable, warn_user
+from holdfast.format.manifest import Manifest
 from holdfast.store import Store
 
 MOST = 5
@@ -22,6 +23,18 @@ def newest(store: Store) -> int:
     step = newest_of(saved, store.url)
     tell_passed_over(store.url, saved, step)
     return step
+
+
+def newest_manifest(store: Store) -> Manifest:
+    """The manifest of the newest committed step; of a newer one if a run that saves meanwhile deletes it.
+    As `newest`, and NotFound if that goes on."""
+    for _ in range(MOST_TRIES):
+        step = newest(store)
+        try:
+            return read_manifest(store, step)
+        except NotFound as error:
+            gone = error
+    raise gone
 
 
 def newest_of(saved: list[Saved], url: str) -> int:

@@ -39,10 +39,11 @@ def run(target: Target, quick: Annotated[bool, Option(DEPTHS)] = False) -> Resul
             error.hint = near_path(url) or error.hint
             raise
         unreadable = [s.step for s in saved if not s.is_proved]
-    if store.list(f"{step_prefix(step)}manifest.json") == []:
-        read_manifest(store, step)  # raises NotFound, with the steps that there are
+    _check_there(store, step)
     with progress(f"verifying step {step}", _bytes(store, step, quick)) as done:
         report = verify(store, step, quick=quick, progress=done)
+    if not report.good:
+        _check_there(store, step)  # a run that saves there may have deleted it meanwhile
     older = None if report.good else good_before(store, step, quick=quick)
     data = {"url": store.url, "good": report.good, **asdict(report), "older_good_step": older,
             "unreadable_steps": unreadable}  # fmt: skip
@@ -50,6 +51,12 @@ def run(target: Target, quick: Annotated[bool, Option(DEPTHS)] = False) -> Resul
     return Result(
         lambda: data, lambda: _show(report, store.url, older, unreadable), 0 if is_good else 1
     )
+
+
+def _check_there(store: Store, step: int) -> None:
+    """NotFound, with the steps that there are, if a step is not there."""
+    if store.list(f"{step_prefix(step)}manifest.json") == []:
+        read_manifest(store, step)
 
 
 def _bytes(store: Store, step: int, quick: bool) -> int:

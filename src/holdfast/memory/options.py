@@ -19,12 +19,12 @@ class Memory:
     all; `parity`, which survives the loss of one node of a group at the least memory; `rs(m)`, which
     survives any m; `recompute`, a copy whose optimizer states are not fetched but redone from gradients
     (for ZeroRedundancyOptimizer); `auto`: parity with three nodes or more, a copy with two, as far as the
-    budget holds it.  `budget`: host memory that all snapshots of this node may take, in bytes or as
+    budget holds it.  `budget`: host memory that this job's snapshots on a node may take, in bytes or as
     `"64GiB"`; by default half of what the node, or the container, has.  `bandwidth`: bytes per second
     (`"2GB"`) that each rank's protection and durable saves may take together in the background; by default
-    as many as there are, at low priority.  `carry`: memory, on the tensors' own device, for what is not
-    copied when the optimizer's step comes: the snapshot is then spread over the next steps instead of
-    holding up this one.
+    as many as there are, to storage at low priority.  `carry`: memory, on the tensors' own device, for
+    what is not copied when the optimizer's step comes: the snapshot is then spread over the next steps
+    instead of holding up this one.
     `flush_after_s`: seconds after the last process of a node died at which its agent sends the newest
     snapshot to storage; None: never, it waits for the restart.  `feed`: what goes to the host; `"state"`
     itself at each snapshot, or every step's `"gradient"`, from which a replica on the host makes the state.

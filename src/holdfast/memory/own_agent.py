@@ -64,7 +64,8 @@ class OwnAgent:
             )
 
     def _start(self) -> None:
-        self.client.start(self._host, self._options.budget_bytes, tls=self._options.tls)
+        # without this job's budget: the agent serves others, too, and hears of a larger one by `Hello`
+        self.client.start(self._host, tls=self._options.tls)
 
     def _introduce(self) -> None:
         pid, options, durable = os.getpid(), self._options, self._durable

@@ -40,7 +40,7 @@ def _job_in_memory(options: Memory, durable: Durable, host: str) -> str:
     store, group = durable.store, durable.group
     job, client = job_of(store, group), Client(deadline_s=group.deadline_s)
     with raise_on_all(group, 0):
-        client.start(host, options.budget_bytes, tls=options.tls)
+        client.start(host, tls=options.tls)
         last, copied = last_run(client, job), is_anothers(client, job, store)
     last = group.all_max(last)
     if group.any(copied):

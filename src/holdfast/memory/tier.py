@@ -148,7 +148,8 @@ class MemoryTier:
             self._feed.proof.count_durable(must_prove=live)
         for follower in self._followers:
             follower.mark(op.number)
-        return self.saver.begin(op, describe_live)
+        with self.durable.held.by(op.kind, step):
+            return self.saver.begin(op, describe_live)
 
     def arranged(self, live: Live) -> Live:
         """Return the state in the order in which it is to be shared among ranks."""
@@ -302,13 +303,15 @@ class MemoryTier:
 
         Also until its image is on its way to storage, if that is where it goes.
         """
-        self._turns.take(self.saver.deadline_s, self._storing.handed_over)
+        with self.durable.held.because(op.step, "for the snapshot before"):
+            self._turns.take(self.saver.deadline_s, self._storing.handed_over)
         spare = self._spare if op.request.durable else None
         return SlotBuffer(self.slots, lambda size: self.lease(op, "share", size), spare)
 
     def lease(self, op: SaveOperation, kind: str, size: int) -> w.Lease:
         """Lease memory of the agent for an image (`share`), or what protects others (`guard`)."""
-        return self.agent.lease(kind, self.attempt(op), op.step, size)
+        with self.durable.held.because(op.step, "for memory of the agent"):
+            return self.agent.lease(kind, self.attempt(op), op.step, size)
 
     def attempt(self, op: SaveOperation) -> str:
         return self.durable.attempt_of(op)

@@ -8,14 +8,15 @@ import msgspec
 
 from holdfast.checkpoint.names import (
     AND_LOG,
+    MOST_TRIES,
     NOTES_KEY,
     Known,
-    RootKeys,
     Saved,
     check_step,
     describe,
     manifest_key,
     read_head,
+    seen,
     step_numbers,
 )
 from holdfast.checkpoint.opened import Checkpoint
@@ -59,19 +60,52 @@ def load_from(
         return foreign.step
     store = open_shared(url, group)
     if step is None:
-        steps, _ = saved_steps(store, group)
-        if not steps:
-            from holdfast.interop.detect import near_path
-
-            raise NotRecoverable(
-                f"no checkpoint in {store.url}",
-                hint=near_path(url) or "check the path; `holdfast ls` lists steps",
-            )
-        step = steps[-1].step
-        if group.rank == 0:
-            tell_passed_over(store.url, steps, step)
+        return load_newest(store, url, group, state, options, verify=verify)
     load_step(store, group, step, state, options, verify=verify)
     return step
+
+
+def load_newest(
+    store: Store, url: str, group: Group, state: State, options: RestoreOptions, *, verify: bool
+) -> int:
+    """Load the newest step of a root; returns its number.  Collective.
+
+    A run that saves there meanwhile may delete a step that is being read.  Then the newest is another one,
+    and that is loaded: every rank has the same error, and rank 0 sees for all what is there now.
+    """
+    failed: NotFound | None = None
+    gone: list[Saved] = []
+    for _ in range(MOST_TRIES):
+        steps, _ = saved_steps(store, group)
+        if not steps:
+            raise _nothing_there(store, url) from failed
+        if failed is not None and steps[-1] in gone:
+            raise failed  # it is there, and lacks a file
+        newest = steps[-1]
+        if group.rank == 0:
+            tell_passed_over(store.url, steps, newest.step)
+        try:
+            load_step(store, group, newest.step, state, options, verify=verify)
+            return newest.step
+        except NotFound as error:
+            failed = error
+            gone.append(newest)
+            emit("load.again", step=newest.step, error=str(error))
+    raise NotFound(
+        f"the newest step in {store.url} was deleted while it was read, {len(gone)} times, at last step "
+        f"{gone[-1].step}",
+        step=gone[-1].step,
+        hint="keep more steps where they are saved: keep=holdfast.Keep(last=3)",
+    ) from failed
+
+
+def _nothing_there(store: Store, url: str) -> NotRecoverable:
+    from holdfast.interop.detect import near_path
+
+    return NotRecoverable(
+        f"no checkpoint in {store.url}",
+        hint=near_path(url) or "check the path; `holdfast ls` lists steps",
+    )
 
 
 def foreign_format(url: str) -> str | None:
@@ -186,7 +220,7 @@ def saved_steps(
     log: list[str] = []
 
     def see() -> list[Saved]:
-        keys = RootKeys(store, below=AND_LOG if records else ["steps/"])
+        keys = seen(store, below=AND_LOG if records else ["steps/"])
         log.extend(keys.below("log/") if records else ())
         if known is not None and NOTES_KEY in keys.keys:
             known.has_notes = True

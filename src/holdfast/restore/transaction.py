@@ -2,7 +2,13 @@
 
 In five steps, each the same on every rank: materialise what is on the meta device; give optimizers the
 state tensors that were saved; compare names, shapes and dtypes over all ranks (every difference is listed
-in one error); read every rank's boxes together, straight into the live tensors; put the extras back.
+in one error), and open all files; read every rank's boxes together, straight into the live tensors; put the
+extras back.
+
+What fails before the first byte is read leaves the live state as it was: a step that does not fit, that is
+gone, that lacks a file.  What fails later leaves NaN (`poison`), for there is no second copy of the state:
+memory for one is seldom there where states are large, and a rule that spares small states alone would hold
+in every test of a script and not in its training.
 """
 
 from __future__ import annotations
@@ -18,17 +24,19 @@ from torch.optim import Optimizer
 
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.peers import raise_on_all
-from holdfast.checkpoint.reading import read_together
+from holdfast.checkpoint.reading import plan_together
 from holdfast.checkpoint.rows import Want
 from holdfast.errors import Deadline, HoldfastError, warn_user
 from holdfast.events import span
+from holdfast.format.manifest import TensorEntry
 from holdfast.garbage import uncollected
 from holdfast.group import Group
 from holdfast.layout import whole
 from holdfast.restore.compare import Problems, compare, judge_together
 from holdfast.restore.extras import ExtrasRestorer
 from holdfast.restore.overlapping import Aside, read_overlapping
-from holdfast.restore.targets import RestoreOptions, materialise, target_of, targets
+from holdfast.restore.targets import Change, RestoreOptions, materialise, target_of, targets
+from holdfast.restore.uninitialised import nan_if_it_fails
 from holdfast.state.kinds import writing
 from holdfast.state.live import (
     Live,
@@ -52,13 +60,14 @@ if TYPE_CHECKING:
 def restore(checkpoint: Checkpoint, state: State, group: Group, options: RestoreOptions) -> None:
     """Load everything that `state` names from an opened step.  Collective.
 
-    StateMismatch, RuleError and UsageError leave the live tensors untouched.  Corrupt or a store's
-    error may come when some are already overwritten; then what was to be loaded is poisoned with NaN.
+    StateMismatch, RuleError, UsageError and NotFound of a file that is not there when the reading begins
+    leave the live tensors untouched.  Corrupt or a store's error may come when some are already
+    overwritten; then what was to be loaded is poisoned with NaN.
     After a Deadline of storage a read may still be under way into it: its hint says so.
     """
     check_keys(state)
     wait_for_copies()
-    with _outside_inference_mode():
+    with _outside_inference_mode(), checkpoint.images.readers.kept():
         _restore(checkpoint, state, group, options)
 
 
@@ -74,10 +83,13 @@ def _outside_inference_mode() -> Iterator[None]:
 
 
 def _restore(checkpoint: Checkpoint, state: State, group: Group, options: RestoreOptions) -> None:
-    prepared = _prepare(checkpoint, state, group, options)
+    with nan_if_it_fails(state):
+        prepared = _prepare(checkpoint, state, group, options)
     try:
+        with raise_on_all(group, checkpoint.step):
+            prepared.begin()
         with span("restore.read", step=checkpoint.step):
-            read_together(checkpoint.images, prepared.wants, group if group.size > 1 else None)
+            prepared.read()
         with raise_on_all(group, checkpoint.step):
             for aside in prepared.asides.values():
                 aside.put()
@@ -127,7 +139,9 @@ def poison(live: Live) -> None:
 @dataclass
 class _Prepared:
     live: Live
-    wants: list[Want]
+    begin: Callable[[], None]
+    """Makes the live state ready to be read into: its first change."""
+    read: Callable[[], None]
     asides: dict[int, Aside]
     put_extras: Callable[[], None]
 
@@ -135,8 +149,8 @@ class _Prepared:
 def _prepare(
     checkpoint: Checkpoint, given: State, group: Group, options: RestoreOptions
 ) -> _Prepared:
-    """Find where everything goes.  Nothing that is live has changed if this fails, which it does on all
-    ranks alike.  Collective."""
+    """Find where everything goes, and open what it is read from.  Nothing that is live has changed if this
+    fails, which it does on all ranks alike.  Collective."""
     state, live, problems = given, Live(), Problems()
     masters: list[MasterChange] = []
     try:
@@ -166,12 +180,20 @@ def _prepare(
     with raise_on_all(group, checkpoint.step):
         extras.check_rules()
     with raise_on_all(group, checkpoint.step):
-        for change in changes:
-            change.apply()
-        for master in masters:
-            master.apply()
-    wants = _wanted(checkpoint, live, asides) + extras.wants
-    return _Prepared(live, wants, asides, partial(_put_extras, extras, state, given))
+        wants, padded = _wanted(checkpoint, live, asides)
+    peers = group if group.size > 1 else None
+    read = plan_together(checkpoint.images, wants + extras.wants, peers)
+    begin = partial(_begin, [*changes, *masters], padded)
+    return _Prepared(live, begin, read, asides, partial(_put_extras, extras, state, given))
+
+
+def _begin(changes: list[Change | MasterChange], padded: list[torch.Tensor]) -> None:
+    """Give optimizers the states that are to be read, and zero what is padding."""
+    for change in changes:
+        change.apply()
+    for local in padded:
+        with writing(local):
+            local.zero_()
 
 
 def _read_numbers(
@@ -185,18 +207,35 @@ def _read_numbers(
             read_numbers(checkpoint, masters)
 
 
-def _wanted(checkpoint: Checkpoint, live: Live, asides: dict[int, Aside]) -> list[Want]:
-    """The reads that fill this rank's part of every live tensor."""
+def _wanted(
+    checkpoint: Checkpoint, live: Live, asides: dict[int, Aside]
+) -> tuple[list[Want], list[torch.Tensor]]:
+    """The reads that fill this rank's part of every live tensor, and the parts that are to be zero before,
+    for their rows of padding were not saved."""
     find = checkpoint.manifest.find
+    wants: list[Want] = []
+    padded: list[torch.Tensor] = []
     with uncollected():
-        return [
-            want
-            for name, t in live.tensors.items()
-            if (index := find(name)) is not None
-            for part in t.parts
-            if part.box.size
-            for want in _wants(checkpoint, index, part, asides)
-        ]
+        for name, t in live.tensors.items():
+            if (index := find(name)) is None:
+                continue
+            entry = checkpoint.manifest.tensors[index]
+            for part in t.parts:
+                if part.box.size and entry.shape == part.shape:
+                    local = asides[id(part)].values if id(part) in asides else part.local
+                    wants.append(Want(index, part.box, target_of(local, entry.dtype)))
+                elif part.box.size:
+                    padded.append(part.local)
+                    wants += _unpadded(index, entry, part)
+    return wants, padded
+
+
+def _unpadded(index: int, entry: TensorEntry, part: Placed) -> list[Want]:
+    """The read of what is saved of a part with rows of padding; none if it is all padding."""
+    box = part.box & whole(entry.shape)
+    if box is None:
+        return []
+    return [Want(index, box, target_of(part.local[box.within(part.box.start)], entry.dtype))]
 
 
 def _under_live_names(checkpoint: Checkpoint, state: State) -> Checkpoint:
@@ -250,19 +289,3 @@ def _put_extras(plan: ExtrasRestorer, seen: State, given: State) -> None:
     plan.put()
     if seen is not given:
         given |= {key: value for key, value in seen.items() if not isinstance(value, Optimizer)}
-
-
-def _wants(
-    checkpoint: Checkpoint, index: int, part: Placed, asides: dict[int, Aside]
-) -> list[Want]:
-    """Reads of what is saved of a part of tensor `index`.  Rows of padding not saved are zeroed."""
-    entry = checkpoint.manifest.tensors[index]
-    if entry.shape == part.shape:
-        local = asides[id(part)].values if id(part) in asides else part.local
-        return [Want(index, part.box, target_of(local, entry.dtype))]
-    with writing(part.local):
-        part.local.zero_()
-    box = part.box & whole(entry.shape)
-    if box is None:
-        return []
-    return [Want(index, box, target_of(part.local[box.within(part.box.start)], entry.dtype))]

@@ -23,6 +23,7 @@ from holdfast.format.manifest import FileEntry
 from holdfast.patience import slowest
 from holdfast.saving.commit import manifest_of, written
 from holdfast.saving.handle import Save
+from holdfast.saving.held import HeldLong
 from holdfast.saving.messages import SaveOutcome, Written
 from holdfast.saving.operation import Draft, Request, SaveOperation
 from holdfast.saving.saver import Saver
@@ -37,8 +38,6 @@ from holdfast.wire import decode_msgpack, rank_errors
 if TYPE_CHECKING:
     from holdfast.saving.attaching import Attached
 
-LATE_S = 1.0
-"""Seconds that a save may wait for the one before; longer slows training, and the user is told once."""
 STUCK_S = 30.0
 """Seconds after which one operation of storage, of 8 MiB at most, is taken to hang."""
 LOOK_S = 0.5
@@ -72,7 +71,7 @@ class Durable:
         self._is_free = threading.Event()
         """Set while no save is using the buffer."""
         self._is_free.set()
-        self._was_late = False
+        self.held = HeldLong(self.news)
         self._was_stuck = False
 
     @property
@@ -100,7 +99,8 @@ class Durable:
         request = Request(step, busy=busy, yields=yields, attached=attached)
         op = self.saver.operation(self, request, on_end=self.steps.let_go)
         self.steps.watch_over(op)
-        return self.saver.begin(op, describe_live)
+        with self.held.by(op.kind, step):
+            return self.saver.begin(op, describe_live)
 
     def prepare(self, describe_live: Callable[[], Live]) -> Save:
         """Plan a save and have the memory for it ready.  Returns at once."""
@@ -145,7 +145,8 @@ class Durable:
         """Wait for the image's memory: the save before may still be writing it."""
         if not self._is_free.is_set():
             emit("save.queued", step=op.step)
-            self._await_last(op.request)
+            with self.held.because(op.step, "for the one before"):
+                self._await_last(op.request)
         self._is_free.clear()
         return self._buffer
 
@@ -167,20 +168,12 @@ class Durable:
         return bool(stuck)
 
     def _await_last(self, request: Request) -> None:
-        step, began = request.step, time.monotonic()
-        until = began + self.saver.deadline_s
+        step, until = request.step, time.monotonic() + self.saver.deadline_s
         while not self._is_free.wait(min(LOOK_S, max(until - time.monotonic(), 0))):
             if request.yields and (stuck := self._stuck()):
                 raise Deadline(f"left out, for the save before waits: {stuck}", step=step)
             if time.monotonic() >= until:
                 raise Deadline(f"the save before did not end within {self.saver.deadline_s:g} s")
-        late_s = time.monotonic() - began
-        if late_s > LATE_S and not self._was_late:
-            self._was_late = True
-            self.news.append(
-                f"the save of step {step} waited {late_s:.1f} s for the one before, and training with it: "
-                'save less often, or leave such saves out with when_busy="skip"; this is told once'
-            )
 
     # -- persist thread ---------------------------------------------------------------------------
 

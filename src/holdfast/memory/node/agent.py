@@ -54,6 +54,11 @@ TICK_S = 1.0
 THREADS = {"memory": 2, "peers": 4, "storage": 4, "waiting": 4, "gone": 1}
 """Number of threads, by what holds them up: a slow peer or a full disk must not keep others from
 their memory."""
+BEHIND = ("storage", "waiting", "gone")
+"""The pools that give way to the training.  For what the others do the next snapshot waits, and with it the
+training: they have its priority, as has the thread that answers."""
+WEIGH_S = 0.2
+"""Seconds after which the priority of the session is set again, if the kernel did not take it."""
 IDLE_S = 60.0
 """A connection of another node is closed after so long without a request; a node that vanishes closes
 none."""
@@ -71,11 +76,16 @@ class Agent:
         self._requests = Requests()
         self._notes = JobNotes(segments)
         self._pools = {
-            name: ThreadPoolExecutor(number, f"holdfast-{name}", partial(os.nice, 19))
+            name: ThreadPoolExecutor(
+                number, f"holdfast-{name}", partial(os.nice, 19 if name in BEHIND else 0)
+            )
             for name, number in THREADS.items()
         }
         self._yields = False
-        """The training goes on, and this process gives way to it; not at a restart, which waits for it."""
+        """The training goes on; a restart would wait for whatever this process does."""
+        self._num_behind = 0
+        """Number of images that are being written to storage."""
+        self._weight = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._encodings: list[Encoding] = []
         self._throttles: dict[tuple[str, int, int], Throttle] = {}
@@ -89,15 +99,27 @@ class Agent:
         """The answer to a message, encoded."""
         return await self._requests.answered(partial(self.tell, message))
 
-    def _give_way(self, message: w.Message) -> None:
-        """Yield to the training from its first snapshot on, until ranks leave, or ask what there is."""
-        yields = isinstance(message, w.Take)
-        if yields or isinstance(message, (w.Ask, w.Bye, w.Gone)):
-            if yields != self._yields and weigh_session(19 if yields else 0):
-                self._yields = yields
+    def _note_training(self, message: w.Message) -> None:
+        """Training goes on from its first snapshot on, until ranks leave, or ask what there is."""
+        if isinstance(message, w.Take):
+            self._yields = True
+        elif isinstance(message, (w.Ask, w.Bye, w.Gone)):
+            self._yields = False
+
+    def _weigh(self) -> None:
+        """Give way to the training as a whole, for kernels that weigh sessions against each other: only
+        while images go to storage, and no snapshot is being made, for which the training may wait."""
+        yields = self._yields and self._num_behind > 0 and not self.state.is_filling
+        weight = 19 if yields else 0
+        if weight == self._weight:
+            return
+        if weigh_session(weight):
+            self._weight = weight
+        else:
+            asyncio.get_running_loop().call_later(WEIGH_S, self._weigh)
 
     def tell(self, message: w.Message, ask: int = 0) -> None:
-        self._give_way(message)
+        self._note_training(message)
         before, undone = self.state, False
         self.state, effects = machine.step(self.state, message, time.monotonic(), ask)
         failed = ""
@@ -115,6 +137,7 @@ class Agent:
                     self._do(e.refuse(effect.ask, OutOfSpace(failed)))
                 if isinstance(effect, e.KeepManifest):  # the newest commit is the one before
                     self.state, undone = before, True
+        self._weigh()
 
     def _do(self, effect: e.Effect) -> None:
         match effect:
@@ -224,12 +247,16 @@ class Agent:
 
     async def _write(self, slot: Slot, order: w.Persist) -> None:
         error = None
+        self._num_behind += 1
+        self._weigh()
         try:
             throttle = self._throttle(order.job, order.rank)
             await self._in_thread("storage", persist, self.segments, slot, order, throttle)
         except Exception as failed:
             log.warning("%s to storage: %s", order.key, failed)
             error = WireError.of(failed)
+        finally:
+            self._num_behind -= 1
         self.tell(w.Wrote(order.job, order.attempt, order.rank, error))
 
     async def _commit_late(self, order: w.Persist) -> None:

@@ -133,6 +133,8 @@ class State:
     """Everything that an agent knows."""
 
     budget: int
+    """Most bytes of memory for all jobs: the node's default, or the largest that a job gave; as given by
+    hand."""
     stay: bool = False
     """True if it was started by hand, or told to stay: it does not leave by itself."""
     jobs: dict[str, Job] = field(default_factory=dict)
@@ -141,6 +143,12 @@ class State:
     @property
     def used(self) -> int:
         return sum(job.used for job in self.jobs.values())
+
+    @property
+    def is_filling(self) -> bool:
+        """True while a process makes a snapshot."""
+        slots = (slot for job in self.jobs.values() for slot in job.slots.values())
+        return any(s.owner and s.phase in ("making", "filling") for s in slots)
 
     def with_job(self, job: Job, **changes: Any) -> State:
         job = replace(job, **changes)

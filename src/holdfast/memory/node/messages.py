@@ -39,7 +39,7 @@ class Hello(Message, frozen=True):
     host: str = ""
     """This node's address for other nodes."""
     budget: int = 0
-    """Bytes that the job may use at most, and the agent at least; 0: the agent's budget as it is.
+    """Bytes that the job may use at most, and all jobs together at least; 0: the agent's budget as it is.
     An agent that was started by hand keeps its own budget and host."""
     version: int = VERSION
 
