@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from holdfast.arguments import MAX_STEP
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.errors import FormatError, NotFound
 from holdfast.format import extras
@@ -69,7 +70,7 @@ def torch_steps(store: Store) -> list[int]:
 def _step(values: dict[str, Any]) -> int:
     for key in STEP:
         value = values.get(key)
-        if type(value) is int and 0 <= value < 10**10:
+        if type(value) is int and 0 <= value <= MAX_STEP:
             return value
     return 0
 
