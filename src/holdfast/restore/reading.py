@@ -58,6 +58,10 @@ def load_from(
         restore(foreign, state, group, options)
         return foreign.step
     store = open_shared(url, group)
+    if group.size > 1:
+        from holdfast.saving.same_root import check_listed
+
+        check_listed(group, store, step)
     if step is None:
         steps, _ = saved_steps(store, group)
         if not steps:
