@@ -20,6 +20,7 @@ from holdfast.layout import Mesh, Placement
 from holdfast.saving.messages import ReadyToSave, Verdict, check_kinds, digests, sort_extras
 from holdfast.state.agreed import Agreement, merge
 from holdfast.state.live import Live
+from holdfast.state.sampling import unlike
 from holdfast.state.snapshot import Copies, SetAside, fingerprint
 from holdfast.wire import WireError, decode_msgpack
 
@@ -79,7 +80,8 @@ class Planner:
         error = None if op.error is None else WireError.of(op.error)
         large = [k for k in extras if k in live.contents]
         busy, digest, kinds = op.request.busy, hexdigest(description), live.kinds
-        ready = ReadyToSave(op.step, busy, digest, held, extras, error, large, kinds)
+        sample = op.saver.sample(op, description)
+        ready = ReadyToSave(op.step, busy, digest, held, extras, error, large, sample, kinds)
         answer = self.group.ask(
             f"agree/{op.number}",
             msgspec.msgpack.encode(ready),
@@ -112,7 +114,10 @@ class Planner:
             from holdfast.saving.merging import check_own
 
             check_own(ready, per_rank, self._told)
-        return msgspec.msgpack.encode(Verdict(True, describing, per_rank, send))
+        following, doubted = unlike([r.sample for r in ready])
+        doubted = [] if describing else doubted
+        verdict = Verdict(True, describing, per_rank, send, {}, doubted, following)
+        return msgspec.msgpack.encode(verdict)
 
     def plan_for(self, op: SaveOperation, description: bytes, verdict: Verdict) -> SavePlan:
         """Return the plan that holds for a save on which all ranks have agreed."""
