@@ -40,7 +40,10 @@ class HoldfastWarning(UserWarning):
     """A save failed, or a damaged step was passed over; training goes on."""
 
 
-NOTICES: dict[str, str] = {}
+NOTICES: dict[str, str] = {
+    "buffers-of-ranks": "buffers that differ between ranks, of which the first rank's are saved",
+    "one-rank-alone": "state that some ranks have and others lack",
+}
 """Notices of a training, each told once: in a few words what was seen, by the name that silences it.  Each has
 a row in docs/reference/notices.md."""
 _silenced: set[str] = set()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -295,6 +296,81 @@ def trusted_replicas_may_part(root: Path) -> None:
             assert heard(lambda step=step: ckpt.save(step).wait(WAIT_S)) == []
 
 
+def told_alone(root: Path, states: list[dict[str, Any]], *names: str) -> None:
+    """Save these states, one on each rank, twice, and restore them: `names` are told of by rank 0."""
+    state = states[dist.get_rank()]
+
+    def save() -> None:
+        with holdfast.Checkpointer(root, state, on_error="raise") as ckpt:
+            for step in (1, 2):
+                ckpt.save(step).wait(WAIT_S)
+
+    def restore() -> None:
+        with holdfast.Checkpointer(root, state, on_error="raise") as ckpt:
+            assert ckpt.restore() == 2
+
+    for call in (save, restore):
+        texts = heard(call)
+        if dist.get_rank() or not names:
+            assert texts == [], texts
+            continue
+        assert len(texts) == 1, texts
+        (text,) = texts
+        assert text.endswith("[one-rank-alone]")
+        for name in names:
+            assert f"  {name}: rank 0 has it, rank 1 not" in text, (name, text)
+
+
+def linear(**buffers: float) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    for name, value in buffers.items():
+        model.register_buffer(name, torch.tensor(value))
+    return model
+
+
+def what_one_rank_alone_has(root: Path) -> None:
+    one = {"n": 1}
+    told_alone(root / "loader", [{"m": linear(), "loader": one}, {"m": linear()}], "loader")
+    more = {"m": linear(best=1.0, seen=1.0)}
+    told_alone(root / "buffers", [more, {"m": linear(seen=1.0)}], "m.best")
+    dicts = [{"d": {"x": torch.ones(2), "y": torch.ones(2)}}, {"d": {"x": torch.ones(2)}}]
+    told_alone(root / "dict", dicts, "d.y")
+
+
+def moments_of_one_rank(root: Path) -> None:
+    model = linear()
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    if dist.get_rank():
+        model.bias.grad = None
+    optim.step()
+    texts = heard(lambda: holdfast.save(root, {"m": model, "o": optim}, step=1))
+    assert len(texts) == (dist.get_rank() == 0)
+    assert all("o.bias.momentum_buffer: rank 0 has it, rank 1 not" in text for text in texts)
+
+
+def names_that_differ_as_they_should(root: Path) -> None:
+    """Stages, experts, names per rank, an optimizer cut over the ranks, nothing yet."""
+    rank = dist.get_rank()
+    names = [["a", "b"], ["c"]]
+    stages = nn.ModuleDict({name: linear() for name in names[rank]})
+    state: dict[str, Any] = {"m": stages, f"sampler{rank}": {"n": rank}, "history": []}
+    if rank == 0:
+        state["history"] = [1]
+    told_alone(root / "stages", [state, state])
+    shared = nn.Linear(2, 2)
+    nn.init.ones_(shared.weight)
+    nn.init.ones_(shared.bias)
+    optim = ZeroRedundancyOptimizer(shared.parameters(), torch.optim.Adam, lr=0.1)
+    for p in shared.parameters():
+        p.grad = torch.ones_like(p)
+    optim.step()
+    same = {"m": shared}
+    told_alone(root / "zero", [same, same])
+
+
 CASES = [
     experts_on_disjoint_meshes,
     their_moments,
@@ -306,6 +382,9 @@ CASES = [
     buffers_that_ddp_sends,
     stages_have_their_own,
     trusted_replicas_may_part,
+    what_one_rank_alone_has,
+    moments_of_one_rank,
+    names_that_differ_as_they_should,
 ]
 
 if __name__ == "__main__":

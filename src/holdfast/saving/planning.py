@@ -68,7 +68,8 @@ class Planner:
         self.plan: SavePlan | None = None
         self._proposed: list[str] = []
         self._told: set[str] = set()
-        """Optimizers that were told to have other values on each rank."""
+        """Optimizers that were told to have other values on each rank, and names that ranks were told to
+        lack."""
         self._kinds: list[str] | None = None
         """On rank 0: the digests of the descriptions that the plan was made from, by rank."""
 
@@ -114,6 +115,10 @@ class Planner:
             from holdfast.saving.merging import check_own
 
             check_own(ready, per_rank, self._told)
+        if len(ready) > 1 and any(r.extras.keys() != ready[0].extras.keys() for r in ready):
+            from holdfast.saving.alone import tell_keys
+
+            tell_keys(ready, self._told)
         following, doubted = unlike([r.sample for r in ready])
         doubted = [] if describing else doubted
         verdict = Verdict(True, describing, per_rank, send, {}, doubted, following)
@@ -144,7 +149,13 @@ class Planner:
         kinds = self._proposed
         order = {kinds[rank]: i for i, rank in enumerate(describing)}
         with uncollected():
-            agreement = merge(docs, [order[k] for k in kinds], self.mesh)
+            of_rank = [order[k] for k in kinds]
+            agreement = merge(docs, of_rank, self.mesh)
+        if len(docs) > 1:
+            from holdfast.saving.alone import tell_tensors
+
+            tell_tensors(docs, of_rank, self._told)
+        with uncollected():
             self._kinds = kinds
             return msgspec.msgpack.encode(agreement)
 

@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from holdfast.codec.digest import digest
-from holdfast.errors import NOTICES, LayoutError, warn_user
+from holdfast.errors import LayoutError, warn_user
 from holdfast.events import emit
 from holdfast.group import Group
 from holdfast.layout import Placement
@@ -43,9 +43,6 @@ from holdfast.wire import WireError, decode_msgpack, rank_errors
 
 MOST_NAMED = 20
 MOST_RANKS = 8
-NOTICES["buffers-of-ranks"] = (
-    "buffers that differ between ranks, of which the first rank's are saved"
-)
 
 
 class _Said(msgspec.Struct, frozen=True, array_like=True):
