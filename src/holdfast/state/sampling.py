@@ -16,6 +16,7 @@ for another message; only where these differ are single tensors compared.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -74,6 +75,8 @@ class Sampler:
         default_factory=dict
     )
     """What the last sample was made of, by class: bytes, and (tensor number, part, length) in them."""
+    _views: dict[str, tuple[LiveTensor, torch.Tensor]] = field(default_factory=dict)
+    """Small tensors that lie where they did, as bytes."""
 
     def arrange(self, held: Iterable[Replicated], tensors: Mapping[str, LiveTensor]) -> None:
         """Take samples of these from now on."""
@@ -82,6 +85,7 @@ class Sampler:
             size = tensors[one.name].parts[one.number].local.nbytes
             classes.setdefault(one.kind, []).append((not one.kind[2], size, one.index, one))
         self._each, self._tenths = [], [[] for _ in range(ROUNDS)]
+        self._views.clear()
         for kind, rows in classes.items():
             rows.sort(key=lambda row: row[:3])
             total = 0
@@ -96,29 +100,45 @@ class Sampler:
         self, tensors: Mapping[str, LiveTensor], kept: SetAside, ready: torch.Event | None
     ) -> Sample:
         """Take this round's sample of the state at the call; `ready`: an event of its device then."""
-        pieces: dict[tuple[Class, torch.device], list[tuple[Replicated, torch.Tensor]]] = {}
-        streams: dict[torch.device, torch.Stream] = {}
+        pieces: defaultdict[tuple[Class, torch.device], list[tuple[Replicated, torch.Tensor]]]
+        pieces = defaultdict(list)
         for one in (*self._each, *self._tenths[self.round % ROUNDS]):
-            local = value_of(tensors[one.name], one.number, kept)
-            device = local.device
-            if device.type != "cpu" and device not in streams:
-                streams[device] = _stream_after(device, ready)
+            t = tensors[one.name]
+            known = self._views.get(one.name)
+            if known is not None and known[0] is t:
+                pieces[one.kind, known[1].device].append((one, known[1]))
+                continue
+            local = value_of(t, one.number, kept)
             if local.numel():
-                pieces.setdefault((one.kind, device), []).append((one, local))
+                pieces[one.kind, local.device].append((one, self._seen(t, local)))
+        streams: dict[torch.device, torch.Stream] = {}
         self._taken = {}
         for (kind, device), parts in pieces.items():
             if device.type == "cpu":
                 taken = self._joined(parts)
             else:
+                if device not in streams:
+                    streams[device] = _stream_after(device, ready)
                 with on_stream(streams[device]):
                     taken = self._joined(parts)
             self._taken.setdefault(kind, []).append(taken)
         return self.round, {kind: _digest(taken) for kind, taken in self._taken.items()}
 
+    def _seen(self, t: LiveTensor, local: torch.Tensor) -> torch.Tensor:
+        """What is taken of a tensor: itself, if it is large, as that takes a stream; else its bytes, which
+        are remembered if they are a view of it."""
+        is_view = local.is_contiguous() and not (local.is_complex() or local.is_neg())
+        if not is_view or not t.steady or local.nbytes > SMALL_BYTES:
+            return local
+        taken = excerpt(local, 0)
+        self._views[t.name] = t, taken
+        return taken
+
     def _joined(
         self, parts: list[tuple[Replicated, torch.Tensor]]
     ) -> tuple[NDArray[np.uint8], list[tuple[int, int, int]]]:
-        taken = [excerpt(local, self.round // ROUNDS) for _, local in parts]
+        turn = self.round // ROUNDS
+        taken = [one if _is_bytes(one) else excerpt(one, turn) for _, one in parts]
         lengths = [(one.index, one.part, len(data)) for (one, _), data in zip(parts, taken)]
         return torch.cat(taken).cpu().numpy(), lengths
 
@@ -134,6 +154,10 @@ class Sampler:
                     at += length
             found.append((kind, rows))
         return found
+
+
+def _is_bytes(tensor: torch.Tensor) -> bool:
+    return tensor.dtype == torch.uint8 and tensor.ndim == 1 and tensor.nbytes <= SMALL_BYTES
 
 
 def excerpt(local: torch.Tensor, turn: int) -> torch.Tensor:
