@@ -34,7 +34,7 @@ class ReadyToSave(msgspec.Struct, frozen=True, array_like=True):
     large: list[str] = []
     """Keys of extras that refer to tensors of the checkpoint, which all ranks have in common."""
     sample: Sample | None = None
-    """What this rank has taken of its replicas to be compared, if it can."""
+    """A sample of this rank's replicas, to be compared, if it can take one."""
     kinds: dict[str, tuple[str, str]] = {}
     """(what this rank's value is saved as, name of its type), by key of the state."""
 

@@ -25,7 +25,7 @@ MOST_NAMED = 10
 MOST_RANKS = 4
 
 Names = Mapping[tuple[str, str], Iterable[str]]
-"""What a rank has: names by group, which is a key and the kind of a tensor."""
+"""Names that a rank has, by group, which is a key and the kind of a tensor."""
 
 
 def lacking(held: Sequence[tuple[Names, Sequence[int]]]) -> dict[str, tuple[list[int], list[int]]]:

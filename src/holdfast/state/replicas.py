@@ -141,7 +141,7 @@ class Replicas:
         self.is_due = asked.again
 
     def _wanted(self, live: Live | None, num_ranks: int) -> dict[str, LiveTensor]:
-        """What is to be proved now, in whole."""
+        """Return the tensors to be proved now, in whole."""
         tensors = live.tensors if live is not None else {}
         if self.mode == "verify":
             return dict(tensors)
@@ -196,7 +196,7 @@ class Replicas:
 
 @dataclass(frozen=True)
 class _Talk:
-    """What ranks say of single tensors, and where."""
+    """An exchange of digests of single tensors."""
 
     name: str
     names: tuple[str, ...]

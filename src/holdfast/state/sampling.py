@@ -55,7 +55,7 @@ class Replicated:
     """Number of the tensor in the plan."""
     part: int
     number: int
-    """Which of this rank's parts of the tensor it is."""
+    """Its number among this rank's parts of the tensor."""
     kind: Class
 
 
@@ -66,7 +66,7 @@ def value_of(t: LiveTensor, number: int, kept: SetAside) -> torch.Tensor:
 
 @dataclass
 class Sampler:
-    """What is taken of this rank's replicas, and how far the rounds are."""
+    """Takes the samples of this rank's replicas; knows how far the rounds are."""
 
     round: int = 0
     _each: list[Replicated] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Sampler:
     _taken: dict[Class, list[tuple[NDArray[np.uint8], list[tuple[int, int, int]]]]] = field(
         default_factory=dict
     )
-    """What the last sample was made of, by class: bytes, and (tensor number, part, length) in them."""
+    """Contents of the last sample, by class: bytes, and (tensor number, part, length) in them."""
     _views: dict[str, tuple[LiveTensor, torch.Tensor]] = field(default_factory=dict)
     """Small tensors that lie where they did, as bytes."""
 
@@ -125,7 +125,7 @@ class Sampler:
         return self.round, {kind: _digest(taken) for kind, taken in self._taken.items()}
 
     def _seen(self, t: LiveTensor, local: torch.Tensor) -> torch.Tensor:
-        """What is taken of a tensor: itself, if it is large, as that takes a stream; else its bytes, which
+        """Return a large tensor itself, for its excerpt takes a stream; of a small one the bytes, which
         are remembered if they are a view of it."""
         is_view = local.is_contiguous() and not (local.is_complex() or local.is_neg())
         if not is_view or not t.steady or local.nbytes > SMALL_BYTES:
