@@ -44,7 +44,7 @@ class Odd:
 OTHERS: Values = (Odd(), [], {}, (1, 2), object, b"x")
 """Of types that no number, word or path is of."""
 HUGE_TEXT = "x" * 100_000
-STEPS: Values = (*OTHERS, None, True, np.True_, torch.tensor(True), -1, 10**10, 10**5000, 7.0, "7", "",
+STEPS: Values = (*OTHERS, None, True, np.True_, torch.tensor(True), -1, 10**15, 10**5000, 7.0, "7", "",
                  math.nan, math.inf, np.float32(7), torch.tensor(7.0), torch.tensor([7, 8]), np.arange(2),
                  torch.tensor(7, device="meta"))  # fmt: skip
 STEPS_OR_NONE = tuple(v for v in STEPS if v is not None)
@@ -64,7 +64,7 @@ IDS: Values = (
     "-1",
     "1.5",
     "elsewhere/10",
-    "99999999999",
+    "9999999999999999",
     True,
     1.5,
     b"x",

@@ -8,7 +8,7 @@ library goes on with it, or raises a UsageError which says what was given and wh
     7
     >>> step_of(7.0, "save")
     Traceback (most recent call last):
-    holdfast.errors.UsageError: save(step=7.0): must be an integer from 0 to 9999999999, not float
+    holdfast.errors.UsageError: save(step=7.0): must be an integer from 0 to 999999999999999, not float
 
 *Invariants.*  Numbers of any library are taken (numpy's, torch's, `fractions`), and leave as Python's own,
 so that nothing behind the call has to know of the others: a step goes into file names and JSON.  A bool is
@@ -31,8 +31,9 @@ from holdfast.suggest import did_you_mean
 
 T = TypeVar("T")
 
-MAX_STEP = 10**10 - 1
-"""The format writes steps with ten digits."""
+MAX_STEP = 10**15 - 1
+"""The format writes steps with 10 to 15 digits: enough for tokens, and exact in a float, as which some
+readers of JSON have numbers."""
 MAX_COUNT = 10**9
 """No number of steps, records or files that can be meant is larger."""
 MAX_S = 366 * 86400.0

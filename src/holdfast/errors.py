@@ -41,9 +41,11 @@ class HoldfastWarning(UserWarning):
 
 
 NOTICES: dict[str, str] = {
+    "buffers-of-ranks": "buffers that differ between ranks, of which the first rank's are saved",
     "frozen-number": "a plain number of the state that never changes",
     "held-long": "training was held for more than a second by a save",
     "newer-native": "a checkpoint of the trainer's own that is newer than the step that is restored",
+    "one-rank-alone": "state that some ranks have and others lack",
     "set-aside": "much is copied before each save returns",
     "unsaved-note": "a label or metrics of a step that no save was due of",
     "untaken-key": "a key of the restored step that the state lacks, or that comes after the restore",

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from holdfast.arguments import count_of, unfit
+from holdfast.arguments import MAX_STEP, count_of, unfit
 from holdfast.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,7 +26,11 @@ class Every:
             n = getattr(self, tier)
             if n is not None:
                 n = count_of(
-                    n, "Every", tier, hint="leave it out, or say None, and it acts only when asked"
+                    n,
+                    "Every",
+                    tier,
+                    most=MAX_STEP,
+                    hint="leave it out, or say None, and it acts only when asked",
                 )
                 object.__setattr__(self, tier, n)
         if self.delta not in (None, 1):
@@ -47,7 +51,7 @@ def every_of(every: Any, *, memory: bool, delta: bool) -> Every | Auto | None:
     if isinstance(every, (str, bytes)) or not hasattr(every, "__index__"):
         what = "a number of steps, holdfast.Every(...) or holdfast.Auto(...)"
         raise unfit("Checkpointer", "every", every, what)
-    return Every(durable=count_of(every, "Checkpointer", "every"))
+    return Every(durable=count_of(every, "Checkpointer", "every", most=MAX_STEP))
 
 
 def _fixed(every: Every, *, memory: bool, delta: bool) -> Every:

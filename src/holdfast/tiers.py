@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from holdfast.checkpoint.claiming import Claim, release
 from holdfast.checkpoint.lineage import Line
 from holdfast.checkpoint.tidying import Keep
-from holdfast.errors import Deadline, HoldfastError
+from holdfast.errors import Deadline, HoldfastError, UsageError
 from holdfast.events import emit
 from holdfast.group import Group
 from holdfast.layout import Mesh
@@ -61,6 +61,7 @@ class Tiers:
         self._behind = upload
         self.claim, self.crashed, self.there = self._take()
         """`crashed`: the run before did not end by closing; `there`: the steps of before, in words."""
+        self._check_roots()
         sweep_host(store)
         self.saver = Saver(
             group,
@@ -89,6 +90,19 @@ class Tiers:
         from holdfast.uploading.claims import claim_both
 
         return claim_both(self.store, self._behind, self.group)
+
+    def _check_roots(self) -> None:
+        """UsageError unless all ranks have the homes that rank 0 has taken.  Collective."""
+        if self.group.size == 1:
+            return
+        from holdfast.saving.same_root import check_claimed
+
+        try:
+            for store in filter(None, (self.store, self._behind)):
+                check_claimed(self.group, store, self.claim)
+        except UsageError:
+            self.release()
+            raise
 
     @property
     def run(self) -> int:

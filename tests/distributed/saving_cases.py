@@ -586,7 +586,7 @@ def a_sharded_tensor_is_saved_as_its_shards(root: Path) -> None:
 
 
 def replicas_that_differ_are_refused_at_the_first_save(root: Path) -> None:
-    """Parameters, their states, tensors of a dict: each named, with ranks; and DTensors are not."""
+    """Parameters, their states, tensors of a dict, DTensors: each is named, with ranks."""
     mine = float(dist.get_rank() == 1)
     module = nn.Linear(3, 3)
     nn.init.zeros_(module.weight)
@@ -601,11 +601,11 @@ def replicas_that_differ_are_refused_at_the_first_save(root: Path) -> None:
         with pytest.raises(holdfast.HoldfastError) as caught:
             save(root / root_of, state, step=1)
         lines = str(caught.value).splitlines()
-        assert "replicas of 3 tensor(s) differ" in lines[0], lines
-        names = ["m.bias", "o.weight.momentum_buffer", "d.x"]
-        told = sorted(line.removesuffix(" (step 1)") for line in lines[1:4])
+        assert "replicas of 4 tensor(s) differ" in lines[0], lines
+        names = ["m.bias", "o.weight.momentum_buffer", "d.x", "unlike"]
+        told = sorted(line.removesuffix(" (step 1)") for line in lines[1:5])
         assert told == sorted(f"  {name}: ranks 0 and 1" for name in names), lines
-        assert 'replicas="trust"' in lines[4]
+        assert 'replicas="trust"' in lines[5]
     dist.barrier()
     assert not holdfast.steps(str(root / "once")) + holdfast.steps(str(root / "kept"))
     holdfast.save(root / "trust", state, step=1, replicas="trust")
@@ -626,7 +626,7 @@ def saver(made_for: dict[str, Any], **options: Any) -> Callable[..., None]:
 
 
 def replicas_are_proved_once(root: Path) -> None:
-    """Each tensor at the first save that has it; then only if it is asked for."""
+    """Each tensor in whole at the first save that has it; then only if it is asked for."""
     looked: list[str] = []
     original = replicas._digests
 

@@ -50,6 +50,10 @@ class Claim(msgspec.Struct, frozen=True):
         return f"run {self.run} (host {self.host}, pid {self.pid}, since {self.created})"
 
 
+def claim_key(run: int) -> str:
+    return f"claims/{run:010d}.json"
+
+
 def claim(store: Store) -> Claim:
     """Take a root, as `take`."""
     return take(store, RootKeys(store, below=WHOLE))[0]
@@ -85,12 +89,12 @@ def take(store: Store, keys: RootKeys, above: int = 0) -> tuple[Claim, Claim | N
             created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         )
         try:
-            store.put(f"claims/{run:010d}.json", msgspec.json.encode(mine), if_absent=True)
+            store.put(claim_key(run), msgspec.json.encode(mine), if_absent=True)
         except Exists:
             claims = None
             continue
         if held is not None:
-            store.delete(f"claims/{held.run:010d}.json")
+            store.delete(claim_key(held.run))
         return mine, held
 
 
@@ -165,7 +169,7 @@ def release(store: Store, mine: Claim) -> None:
 
     A claim that another run has removed meanwhile stays away.
     """
-    key = f"claims/{mine.run:010d}.json"
+    key = claim_key(mine.run)
     if is_newest(store, mine):
         gone = msgspec.structs.replace(mine, pid=0, started="closed")
         with suppress(NotFound, Exists):

@@ -5,11 +5,13 @@ Looks at manifests and at the lengths of files, not at their bytes (`verifying` 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from holdfast.checkpoint.names import (
     ATTEMPT,
+    STEP,
     RootKeys,
     Saved,
     manifest_key,
@@ -136,7 +138,7 @@ def _unreferenced(steps: tuple[Step, ...], sizes: Mapping[str, int]) -> Iterator
     found: dict[tuple[int, str], list[int]] = {}
     for key, size in sizes.items():
         parts = key.split("/")
-        if len(parts) < 4 or not parts[1].isdigit() or key in named:
+        if len(parts) < 4 or not re.fullmatch(STEP, parts[1]) or key in named:
             continue
         if int(parts[1]) in unreadable or key == manifest_key(int(parts[1])):
             continue

@@ -29,6 +29,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from holdfast.arguments import MAX_STEP
 from holdfast.errors import (
     Corrupt,
     FormatError,
@@ -46,12 +47,15 @@ WHOLE = ("claims/", *AND_LOG)
 """The parts that a claim looks at."""
 FOLDERS = ("steps", "claims", "log")
 """Folders that a root consists of, in which nobody else's files belong."""
-_MANIFEST = re.compile(r"steps/(\d{10})(?:/manifest\.json)?")
+STEP = r"(\d{10}|[1-9]\d{10,14})"
+"""A step in a key: 10 digits, or as many as it has.  So keys are in the order of their steps only up to
+9,999,999,999: whoever needs an order sorts the numbers."""
+_MANIFEST = re.compile(rf"steps/{STEP}(?:/manifest\.json)?")
 """The key of a step's manifest, or of a step that is a link which leads nowhere."""
-_IMAGE = re.compile(r"steps/(\d{10})/([^/]+)/[^/]+")
+_IMAGE = re.compile(rf"steps/{STEP}/([^/]+)/[^/]+")
 _NUMBERED = re.compile(r"(\d{4,})-(\d{6,})")
 _LOG = re.compile(
-    r"log/(\d{10})/(?:\d{10}-\d{10}/r\d{5,}\.log|plan-[0-9a-f]{16}\.json|r\d{5,}-\d+\.writing)"
+    rf"log/(\d{{10}})/(?:{STEP}-{STEP}/r\d{{5,}}\.log|plan-[0-9a-f]{{16}}\.json|r\d{{5,}}-\d+\.writing)"
 )
 ATTEMPT = re.compile(rb'\{"holdfast":\d+,"step":\d+,"run":\d+,"attempt":"([\w.-]+)"', re.ASCII)
 
@@ -76,8 +80,8 @@ class Saved:
 
 
 def step_prefix(step: int) -> str:
-    if not 0 <= step < 10**10:
-        raise UsageError(f"step {step} is not in 0..9999999999")
+    if not 0 <= step <= MAX_STEP:
+        raise UsageError(f"step {step} is not in 0..{MAX_STEP}")
     return f"steps/{step:010d}/"
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from holdfast.checkpoint.names import STEP
 from holdfast.store import Store
 
-_SEGMENT = re.compile(r"log/(\d{10})/(\d{10})-(\d{10})/r(\d{5,})\.log")
+_SEGMENT = re.compile(rf"log/(\d{{10}})/{STEP}-{STEP}/r(\d{{5,}})\.log")
 
 
 def parse_segment(key: str) -> tuple[int, int, int, int] | None:

@@ -11,9 +11,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from holdfast.arguments import count_of
+from holdfast.arguments import MAX_STEP, count_of
 from holdfast.checkpoint.claiming import Claim, is_abandoned
 from holdfast.checkpoint.names import (
+    STEP,
     RootKeys,
     parse_attempt,
     step_prefix,
@@ -28,7 +29,7 @@ INDEX = ".safetensors.index.json"
 
 Lock: TypeAlias = AbstractContextManager[Any]
 Marking: TypeAlias = AbstractContextManager[RootKeys]
-_DIRECTORY = re.compile(r"steps/(\d{10})/([^/]+)")
+_DIRECTORY = re.compile(rf"steps/{STEP}/([^/]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class Keep:
                     n,
                     "Keep",
                     name,
+                    most=MAX_STEP,
                     hint="leave it out, or say None, and no step stays because of it",
                 )
                 object.__setattr__(self, name, n)

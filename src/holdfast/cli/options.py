@@ -213,7 +213,7 @@ def _number(make: Callable[[str], float], what: str, text: str) -> float:
 
 
 MAX_DIGITS = 40
-"""Most digits of a step that is typed; ten are enough."""
+"""Most digits of a step that is typed; 15 are enough."""
 
 
 def split_target(text: str) -> tuple[str, int | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from holdfast.arguments import count_of, unfit
+from holdfast.arguments import MAX_STEP, count_of, unfit
 from holdfast.checkpoint.listing import Step, survey
 from holdfast.checkpoint.names import Saved
 from holdfast.checkpoint.notes import read_notes
@@ -37,7 +37,7 @@ def run(
         raise UsageError("nothing says what to keep", hint=hint)
     for option, n in (("--keep-last", keep_last), ("--keep-every", keep_every)):
         if n is not None:
-            count_of(n, "prune", option)
+            count_of(n, "prune", option, most=MAX_STEP)
     if keep_newer is not None:
         seconds_in(keep_newer, "prune", "--keep-newer")
     best = None if keep_best is None else _best(keep_best)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 
-from holdfast.arguments import shown
+from holdfast.arguments import MAX_STEP, shown
 from holdfast.errors import UsageError
 
 _STEP = re.compile(r"(?:(?:global_?)?step[-_]?|iter[-_]?|checkpoint[-_]|ckpt[-_])?(\d{1,18})")
@@ -24,7 +24,7 @@ def step_of_id(checkpoint_id: CheckpointId, root: str) -> int | None:
     folder, _, name = os.fspath(str(checkpoint_id)).rstrip("/").rpartition("/")
     match = None if isinstance(checkpoint_id, bool) else _STEP.fullmatch(name)
     elsewhere = bool(folder) and folder.rstrip("/") != root.rstrip("/")
-    if match is None or int(match[1]) >= 10**10 or elsewhere:
+    if match is None or int(match[1]) > MAX_STEP or elsewhere:
         raise UsageError(
             f"checkpoint_id={shown(checkpoint_id)} names no step of {root}",
             hint='checkpoint_id is the number of the step: "10"',

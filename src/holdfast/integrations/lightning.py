@@ -47,7 +47,7 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from holdfast.arguments import path_of
+from holdfast.arguments import MAX_STEP, path_of
 from holdfast.checkpoint.tidying import Keep
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import (
@@ -101,7 +101,7 @@ __all__ = ["strategy"]
 
 NEWEST = "newest"
 """The `ckpt_path` of the newest step in any tier; where there is none, training begins afresh."""
-NEVER = Every(durable=1_000_000_000)
+NEVER = Every(durable=MAX_STEP)
 """The frequencies at which a Checkpointer saves of its own accord, where Lightning alone says when."""
 _OPTIONS = inspect.signature(Checkpointer).parameters.keys() - {
     "path",

@@ -52,7 +52,7 @@ VERSION = 1
 
 def step_of(checkpoint_dir: str | os.PathLike[str]) -> int:
     """The step that a directory of Megatron's is of, by its name; 0 if that says none."""
-    match = re.search(r"(\d{1,10})$", os.path.basename(os.fspath(checkpoint_dir).rstrip("/")))
+    match = re.search(r"(\d+)$", os.path.basename(os.fspath(checkpoint_dir).rstrip("/")))
     return int(match[1]) if match else 0
 
 

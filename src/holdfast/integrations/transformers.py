@@ -39,7 +39,7 @@ from transformers.trainer import TRAINER_STATE_NAME, _is_peft_model, nested_gath
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import HubStrategy, SaveStrategy, get_last_checkpoint
 
-from holdfast.arguments import shown, step_of, unfit
+from holdfast.arguments import MAX_STEP, shown, step_of, unfit
 from holdfast.checkpoint.notes import MOST_CHARS, values_of
 from holdfast.checkpoint.tidying import Keep
 from holdfast.checkpointer import Checkpointer
@@ -54,7 +54,7 @@ from holdfast.state.window import wait_for_copies
 
 __all__ = ["HoldfastCallback", "HoldfastTrainer", "with_holdfast"]
 
-NEVER = Every(durable=1_000_000_000)
+NEVER = Every(durable=MAX_STEP)
 """The frequencies of a run of which the Trainer says when it saves, and not by steps."""
 SIGTERM_S = 30.0
 """Seconds in which a run with `enable_jit_checkpoint` saves and stops, if `sigterm_s` is not given."""

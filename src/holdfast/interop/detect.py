@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.checkpoint.names import step_numbers
+from holdfast.checkpoint.names import STEP, step_numbers
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.errors import FormatError, NotFound, UsageError
 from holdfast.interop.dcp import is_dcp, open_dcp, steps_of_dcp
@@ -165,7 +165,7 @@ def near_path(path: str) -> str | None:
 
 def _root_above(place: str) -> str | None:
     """Name the root that a path leads into, and which of its steps; None if there is none."""
-    found = re.fullmatch(r"(.+)/steps(?:/(\d{10})(?:/.*)?)?", place)
+    found = re.fullmatch(rf"(.+)/steps(?:/{STEP}(?:/.*)?)?", place)
     if found is None or not step_numbers(LocalStore(found[1])):
         return None
     of_step = f", and step {int(found[2])} by itself" if found[2] else ""

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.arguments import MAX_STEP
 from holdfast.format.dtypes import DTYPES, numpy_dtype
 from holdfast.interop.foreign import Foreign
 from holdfast.store import Store
@@ -19,7 +20,7 @@ def step_among(values: Mapping[str, Any]) -> int:
     """The step that values state; 0 if they state none."""
     for name in NAMES:
         value = values.get(name)
-        if type(value) is int and 0 <= value < 10**10:
+        if type(value) is int and 0 <= value <= MAX_STEP:
             return value
     return 0
 

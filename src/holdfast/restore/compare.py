@@ -106,6 +106,8 @@ class _Compared(msgspec.Struct, frozen=True, array_like=True):
     """Patterns of `only` by which nothing that this rank holds is loaded."""
     left_out: bytes = b""
     """One bit per parameter that the checkpoint lists as left out: this rank has it."""
+    keys: list[str] = []
+    """Keys of this rank's state."""
     twice: list[str] = []
     """Further names of tied weights that the checkpoint has as tensors, too, each with the first name."""
 
@@ -143,6 +145,7 @@ def judge_together(
         problems.unexpected,
         _matching_nothing(checkpoint, live, options),
         _having(checkpoint, live),
+        sorted(live.keys),
         [f"{name} {first}" for name, first in problems.twice.items()],
     )  # fmt: skip
     group.asked += 1
@@ -247,6 +250,10 @@ def _combine(
         untouched += [line for line in extra if not options.strict or not line.endswith(OWN)]
         lines += [line for line in extra if options.strict and line.endswith(OWN)]
         lines += _idle_patterns(checkpoint, found, live.keys, options)
+    if not lines and len({(f.claimed, *f.keys) for f in found}) > 1:
+        from holdfast.saving.alone import tell_lacking
+
+        tell_lacking(checkpoint.manifest, [f.claimed for f in found], [f.keys for f in found])
     axes = {a for f in found for a in f.axes}
     resized = _resized(checkpoint, axes, size, options.mesh)
     having: dict[str, list[int]] = {}

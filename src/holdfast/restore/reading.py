@@ -59,6 +59,10 @@ def load_from(
         restore(foreign, state, group, options)
         return foreign.step
     store = open_shared(url, group)
+    if group.size > 1:
+        from holdfast.saving.same_root import check_listed
+
+        check_listed(group, store, step)
     if step is None:
         return load_newest(store, url, group, state, options, verify=verify)
     load_step(store, group, step, state, options, verify=verify)

@@ -16,6 +16,7 @@ from holdfast.codec.digest import hexdigest
 from holdfast.errors import RuleError, UsageError
 from holdfast.format.manifest import FileEntry
 from holdfast.state.live import PER_RANK, Live
+from holdfast.state.sampling import Class, Sample
 from holdfast.wire import WireError
 
 
@@ -32,6 +33,8 @@ class ReadyToSave(msgspec.Struct, frozen=True, array_like=True):
     """Why this rank cannot save."""
     large: list[str] = []
     """Keys of extras that refer to tensors of the checkpoint, which all ranks have in common."""
+    sample: Sample | None = None
+    """A sample of this rank's replicas, to be compared, if it can take one."""
     kinds: dict[str, tuple[str, str]] = {}
     """(what this rank's value is saved as, name of its type), by key of the state."""
 
@@ -46,6 +49,10 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
     send: dict[str, list[int]]
     """Extras of which these ranks shall send their version."""
     errors: dict[int, WireError] = {}
+    doubted: list[Class] = []
+    """Classes of replicas that differ, by the ranks' samples."""
+    round: int = 0
+    """Number of the sample that comes next."""
 
 
 class Written(msgspec.Struct, frozen=True, array_like=True):

@@ -256,7 +256,7 @@ class SaveOperation:
             self._leave_out()
             return
         if not self.request.is_rehearsal:
-            self._check_replicas(agreed.plan)
+            self._check_replicas(agreed.plan, agreed.verdict)
         draft = self._draft(agreed)
         if self.request.is_rehearsal:
             self.saver.make_room(draft)
@@ -296,10 +296,11 @@ class SaveOperation:
         together.__cause__ = self.error
         return together
 
-    def _check_replicas(self, plan: SavePlan) -> None:
+    def _check_replicas(self, plan: SavePlan, verdict: Verdict) -> None:
         """LayoutError on every rank if some replicas differ that are not known to agree."""
         # what a replica on the host is copied from, the training changes meanwhile
         live = None if self.replica is not None else self.live
+        self.saver.replicas.next_round(verdict.round)
         try:
             self.saver.replicas.check(
                 f"replicas/{self.number}",
@@ -309,6 +310,7 @@ class SaveOperation:
                 self.saver.group,
                 self.saver.deadline_s,
                 f"compared its replicas for {self.in_words}",
+                doubted=verdict.doubted,
             )
         except BaseException:
             self.saver.planner.plan = None  # so that all ranks plan, and compare, anew

@@ -20,6 +20,7 @@ from holdfast.layout import Mesh, Placement
 from holdfast.saving.messages import ReadyToSave, Verdict, check_kinds, digests, sort_extras
 from holdfast.state.agreed import Agreement, merge
 from holdfast.state.live import Live
+from holdfast.state.sampling import unlike
 from holdfast.state.snapshot import Copies, SetAside, fingerprint
 from holdfast.wire import WireError, decode_msgpack
 
@@ -67,7 +68,8 @@ class Planner:
         self.plan: SavePlan | None = None
         self._proposed: list[str] = []
         self._told: set[str] = set()
-        """Optimizers that were told to have other values on each rank."""
+        """Optimizers that were told to have other values on each rank, and names that ranks were told to
+        lack."""
         self._kinds: list[str] | None = None
         """On rank 0: the digests of the descriptions that the plan was made from, by rank."""
 
@@ -79,7 +81,8 @@ class Planner:
         error = None if op.error is None else WireError.of(op.error)
         large = [k for k in extras if k in live.contents]
         busy, digest, kinds = op.request.busy, hexdigest(description), live.kinds
-        ready = ReadyToSave(op.step, busy, digest, held, extras, error, large, kinds)
+        sample = op.saver.sample(op, description)
+        ready = ReadyToSave(op.step, busy, digest, held, extras, error, large, sample, kinds)
         answer = self.group.ask(
             f"agree/{op.number}",
             msgspec.msgpack.encode(ready),
@@ -112,7 +115,14 @@ class Planner:
             from holdfast.saving.merging import check_own
 
             check_own(ready, per_rank, self._told)
-        return msgspec.msgpack.encode(Verdict(True, describing, per_rank, send))
+        if len(ready) > 1 and any(r.extras.keys() != ready[0].extras.keys() for r in ready):
+            from holdfast.saving.alone import tell_keys
+
+            tell_keys(ready, self._told)
+        following, doubted = unlike([r.sample for r in ready])
+        doubted = [] if describing else doubted
+        verdict = Verdict(True, describing, per_rank, send, {}, doubted, following)
+        return msgspec.msgpack.encode(verdict)
 
     def plan_for(self, op: SaveOperation, description: bytes, verdict: Verdict) -> SavePlan:
         """Return the plan that holds for a save on which all ranks have agreed."""
@@ -139,7 +149,13 @@ class Planner:
         kinds = self._proposed
         order = {kinds[rank]: i for i, rank in enumerate(describing)}
         with uncollected():
-            agreement = merge(docs, [order[k] for k in kinds], self.mesh)
+            of_rank = [order[k] for k in kinds]
+            agreement = merge(docs, of_rank, self.mesh)
+        if len(docs) > 1:
+            from holdfast.saving.alone import tell_tensors
+
+            tell_tensors(docs, of_rank, self._told)
+        with uncollected():
             self._kinds = kinds
             return msgspec.msgpack.encode(agreement)
 

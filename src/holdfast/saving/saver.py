@@ -18,6 +18,7 @@ from holdfast.state.agreed import describe
 from holdfast.state.live import Live, LiveTensor
 from holdfast.state.movers import Movers
 from holdfast.state.replicas import Replicas
+from holdfast.state.sampling import Sample
 from holdfast.state.snapshot import SetAside
 from holdfast.state.window import Gate, resting
 from holdfast.threads import Worker
@@ -134,6 +135,16 @@ class Saver:
             description = describe(live)
             self._described = now, live.aliases, description
         return description
+
+    def sample(self, op: SaveOperation, description: bytes) -> Sample | None:
+        """Take a sample of the replicas at the moment of a save, to be compared; None if there is no plan
+        that says what is replicated, or this rank has nothing to look at."""
+        plan = self.planner.plan
+        if self.group.size == 1 or plan is None or plan.description != description:
+            return None
+        if op.request.busy or op.error is not None or op.replica is not None:
+            return None
+        return self.replicas.sample(op.moment, self.aside, plan.placement, self.group.rank)
 
     def make_room(self, draft: Draft) -> None:
         """Make the memory for what will have to be carried over, where such memory was asked for."""
