@@ -259,10 +259,11 @@ def _wants(
     entry = checkpoint.manifest.tensors[index]
     if entry.shape == part.shape:
         local = asides[id(part)].values if id(part) in asides else part.local
-        return [Want(index, part.box, target_of(local, entry.dtype))]
+        return [Want(index, part.box, target_of(local, entry.dtype, entry.name))]
     with writing(part.local):
         part.local.zero_()
     box = part.box & whole(entry.shape)
     if box is None:
         return []
-    return [Want(index, box, target_of(part.local[box.within(part.box.start)], entry.dtype))]
+    inside = part.local[box.within(part.box.start)]
+    return [Want(index, box, target_of(inside, entry.dtype, entry.name))]
