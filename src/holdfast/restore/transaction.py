@@ -27,6 +27,7 @@ from holdfast.group import Group
 from holdfast.layout import whole
 from holdfast.restore.compare import Problems, compare, judge_together
 from holdfast.restore.extras import ExtrasRestorer
+from holdfast.restore.one_memory import two_values
 from holdfast.restore.overlapping import Aside, read_overlapping
 from holdfast.restore.targets import RestoreOptions, materialise, target_of, targets
 from holdfast.state.kinds import writing
@@ -153,6 +154,7 @@ def _prepare(
             extras = ExtrasRestorer(checkpoint, state, live, group, options)
         problems.add(extras.problems)
         asides = {} if problems.lines else read_overlapping(checkpoint, live)
+        problems.lines += [] if problems.lines else two_values(checkpoint, live)
     except Exception as error:
         problems.lines.append(str(error))
         _read_numbers(checkpoint, state, [], group)
