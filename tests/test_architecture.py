@@ -202,6 +202,7 @@ SELDOM = (
     "holdfast.state.deepspeed",
     "holdfast.state.deepspeed_parts",
     "holdfast.restore.beside",
+    "holdfast.restore.casting",
     "holdfast.restore.former",
     "holdfast.restore.ranks",
     "holdfast.restore.lbfgs",

@@ -4,15 +4,15 @@
     {"actor": net, "critic": net}          one weight, under two keys
     {"all": flat, "head": flat[:8]}        a view of a part
 
-Whoever fills such tensors one after the other leaves both with the values of the last.  What was saved under
-both names may well be equal, as it is where they were one memory then, too.  So what overlaps here is read on
-the side before anything is overwritten, put into a picture of the memory, in order, and looked at again: a
-tensor that has not kept its values there would not keep them in the live memory either.
+Whoever fills such tensors one after the other leaves both with the values of the last.  What was saved
+under both names may well be equal, as it is where they were one memory then, too.  So what overlaps here is
+read on the side before anything is overwritten, put into a picture of the memory, in order, and looked at
+again: a tensor that has not kept its values there would not keep them in the live memory either.
 
     saved   all = 1 1 1 1 2 2 2 2     head = 1 1 1 1       fits
             all = 1 1 1 1 2 2 2 2     head = 3 3 3 3       3 3 3 3 2 2 2 2 is not what was saved as `all`
 
-Names of one tensor within a module are aliases, and `holdfast.restore.tied` compares what was saved of them.
+Names of one tensor within a module are aliases: `holdfast.restore.tied` compares what was saved of them.
 """
 
 from __future__ import annotations

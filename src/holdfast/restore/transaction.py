@@ -14,7 +14,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch.optim import Optimizer
 
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.peers import raise_on_all
@@ -29,6 +28,7 @@ from holdfast.restore.compare import Problems, compare, judge_together
 from holdfast.restore.extras import ExtrasRestorer
 from holdfast.restore.one_memory import two_values
 from holdfast.restore.overlapping import Aside, read_overlapping
+from holdfast.restore.positions import by_order
 from holdfast.restore.targets import RestoreOptions, materialise, target_of, targets
 from holdfast.state.kinds import writing
 from holdfast.state.live import (
@@ -38,6 +38,7 @@ from holdfast.state.live import (
     in_order,
     is_of_framework,
     is_optimizer,
+    is_stateful,
     stages,
 )
 from holdfast.state.placed import Placed
@@ -145,14 +146,17 @@ def _prepare(
         for value in state.values():
             for module in stages(value) or ():
                 materialise(module)
+        state = _arranged(checkpoint, state)
         with uncollected():
             checkpoint = _with_own(_under_live_names(checkpoint, state), state, group)
+            checkpoint, unproved = by_order(checkpoint, state, options)
             live, changes = targets(checkpoint, state, options)
             masters = _master_changes(checkpoint, state, live, options)
             problems = compare(checkpoint, live, state, options)
             _tell_unfit(problems, live, options)
             extras = ExtrasRestorer(checkpoint, state, live, group, options)
         problems.add(extras.problems)
+        problems.lines += unproved
         asides = {} if problems.lines else read_overlapping(checkpoint, live)
         problems.lines += [] if problems.lines else two_values(checkpoint, live)
     except Exception as error:
@@ -174,6 +178,15 @@ def _prepare(
             master.apply()
     wants = _wanted(checkpoint, live, asides) + extras.wants
     return _Prepared(live, wants, asides, partial(_put_extras, extras, state, given))
+
+
+def _arranged(checkpoint: Checkpoint, state: State) -> State:
+    """The state, with objects that a trainer knows by number under the keys that they were saved under."""
+    for key, value in state.items():
+        arrange = getattr(type(value), "_holdfast_arranged", None)
+        if arrange is not None and key in checkpoint.manifest.extras:
+            state = in_order(arrange(value, checkpoint.manifest.extras[key], state))
+    return state
 
 
 def _read_numbers(
@@ -248,10 +261,12 @@ def _tell_unfit(problems: Problems, live: Live, options: RestoreOptions) -> None
 
 
 def _put_extras(plan: ExtrasRestorer, seen: State, given: State) -> None:
-    """Put the extras back; plain values, which are put into the state itself, into the user's own."""
+    """Put the extras back; plain values, which are put into the state itself, into the user's own.
+
+    Objects with a state of their own stay where the user has them, whatever key they were loaded under."""
     plan.put()
     if seen is not given:
-        given |= {key: value for key, value in seen.items() if not isinstance(value, Optimizer)}
+        given |= {key: value for key, value in seen.items() if not is_stateful(value)}
 
 
 def _wants(
