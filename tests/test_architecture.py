@@ -203,6 +203,7 @@ SELDOM = (
     "holdfast.state.deepspeed",
     "holdfast.state.deepspeed_parts",
     "holdfast.restore.beside",
+    "holdfast.restore.casting",
     "holdfast.restore.former",
     "holdfast.restore.ranks",
     "holdfast.restore.lbfgs",

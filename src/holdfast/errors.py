@@ -46,6 +46,8 @@ NOTICES: dict[str, str] = {
     "held-long": "training was held for more than a second by a save",
     "newer-native": "a checkpoint of the trainer's own that is newer than the step that is restored",
     "one-rank-alone": "state that some ranks have and others lack",
+    "positions": "parameters of an optimizer that nothing names",
+    "same-class": "objects of one class that go by their number",
     "set-aside": "much is copied before each save returns",
     "unsaved-note": "a label or metrics of a step that no save was due of",
     "untaken-key": "a key of the restored step that the state lacks, or that comes after the restore",

@@ -15,7 +15,7 @@ import holdfast
 from cli import calling
 from holdfast.delta import planning
 from holdfast.delta.segment import SegmentHeader
-from holdfast.errors import HoldfastWarning, NotFound
+from holdfast.errors import HoldfastWarning, NotFound, StateMismatch
 
 from .test_damage import segment
 from .test_exact import (
@@ -406,3 +406,51 @@ def test_full_steps_and_records_of_before_are_nothing_to_be_told(
         holdfast.load(root, Plain().state, step=9)
     assert refused.value.hint is None
     assert not [w for w in recwarn if issubclass(w.category, HoldfastWarning)]
+
+
+class AlikeMastered(PlainMastered):
+    """Two masters of one shape that only the optimizer has, without names."""
+
+    named = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = [torch.nn.Parameter(torch.full((3,), float(n))) for n in (1, 2)]
+        pairs: Any = list(zip(("one", "other"), self.more)) if self.named else self.more
+        self.others = torch.optim.SGD(pairs, lr=0.1, momentum=0.9)
+        self.state["others"] = self.others
+
+    def step(self, number: int) -> None:
+        super().step(number)
+        for n, p in enumerate(self.more):
+            p.grad = torch.full_like(p, number + 10.0 * n)
+        self.others.step()
+
+
+class NamedMastered(AlikeMastered):
+    """With names."""
+
+    named = True
+
+
+def test_masters_that_the_optimizer_names(root: Path) -> None:  # noqa: F811
+    run, plain = replayed(root, NamedMastered, 3), NamedMastered()
+    for number in (1, 2, 3):
+        plain.step(number)
+    check_equal(run.everything(), plain.everything())
+    assert all(map(torch.equal, run.more, plain.more))
+
+
+def test_masters_that_nothing_names_are_replayed_in_their_order(root: Path) -> None:  # noqa: F811
+    """By the command, which makes the optimizer as it was; whether a script does, it cannot know."""
+    with (
+        pytest.warns(HoldfastWarning, match=r"\[positions\]"),
+        pytest.raises(StateMismatch, match=r"others: nothing names these parameters"),
+    ):
+        replayed(root, AlikeMastered, 3)
+    run, plain = AlikeMastered(), AlikeMastered()
+    with pytest.warns(HoldfastWarning, match=r"in their order \[positions\]"):
+        holdfast.load(str(root / "full"), run.state, strict=False)
+    for number in (1, 2, 3):
+        plain.step(number)
+    assert all(map(torch.equal, run.more, plain.more))

@@ -172,9 +172,9 @@ def test_one_optimizer_and_several_are_one_checkpoint(tmp_path: Path) -> None:
 def test_parameters_that_only_the_optimizers_have(tmp_path: Path) -> None:
     def masters(seed: int) -> tuple[list[nn.Parameter], list[torch.optim.Optimizer]]:
         torch.manual_seed(seed)
-        params = [nn.Parameter(torch.randn(3)) for _ in range(2)]
+        params = [nn.Parameter(torch.randn(n)) for n in (3, 4)]
         for p in params:
-            p.grad = torch.ones(3)
+            p.grad = torch.ones_like(p)
         return params, [AdamW([params[0]]), AdamW([params[1]])]
 
     params, optimizers = masters(0)

@@ -216,10 +216,18 @@ def test_what_a_format_cannot_do_is_refused(source: str, tmp_path: Path) -> None
 
 
 def test_a_cast_makes_nothing_infinite(tmp_path: Path) -> None:
+    """Nor is an infinity lost in a dtype that has none."""
     weight = torch.tensor([1.0, float("inf"), -1e5])
     holdfast.save(tmp_path / "r", {"model": {"w": weight}}, step=1)
-    with pytest.raises(UsageError, match=r"'model\.w' has values too large for float16"):
+    with pytest.raises(
+        UsageError, match=r"'model\.w': saved as float32, and -100000 is no float16"
+    ):
         holdfast.convert(tmp_path / "r", tmp_path / "half", to="torch", dtype="float16")
+    holdfast.save(tmp_path / "inf", {"model": {"w": weight[:2]}}, step=1)
+    with pytest.raises(
+        UsageError, match=r"'model\.w': saved as float32, and inf is no float8_e4m3fn"
+    ):
+        holdfast.convert(tmp_path / "inf", tmp_path / "8", to="torch", dtype="float8_e4m3fn")
     holdfast.convert(tmp_path / "r", tmp_path / "out", to="torch", dtype="bfloat16")
     assert torch.equal(torch.load(tmp_path / "out")["w"], weight.bfloat16())
 

@@ -318,11 +318,22 @@ class _UnfinishedFile:
         read_alone(self._source.images, wants, threads=1)
         with np.errstate(over="ignore"):
             target[:] = values.astype(target.dtype)
-        if not np.isfinite(target).all() and np.isfinite(values[~np.isfinite(target)]).any():
+        lost = _lost(values, target)
+        if lost is not None:
+            value = f"{float(values[lost][0]):g}"
             raise UsageError(
-                f"{tensor.name!r} has values too large for {span.dtype}",
+                f"{tensor.name!r}: saved as {tensor.dtype}, and {value} is no {span.dtype}",
                 hint="bfloat16 has the range of float32",
             )
+
+
+def _lost(values: Any, cast: Any) -> Any:
+    """Mask floats that a cast has made infinite, or NaN, or finite; None if there are none."""
+    if np.isfinite(cast).all():
+        return None
+    lost = np.isfinite(values) & ~np.isfinite(cast)
+    lost |= ~np.isfinite(values) & (np.isnan(values) != np.isnan(cast))
+    return lost if lost.any() else None
 
 
 def _zero(view: memoryview) -> None:

@@ -137,7 +137,7 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch gives no types
             if box.size:
                 number = saved.index(value.saved_name)
                 dtype = saved.manifest.tensors[number].dtype
-                wants.append(Want(number, box, target_of(target.detach(), dtype)))
+                wants.append(Want(number, box, target_of(target.detach(), dtype, value.saved_name)))
             taken[address] = item, target
         fill()
         done: Future[None] = Future()
@@ -157,7 +157,7 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch gives no types
                 found[name] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
                 if found[name].numel():
                     box = Box((0,) * len(entry.shape), entry.shape)
-                    wants.append(Want(number, box, target_of(found[name], entry.dtype)))
+                    wants.append(Want(number, box, target_of(found[name], entry.dtype, name)))
         read_alone(saved.images, wants)
         return found
 

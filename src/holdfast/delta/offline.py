@@ -27,6 +27,7 @@ from holdfast.state.customised import OWN
 from holdfast.state.ignoring import trainable_marks
 from holdfast.state.live import State
 from holdfast.state.placed import torch_dtype
+from holdfast.state.positions import in_saved_order
 from holdfast.store import Store
 
 IN_THE_SCRIPT = "Checkpointer.restore(step) replays it, in the training script itself"
@@ -234,7 +235,7 @@ def _optimizer(
     tree = merged_groups(step, key) if applied else checkpoint.manifest.extras[key]
     groups = tree["$optimizer"]["groups"]
     _check_ties(checkpoint.manifest.extras.get(key), groups, params, keys)
-    return kind(
+    made: Optimizer = kind(
         [
             {
                 "params": [_param(n, params, keys) for n in g["params"]],
@@ -244,6 +245,10 @@ def _optimizer(
         ],
         lr=1.0,
     )
+    for mine, saved in zip(made.param_groups, groups):
+        mine["param_names"] = list(saved["params"])
+    in_saved_order.add(made)
+    return made
 
 
 def _way_of(hyper: dict[str, Any]) -> dict[str, bool]:

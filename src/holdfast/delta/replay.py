@@ -408,7 +408,7 @@ class Replay:
         entry = checkpoint.manifest.tensors[index]
         if not placed.box.size:
             return []
-        return [Want(index, placed.box, target_of(local_of(tensor), entry.dtype))]
+        return [Want(index, placed.box, target_of(local_of(tensor), entry.dtype, name))]
 
     def _apply(self, step: RecordedStep, grads: Gradients) -> None:
         known = {one.key: one for one in self.optimizers}

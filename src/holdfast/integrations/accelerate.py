@@ -41,6 +41,8 @@ from holdfast.arguments import instance_of, step_of
 from holdfast.checkpoint.tidying import Keep
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import UsageError, warn_user
+from holdfast.format import extras
+from holdfast.integrations.accelerate_order import arranged, had_by, order_of, tell_order
 from holdfast.integrations.native import tell_newer
 from holdfast.restore.result import Restored
 from holdfast.state.rng import Rng
@@ -201,6 +203,7 @@ class _Attached:
         )
         step = None if input_dir is None else _number_in(input_dir, "load_state")
         restored = self.checkpointer.restore(step)
+        self.look()  # objects that were saved in another order have their own keys again
         self.last_step = int(restored)
         if self.accelerator.project_configuration.automatic_checkpoint_naming and restored.found:
             self.accelerator.project_configuration.iteration = int(restored) + 1
@@ -360,9 +363,23 @@ class _Counters:
         self._of = accelerator
         self._left: list[Any] = []
         """Passes that had begun when a step was restored: nobody goes on with them."""
+        self._had: list[int] = []
+        """Ids of what the accelerator had when the order of these was last noted."""
+        self._order: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self._of.step, "passes": self._next_passes()}
+        had = [id(one) for have in had_by(self._of) for one in have]
+        if had != self._had:
+            is_first = not self._had
+            self._had, self._order = had, order_of(self._of)
+            if is_first:
+                tell_order(self._order)
+        return {"step": self._of.step, "passes": self._next_passes(), "order": self._order}
+
+    def _holdfast_arranged(self, saved: Any, state: dict[str, Any]) -> dict[str, Any]:
+        """Compare the order of what the accelerator has with that of a step, before it is loaded."""
+        order = extras.decode(saved, lambda *_: None).get("order")
+        return state if order is None else arranged(order, self._of, state)
 
     def _next_passes(self) -> list[int]:
         """Return the number of the pass that each loader begins next, or is in the middle of: orders

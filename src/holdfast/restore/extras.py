@@ -303,7 +303,7 @@ class ExtrasRestorer:
                 index = self.checkpoint.index(name)
                 if box.size:
                     dtype = self.checkpoint.info(name).dtype
-                    self.wants.append(Want(index, box, target_of(local_of(tensor), dtype)))
+                    self.wants.append(Want(index, box, target_of(local_of(tensor), dtype, name)))
 
     def _memory_for(self, name: str) -> tuple[torch.Tensor, Box]:
         """Memory for a tensor in the state of an object, and which part of it that has."""

@@ -11,6 +11,7 @@ Nothing is guessed from a name's text, so a user's own `module` is left alone.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from torch import nn
 
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.events import emit
+from holdfast.format.extras import MADE_OF
 from holdfast.format.manifest import FileEntry, Manifest, TensorEntry
 from holdfast.sources import Sources
 from holdfast.state.live import State, inside_framework, is_optimizer, reshard, sources_in, stages
@@ -35,11 +37,11 @@ def under_live_names(checkpoint: Checkpoint, state: State, of_fabric: bool) -> C
         key: [pair for m in stages(value) or () for pair in _pairs(m, of_fabric)]
         for key, value in state.items()
     }
-    names = _Names(checkpoint, pairs, state)
+    names = _names(checkpoint, pairs, state)
     if not names.of_module and not names.of_optimizer:
         return checkpoint
     emit("restore.renamed", step=checkpoint.step, keys=[*names.of_module, *names.of_optimizer])
-    return _Renamed(checkpoint, names)
+    return Renamed(checkpoint, names)
 
 
 def are_former(state: State, names: Iterable[str]) -> bool:
@@ -88,27 +90,33 @@ def _under_fabric(name: str) -> Iterator[str]:
             yield ".".join([*components[:i], wrapper, *components[i:]])
 
 
-class _Names:
+def _names(checkpoint: Checkpoint, pairs: dict[str, list[Pair]], state: State) -> NewNames:
+    """New names of what a checkpoint has."""
+    manifest = checkpoint.manifest
+    known = {*checkpoint.names(), *manifest.extras, *manifest.per_rank}
+    found = {key: _of_module(key, known, pairs[key]) for key in state}
+    of_optimizer: dict[str, dict[str, str]] = {}
+    sources: Sources | None = None
+    for key, value in state.items():
+        if is_optimizer(value):
+            sources = sources_in(state) if sources is None else sources
+            groups = sources.of(value).groups(value)
+            all_names = all_param_names(state, groups)
+            served = {k: pairs[k] for k in served_modules(state, groups)}
+            names = _of_optimizer(_parameters(manifest, key), served, all_names)
+            if names:
+                of_optimizer[key] = names
+    return NewNames({key: names for key, names in found.items() if names}, of_optimizer)
+
+
+@dataclass(frozen=True)
+class NewNames:
     """New names of what a checkpoint has; names that stay are not listed."""
 
-    def __init__(self, checkpoint: Checkpoint, pairs: dict[str, list[Pair]], state: State) -> None:
-        manifest = checkpoint.manifest
-        known = {*checkpoint.names(), *manifest.extras, *manifest.per_rank}
-        found = {key: _of_module(key, known, pairs[key]) for key in state}
-        self.of_module = {key: names for key, names in found.items() if names}
-        """New names by former ones, for each key of modules; without the key."""
-        self.of_optimizer: dict[str, dict[str, str]] = {}
-        """New names of parameters by former ones, for each key of an optimizer."""
-        sources: Sources | None = None
-        for key, value in state.items():
-            if is_optimizer(value):
-                sources = sources_in(state) if sources is None else sources
-                groups = sources.of(value).groups(value)
-                all_names = all_param_names(state, groups)
-                served = {k: pairs[k] for k in served_modules(state, groups)}
-                names = _of_optimizer(_parameters(manifest, key), served, all_names)
-                if names:
-                    self.of_optimizer[key] = names
+    of_module: dict[str, dict[str, str]]
+    """New names by former ones, for each key of modules; without the key."""
+    of_optimizer: dict[str, dict[str, str]]
+    """New names of parameters by former ones, for each key of an optimizer."""
 
     def new(self, name: str, state: str) -> str:
         """The name of a tensor that counts as `state`."""
@@ -165,10 +173,10 @@ def _parameters(manifest: Manifest, key: str) -> set[str]:
     return found
 
 
-class _Renamed(Checkpoint):
+class Renamed(Checkpoint):
     """A checkpoint under other names.  Its data lie where they did."""
 
-    def __init__(self, checkpoint: Checkpoint, names: _Names) -> None:
+    def __init__(self, checkpoint: Checkpoint, names: NewNames) -> None:
         self.store, self.images = checkpoint.store, checkpoint.images
         self.format, self.others = checkpoint.format, checkpoint.others
         self.refused = checkpoint.refused
@@ -202,7 +210,8 @@ class _Renamed(Checkpoint):
         return new
 
     def _key(self, name: str) -> str:
-        return self._names.new(name, "param") if name.endswith("_extra_state") else name
+        is_of_tensor = name.endswith(("_extra_state", MADE_OF))
+        return self._names.new(name, "param") if is_of_tensor else name
 
     def _extras(self, extras: dict[str, Any]) -> dict[str, Any]:
         found = {}

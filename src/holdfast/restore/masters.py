@@ -267,7 +267,7 @@ def read_numbers(checkpoint: Checkpoint, changes: list[MasterChange]) -> None:
         if number not in values:
             dtype = checkpoint.info(name).dtype
             values[number] = torch.empty((), dtype=torch_dtype(dtype))
-            wants.append(Want(number, Box((), ()), target_of(values[number], dtype)))
+            wants.append(Want(number, Box((), ()), target_of(values[number], dtype, name)))
     read_alone(checkpoint.images, wants)
     for change in changes:
         for state, names in change.numbers.items():

@@ -111,7 +111,7 @@ def read_overlapping(checkpoint: Checkpoint, live: Live) -> dict[int, Aside]:
             if overlaps(part.local) and is_known(checkpoint, name):
                 aside = asides[id(part)] = Aside.of(name, part.local)
                 dtype = checkpoint.info(name).dtype
-                target = target_of(aside.values, dtype)
+                target = target_of(aside.values, dtype, name)
                 wants.append(Want(checkpoint.index(name), part.box, target))
     if wants:
         with suppress(FormatError, StoreError):  # met again, by all ranks together

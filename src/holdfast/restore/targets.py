@@ -80,7 +80,7 @@ class RestoreOptions:
 
 @dataclass(frozen=True)
 class TorchTarget:
-    """A live tensor that takes values by `copy_`: on a device, or of another dtype."""
+    """A live tensor that takes values by `copy_`: on a device, or with a bit that says how to read it."""
 
     tensor: torch.Tensor
     dtype: torch.dtype
@@ -94,10 +94,14 @@ class TorchTarget:
             self.tensor[at].copy_(source)
 
 
-def target_of(local: torch.Tensor, dtype: str) -> Target:
-    """The memory of a live local tensor, for values of the saved dtype."""
+def target_of(local: torch.Tensor, dtype: str, name: str) -> Target:
+    """The memory of a live local tensor, for values of the saved dtype of tensor `name`."""
     saved = torch_dtype(dtype)
-    if local.is_cpu and local.dtype == saved and not (local.is_conj() or local.is_neg()):
+    if local.dtype != saved:
+        from holdfast.restore.casting import CastTarget
+
+        return CastTarget(local.detach(), saved, name)
+    if local.is_cpu and not (local.is_conj() or local.is_neg()):
         array = array_of(local)
         return ArrayTarget(array.view(RAW[array.itemsize]))
     return TorchTarget(local.detach(), saved)

@@ -20,7 +20,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch.optim import Optimizer
 
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.peers import raise_on_all
@@ -34,7 +33,9 @@ from holdfast.group import Group
 from holdfast.layout import whole
 from holdfast.restore.compare import Problems, compare, judge_together
 from holdfast.restore.extras import ExtrasRestorer
+from holdfast.restore.one_memory import two_values
 from holdfast.restore.overlapping import Aside, read_overlapping
+from holdfast.restore.positions import by_order
 from holdfast.restore.targets import Change, RestoreOptions, materialise, target_of, targets
 from holdfast.restore.uninitialised import nan_if_it_fails
 from holdfast.state.kinds import writing
@@ -45,6 +46,7 @@ from holdfast.state.live import (
     in_order,
     is_of_framework,
     is_optimizer,
+    is_stateful,
     stages,
 )
 from holdfast.state.placed import Placed
@@ -158,15 +160,19 @@ def _prepare(
         for value in state.values():
             for module in stages(value) or ():
                 materialise(module)
+        state = _arranged(checkpoint, state)
         with uncollected():
             checkpoint = _with_own(_under_live_names(checkpoint, state), state, group)
+            checkpoint, unproved = by_order(checkpoint, state, options)
             live, changes = targets(checkpoint, state, options)
             masters = _master_changes(checkpoint, state, live, options)
             problems = compare(checkpoint, live, state, options)
             _tell_unfit(problems, live, options)
             extras = ExtrasRestorer(checkpoint, state, live, group, options)
         problems.add(extras.problems)
+        problems.lines += unproved
         asides = {} if problems.lines else read_overlapping(checkpoint, live)
+        problems.lines += [] if problems.lines else two_values(checkpoint, live)
     except Exception as error:
         problems.lines.append(str(error))
         _read_numbers(checkpoint, state, [], group)
@@ -196,6 +202,15 @@ def _begin(changes: list[Change | MasterChange], padded: list[torch.Tensor]) -> 
             local.zero_()
 
 
+def _arranged(checkpoint: Checkpoint, state: State) -> State:
+    """The state, with objects that a trainer knows by number under the keys that they were saved under."""
+    for key, value in state.items():
+        arrange = getattr(type(value), "_holdfast_arranged", None)
+        if arrange is not None and key in checkpoint.manifest.extras:
+            state = in_order(arrange(value, checkpoint.manifest.extras[key], state))
+    return state
+
+
 def _read_numbers(
     checkpoint: Checkpoint, state: State, masters: list[MasterChange], group: Group
 ) -> None:
@@ -223,7 +238,7 @@ def _wanted(
             for part in t.parts:
                 if part.box.size and entry.shape == part.shape:
                     local = asides[id(part)].values if id(part) in asides else part.local
-                    wants.append(Want(index, part.box, target_of(local, entry.dtype)))
+                    wants.append(Want(index, part.box, target_of(local, entry.dtype, name)))
                 elif part.box.size:
                     padded.append(part.local)
                     wants += _unpadded(index, entry, part)
@@ -235,7 +250,8 @@ def _unpadded(index: int, entry: TensorEntry, part: Placed) -> list[Want]:
     box = part.box & whole(entry.shape)
     if box is None:
         return []
-    return [Want(index, box, target_of(part.local[box.within(part.box.start)], entry.dtype))]
+    inside = part.local[box.within(part.box.start)]
+    return [Want(index, box, target_of(inside, entry.dtype, entry.name))]
 
 
 def _under_live_names(checkpoint: Checkpoint, state: State) -> Checkpoint:
@@ -285,7 +301,9 @@ def _tell_unfit(problems: Problems, live: Live, options: RestoreOptions) -> None
 
 
 def _put_extras(plan: ExtrasRestorer, seen: State, given: State) -> None:
-    """Put the extras back; plain values, which are put into the state itself, into the user's own."""
+    """Put the extras back; plain values, which are put into the state itself, into the user's own.
+
+    Objects with a state of their own stay where the user has them, whatever key they were loaded under."""
     plan.put()
     if seen is not given:
-        given |= {key: value for key, value in seen.items() if not isinstance(value, Optimizer)}
+        given |= {key: value for key, value in seen.items() if not is_stateful(value)}

@@ -38,6 +38,7 @@ from holdfast.state.optimizers import (
     add_common,
     add_optimizer,
     all_param_names,
+    named_groups,
     own_params,
     refuse_common,
 )
@@ -211,6 +212,11 @@ def _add_torchs(
         live.add(name, "param", p, steady=True)
     add_optimizer(live, key, optimizer, source, names)
     add_common(live, key, optimizer, on_resize)
+    if any(id(p) not in names for _, params in groups for p in params):
+        from holdfast.state.positions import note_positions
+
+        named = named_groups(groups, {i: found[0] for i, found in names.items()})
+        note_positions(live, key, optimizer, named, state)
     return names
 
 

@@ -32,15 +32,25 @@ from holdfast.state.wrapped import stepping
 
 
 def param_names(state: State, groups: list[Group]) -> dict[int, str]:
-    """Fully qualified names of the parameters in an optimizer's groups, by object."""
+    """Names of the parameters in an optimizer's groups, by id."""
     return {i: names[0] for i, names in all_param_names(state, groups).items()}
 
 
-def all_param_names(state: State, groups: list[Group]) -> dict[int, list[str]]:
+class ParamNames(dict[int, list[str]]):
+    """Names of an optimizer's parameters, by id: every name of a tied one."""
+
+    stated: Collection[int] = ()
+    """Ids of those that only the optimizer's groups name."""
+    beside: Collection[int] = ()
+    """Ids of those that no module has, but a plain value or a group."""
+
+
+def all_param_names(state: State, groups: list[Group]) -> ParamNames:
     """Like `param_names`, but with every name of a tied parameter.
 
     A name carries its module's key only where two modules that the optimizer serves share a
-    parameter name; what other modules the state has makes no difference.
+    parameter name; what other modules the state has makes no difference.  A tensor that is a plain value
+    has its name in the checkpoint, and what the state does not have the one that the groups state.
     """
     found: dict[int, list[tuple[str, str]]] = {}
     keys: dict[str, set[str]] = {}
@@ -48,10 +58,21 @@ def all_param_names(state: State, groups: list[Group]) -> dict[int, list[str]]:
         for name, p in pairs:
             found.setdefault(id(p), []).append((key, name))
             keys.setdefault(name, set()).add(key)
-    return {
-        i: [name if len(keys[name]) == 1 else f"{key}.{name}" for key, name in dict.fromkeys(pairs)]
+    names = ParamNames(
+        (
+            i,
+            [
+                name if len(keys[name]) == 1 else f"{key}.{name}"
+                for key, name in dict.fromkeys(pairs)
+            ],
+        )
         for i, pairs in found.items()
-    }
+    )
+    if any(id(p) not in names for _, params in groups for p in params):
+        from holdfast.state.positions import add_others
+
+        add_others(names, state, groups)
+    return names
 
 
 def served_modules(state: State, groups: list[Group]) -> dict[str, list[tuple[str, torch.Tensor]]]:
@@ -66,13 +87,14 @@ def served_modules(state: State, groups: list[Group]) -> dict[str, list[tuple[st
 
 
 def own_params(
-    state: State, key: str, groups: list[Group], names: Collection[int]
+    state: State, key: str, groups: list[Group], names: ParamNames
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """An optimizer's parameters that nothing else in the state has.  `names`: by id, the others'."""
+    """An optimizer's parameters that nothing else in the state has."""
     others = {id(t) for value in state.values() if is_plain(value) for _, t in tensors_in(value)}
-    for pairs in named_groups(groups, {}):
+    stated = {i: names[i][0] for i in names.stated}
+    for pairs in named_groups(groups, stated):
         for name, p in pairs:
-            if id(p) not in names and id(p) not in others:
+            if (id(p) not in names or id(p) in stated) and id(p) not in others:
                 yield f"{key}.{name}.value", p
 
 
@@ -96,7 +118,7 @@ def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]
 def named_groups(
     groups: list[Group], names: dict[int, str]
 ) -> list[list[tuple[str, torch.Tensor]]]:
-    """(name, parameter) of each group; names from the state's modules, else by position."""
+    """(name, parameter) of each group; those without a name have one of their position."""
     return [
         [(names.get(id(p), f"group{g}.{i}"), p) for i, p in enumerate(params)]
         for g, (_, params) in enumerate(groups)

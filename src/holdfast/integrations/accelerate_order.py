@@ -1,0 +1,115 @@
+"""The order in which an Accelerator was given what it has, kept beside the state and compared at a load."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from holdfast.codec.digest import digest
+from holdfast.errors import StateMismatch, warn_user
+from holdfast.integrations.numbered import (
+    Marked,
+    arrangement,
+    in_another_order,
+    key_of,
+    marked,
+    tell_apart,
+)
+from holdfast.state.live import State, unwrap
+
+HOW = {
+    "custom": "registered",
+    "model": "prepared",
+    "optimizer": "prepared",
+    "scheduler": "prepared",
+}
+"""Roles of which it is told that nothing tells their objects apart."""
+
+
+def had_by(accelerator: Any) -> list[list[Any]]:
+    """All that the accelerator has, by role."""
+    known = accelerator._models, accelerator._optimizers, accelerator._schedulers
+    return [*known, accelerator._custom_objects, accelerator._dataloaders]
+
+
+def order_of(accelerator: Any) -> dict[str, list[Marked]]:
+    """Describe what the accelerator has, by role and number."""
+    models = [unwrap(m) for m in accelerator._models]
+    optimizers = [getattr(o, "optimizer", o) for o in accelerator._optimizers]
+    schedulers = [getattr(s, "scheduler", s) for s in accelerator._schedulers]
+    known: dict[int, str] = {}
+    for role, wrapped, bare in (
+        ("model", accelerator._models, models),
+        ("optimizer", accelerator._optimizers, optimizers),
+        ("scheduler", accelerator._schedulers, schedulers),
+    ):
+        for values in (wrapped, bare):
+            known |= {id(value): key_of(role, n) for n, value in enumerate(values)}
+    names = {
+        id(p): f"{key_of('model', number)}.{name}"
+        for number, model in enumerate(models)
+        for name, p in model.named_parameters()
+    }
+    found = {
+        "model": [marked(m, known, shapes=_shapes(m)) for m in models],
+        "optimizer": [marked(o, known, parameters=_parameters(o, names)) for o in optimizers],
+        "scheduler": [marked(s, known) for s in schedulers],
+        "custom": [marked(c, known) for c in accelerator._custom_objects],
+        "loader": [marked(d.dataset, known, length=_length(d)) for d in accelerator._dataloaders],
+    }
+    return {role: one for role, one in found.items() if len(one) > 1}
+
+
+def _shapes(model: torch.nn.Module) -> str:
+    shapes = repr([(name, tuple(p.shape)) for name, p in model.named_parameters()])
+    return f"{digest(shapes.encode()):x}"
+
+
+def _parameters(optimizer: Any, names: dict[int, str]) -> str:
+    groups = getattr(optimizer, "param_groups", ())
+    found = [names.get(id(p), "") for group in groups for p in group["params"]]
+    return f"{len(found)} from {found[0]}" if found and all(found) else ""
+
+
+def _length(loader: Any) -> str:
+    try:
+        return f"{len(loader.dataset)} samples"
+    except TypeError:
+        return ""
+
+
+def arranged(saved: dict[str, list[Marked]], accelerator: Any, state: State) -> State:
+    """The state, with registered objects under the keys that they were saved under.
+
+    StateMismatch if the order of others is not the saved one, or that of registered ones cannot be told."""
+    here = order_of(accelerator)
+    moved: dict[str, Any] = {}
+    problems: list[str] = []
+    for role, mine in here.items():
+        was = saved.get(role, ())
+        if len(was) != len(mine):
+            continue
+        if role == "custom":
+            order = arrangement(was, mine)
+            moved = {key_of(role, n): state[key_of(role, k)] for n, k in enumerate(order)}
+            mine = [mine[k] for k in order]
+        lines, told = in_another_order(role, was, mine, proved=role == "custom")
+        problems += lines
+        for text in told:
+            warn_user(text, notice="same-class")
+    if problems:
+        raise StateMismatch(
+            "the accelerator has other objects than when the step was saved:\n  "
+            + "\n  ".join(problems),
+            tuple(problems),
+            hint="prepare and register them in the order in which they were",
+        )
+    return {**state, **moved}
+
+
+def tell_order(order: dict[str, list[Marked]]) -> None:
+    """HoldfastWarning for objects of one class which nothing tells apart."""
+    for role, how in HOW.items():
+        for text in tell_apart(role, order.get(role, ()), how):
+            warn_user(text, notice="same-class")
