@@ -40,9 +40,12 @@ class HoldfastWarning(UserWarning):
     """A save failed, or a damaged step was passed over; training goes on."""
 
 
-NOTICES: dict[str, str] = {}
-"""Notices of a training, each told once: in a few words what was seen, by the name that silences it.  Each has
-a row in docs/reference/notices.md."""
+NOTICES: dict[str, str] = {
+    "order": "the order of a data loader's epoch that no step can hold",
+    "other-data": "a place in the data that was counted over other data, or in other batches",
+}
+"""Notices of a training, each told once: in a few words what was seen, by the name that silences it.  Each
+has a row in docs/reference/notices.md."""
 _silenced: set[str] = set()
 
 
