@@ -238,10 +238,10 @@ def test_records_have_it(tmp_path: Path) -> None:
         every = holdfast.Every(durable=100, delta=1)
         seen = []
         with holdfast.Checkpointer(tmp_path, state, every=every, delta=holdfast.Delta()) as ckpt:
-            step = ckpt.restore()
-            if not step:
+            first = ckpt.restore()
+            if not first:
                 ckpt.save(0).wait()
-            for step, batch in zip(range(step + 1, step + num + 1), data):
+            for step, batch in zip(range(first + 1, first + num + 1), data):
                 model(batch.float()[:, None]).sum().backward()
                 state["optim"].step()
                 seen += batch.tolist()

@@ -49,7 +49,7 @@ AT_RANDOM = {s.__iter__ for s in (RandomSampler, SubsetRandomSampler, WeightedRa
 Order = dict[str, Any]
 """Seeds and states of generators of a loader's samplers: `{"seeds": [...], "generators": [...]}`."""
 Data = dict[str, Any]
-"""The units that a place in data is counted in: samples, batch, replicas, order; as far as a loader says."""
+"""The units that a place in data is counted in: samples, batch, replicas, order; those that are known."""
 
 _told: set[str] = set()
 _told_of: WeakSet[Any] = WeakSet()
