@@ -747,7 +747,7 @@ class _TrainerProgress:
         """The Trainer has had it before the model was made.  Here is told whether its place means the same,
         which it has from the number of updates alone."""
         if "data" in saved and not self._of.args.ignore_data_skip:
-            tell_other_data("the Trainer", saved["data"], self._data())
+            tell_other_data("train_dataset", saved["data"], self._data())
 
 
 class _Losses:
