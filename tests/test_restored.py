@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,36 @@ def test_it_is_a_number_wherever_numbers_go(tmp_path: Path) -> None:
     restored = Restored(7, "memory", 2)
     assert f"{restored:04d} {restored}" == "0007 7" and json.dumps([restored]) == "[7]"
     assert type(restored + 1) is int and type(pickle.loads(pickle.dumps(restored))) is int
-    assert repr(restored) == "Restored(step=7, tier='memory', replayed=2, exactness='bit-exact')"
+    assert repr(restored) == (
+        "Restored(step=7, tier='memory', replayed=2, exactness='bit-exact', loaders=())"
+    )
     progress = {"step": restored}
     holdfast.save(tmp_path, {"progress": progress}, step=restored)
     found: dict[str, Any] = {"progress": {"step": 0}}
     assert holdfast.load(tmp_path, found) == 7 and found["progress"] == {"step": 7}
+
+
+class Loader:
+    """A data loader: it gives data, and has a place in them."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def test_it_says_which_loaders_are_in_the_state(tmp_path: Path) -> None:
+    live = {**state(), "layers": [nn.Linear(1, 1)], "data": Loader(), "more": {"a": [Loader()]}}
+    with holdfast.Checkpointer(tmp_path, live) as ckpt:
+        assert ckpt.restore().loaders == ()
+        ckpt.save(1).wait()
+        restored = ckpt.restore()
+        assert restored.loaders == ("data", "more.a[0]") and "loaders=('data'" in repr(restored)
+    with holdfast.Checkpointer(tmp_path, {"model": live["model"]}) as ckpt:
+        assert ckpt.restore().loaders == ()
 
 
 def test_it_says_how_many_steps_were_done_again(tmp_path: Path) -> None:

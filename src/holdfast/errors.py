@@ -46,6 +46,8 @@ NOTICES: dict[str, str] = {
     "held-long": "training was held for more than a second by a save",
     "newer-native": "a checkpoint of the trainer's own that is newer than the step that is restored",
     "one-rank-alone": "state that some ranks have and others lack",
+    "order": "the order of a data loader's epoch that no step can hold",
+    "other-data": "a place in the data that was counted over other data, or in other batches",
     "positions": "parameters of an optimizer that nothing names",
     "same-class": "objects of one class that go by their number",
     "set-aside": "much is copied before each save returns",

@@ -21,6 +21,7 @@ from holdfast.errors import (
 from holdfast.events import emit, span
 from holdfast.group import Group
 from holdfast.restore.candidates import Candidate, newest_good
+from holdfast.restore.nested import loaders_in
 from holdfast.restore.plain import Plain, plain_values
 from holdfast.restore.reading import (
     detected,
@@ -182,7 +183,8 @@ class Restart:
         """Return what to tell the user of the step that was reached."""
         if self.taken is None or self.reached is None:
             return Restored(0)
-        return Restored(step, tier_of(self.taken), self.num_replayed, self.exactness)
+        loaders = loaders_in(self.state)
+        return Restored(step, tier_of(self.taken), self.num_replayed, self.exactness, loaders)
 
     # -- the reading ------------------------------------------------------------------------------
 
@@ -220,7 +222,7 @@ class Restart:
         found = load_from(url, group, self.state, step, options, verify=self.verify)
         if step is None:
             tell_unused_records(url, group, found)
-        return Restored(found, "source")
+        return Restored(found, "source", loaders=loaders_in(self.state))
 
     def _replay(self, base: Candidate, steps: list[RecordedStep]) -> Identity:
         """Do `steps` after `base` again, as many as are sound; return the state reached."""

@@ -25,6 +25,14 @@ ALONE: dict[str, dict[str, Any]] = {
     "seedable sampler": {"loader": {"use_seedable_sampler": True}},
     "stateful loader": {"loader": {"use_stateful_dataloader": True}},
     "a worker": {"workers": 1},
+    "a worker that stays": {"workers": 1, "persistent": True},
+    "a worker that stays, seedable": {
+        "workers": 1,
+        "persistent": True,
+        "loader": {"use_seedable_sampler": True},
+    },
+    "seedable, another seed": {"again": 4, "loader": {"use_seedable_sampler": True}},
+    "generator, another seed": {"again": 4, "generator": True},
     "another pass left": {"noisy": True, "accumulate": 1, "waits": True, "peek": 16},
     "another pass over the same data": {"accumulate": 1, "waits": True, "peek": 16, "same": True},
     "two passes at once": {"noisy": True, "accumulate": 1, "waits": True, "beside": True},
@@ -144,6 +152,32 @@ def test_data_that_may_be_others_are_told(ranks: Ranks, tmp_path: Path) -> None:
     before = len(ranks.log.read_text())
     ranks.finish(options, 2)
     assert "may have other data there than the uninterrupted one" in ranks.log.read_text()[before:]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("die", [16, 24, 26, 28, 56])
+def test_a_worker_that_stays_is_not_seeded_anew(die: int, ranks: Ranks, tmp_path: Path) -> None:
+    """Killed in each epoch, and about the end of one: a restart draws no seed for workers that stayed."""
+    given = {"accumulate": 1, "waits": True, "workers": 1, "persistent": True}
+    own = uninterrupted(ranks, tmp_path, 1, given)
+    compare(ranks, tmp_path, own, 1, given, die)
+
+
+@pytest.mark.soak
+@pytest.mark.distributed
+@pytest.mark.parametrize("batch", [2, 4])
+def test_a_place_in_other_batches_is_told(batch: int, ranks: Ranks, tmp_path: Path) -> None:
+    """From two ranks with batches of 2 to one: the place is the same in batches of 4 alone."""
+    given = {"accumulate": 1, "waits": True, "batch": 2}
+    options, _ = run_of(tmp_path, "killed", **given)
+    ranks.die({**options, "die": 10}, 2)
+    before = len(ranks.log.read_text())
+    assert ranks.run({**options, "batch": batch}) == [0]
+    told = (
+        "'loader' in the data was saved over batches of 4 over all ranks"
+        in (ranks.log.read_text()[before:])
+    )
+    assert told == (batch == 2)
 
 
 @pytest.mark.soak

@@ -139,6 +139,23 @@ def test_data_without_a_length_is_told_of(tmp_path: Path) -> None:
     assert sum("too far" in str(one.message) for one in told) == 1
 
 
+def test_a_place_in_other_data_is_told(tmp_path: Path) -> None:
+    """Of four batches of ten; the data have grown since."""
+    s = settings(tmp_path, save_every=4)
+
+    def fit(num: int, steps: int) -> None:
+        data = StatefulDataLoader(torch.randn(num, 8), batch_size=2, shuffle=True)
+        trainer = lit.trainer_of(s, limit_val_batches=0, max_steps=steps)
+        trainer.fit(lit.Net(), data, ckpt_path="newest")
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "the place of", holdfast.HoldfastWarning)
+        fit(20, 4)
+        fit(20, 8)
+    with pytest.warns(holdfast.HoldfastWarning, match="over 20 samples, and here it is over 24"):
+        fit(24, 9)
+
+
 def test_a_step_without_parts_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of earlier versions have none: they load."""
 

@@ -30,6 +30,7 @@ BEST = {
     "save_total_limit": 2,
 }
 EVERY_STEP = {"every": "holdfast.Every(delta=1)", "delta": "holdfast.Delta()"}
+WORKERS = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
 ALONE: dict[str, dict[str, Any]] = {
     "plain": {},
     "data drawn anew": {"noisy": True},
@@ -37,6 +38,7 @@ ALONE: dict[str, dict[str, Any]] = {
     "best model": {"args": BEST, "early": True},
     "at each epoch": {"args": {"save_strategy": "epoch", "eval_strategy": "epoch"}},
     "adapter": {"lora": True},
+    "workers that stay": {"args": {**WORKERS, "eval_strategy": "steps", "eval_steps": 3}},
     "records": {"args": {"save_steps": 10}, "holdfast": EVERY_STEP},
 }
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -117,6 +119,28 @@ def test_two_ranks_and_then_one(layout: str, ranks: Ranks, tmp_path: Path) -> No
         assert {row["step"] for row in steps} == set(expected)
         for row in steps:
             assert row["loss"] == pytest.approx(expected[row["step"]], rel=1e-4)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("die", [15, 19, 22])
+def test_workers_that_stay_are_not_seeded_anew(die: int, ranks: Ranks, tmp_path: Path) -> None:
+    """Killed in the first epoch, about its end, and in the second one."""
+    given = {"args": {**WORKERS, "save_steps": 1}}
+    own = uninterrupted(ranks, tmp_path, 1, given)
+    compare(ranks, tmp_path, own, 1, given, die)
+
+
+@pytest.mark.soak
+@pytest.mark.distributed
+@pytest.mark.parametrize("batch", [2, 4])
+def test_a_place_in_other_batches_is_told(batch: int, ranks: Ranks, tmp_path: Path) -> None:
+    """From two ranks with batches of 2 to one: the place is the same in batches of 4 alone."""
+    options, _ = run_of(tmp_path, "killed", args={"per_device_train_batch_size": 2})
+    ranks.die({**options, "die": 16}, 2)
+    before = len(ranks.log.read_text())
+    assert ranks.run({**options, "args": {"per_device_train_batch_size": batch}}) == [0]
+    told = "was saved over 8 samples for an update" in ranks.log.read_text()[before:]
+    assert told == (batch == 2)
 
 
 @pytest.mark.soak

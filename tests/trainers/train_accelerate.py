@@ -127,7 +127,9 @@ def peek(loader: Any, journal: Journal) -> None:
 
 
 def main(options: dict[str, Any]) -> None:
-    set_seed(3)
+    journal = Journal(options["journal"])
+    seed = options.get("again", 3) if journal.read() else 3  # of a script that seeds nothing
+    set_seed(seed)
     accelerator = made(options)
     model = Net(options.get("drop", 0.2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -139,7 +141,8 @@ def main(options: dict[str, Any]) -> None:
         shuffle=None if options.get("streams") or options.get("ordered") else True,
         sampler=Ordered(len(data)) if options.get("ordered") else None,
         num_workers=options.get("workers", 0),
-        generator=torch.Generator().manual_seed(5) if options.get("generator") else None,
+        persistent_workers=options.get("persistent", False),
+        generator=torch.Generator().manual_seed(2 + seed) if options.get("generator") else None,
     )
     uses = options.get("use", "save_state")
     if uses != "own":
@@ -156,7 +159,7 @@ def main(options: dict[str, Any]) -> None:
     mean, position = Mean(), Position()
     accelerator.register_for_checkpointing(mean)
     accelerator.register_for_checkpointing(position)
-    journal = Journal(options["journal"], writes=accelerator.is_main_process)
+    journal.writes = accelerator.is_main_process
     if uses != "own":
         restored = accelerator.load_state()
         journal.add(restored=int(restored), tier=restored.tier)

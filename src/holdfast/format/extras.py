@@ -24,6 +24,8 @@ from holdfast.errors import FormatError, UsageError
 MAX_DEPTH = 100
 FROZEN = "_frozen"
 """Return the name of a key's extra that lists the parameters which were left out: `model._frozen`."""
+ORDER = "_order"
+"""End of the name of the extra beside a data loader's: over which data it goes, and its samplers' seeds."""
 DCP_NAMES = "dcp.names"
 """Name of the extra that lists what DCP called otherwise, of a step that `dcp.save` has written."""
 NUMBERS = "biufc"

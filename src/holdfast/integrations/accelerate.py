@@ -29,7 +29,6 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.utils import DistributedType, broadcast_object_list
@@ -42,9 +41,18 @@ from holdfast.checkpoint.tidying import Keep
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import UsageError, warn_user
 from holdfast.format import extras
+from holdfast.integrations.accelerate_loaders import (
+    PersistentWorkers,
+    begin_without_a_draw,
+    data_in,
+    order_kept,
+    put_order_kept,
+    tell_of_data,
+)
 from holdfast.integrations.accelerate_order import arranged, had_by, order_of, tell_order
 from holdfast.integrations.native import tell_newer
 from holdfast.restore.result import Restored
+from holdfast.state.orders import put_seeds, samplers_of
 from holdfast.state.rng import Rng
 
 __all__ = ["attach"]
@@ -58,8 +66,6 @@ _CHANGING = (
     "free_memory",
 )
 """The methods, beside `prepare`, that change what an accelerator has."""
-MOST_SAMPLERS = 10
-"""Samplers inside of each other that are looked into."""
 
 
 def attach(
@@ -374,7 +380,16 @@ class _Counters:
             self._had, self._order = had, order_of(self._of)
             if is_first:
                 tell_order(self._order)
-        return {"step": self._of.step, "passes": self._next_passes(), "order": self._order}
+        loaders = self._of._dataloaders
+        going_on = [now for now in self._under_way() if not now.end_of_dataloader]
+        return {
+            "step": self._of.step,
+            "passes": self._next_passes(),
+            "amid": sorted({n for now in going_on for n in of_its_data(now, loaders)}),
+            "data": [data_in(one) for one in loaders],
+            "orders": [order_kept(one)["seeds"] for one in loaders],
+            "order": self._order,
+        }
 
     def _holdfast_arranged(self, saved: Any, state: dict[str, Any]) -> dict[str, Any]:
         """Compare the order of what the accelerator has with that of a step, before it is loaded."""
@@ -404,6 +419,9 @@ class _Counters:
         for loader, number in zip(self._of._dataloaders, saved["passes"]):
             if hasattr(loader, "iteration"):
                 loader.iteration = number
+        tell_of_data(self._of._dataloaders, saved.get("data", ()), saved.get("amid", ()))
+        for loader, seeds in zip(self._of._dataloaders, saved.get("orders", ())):
+            put_seeds(loader.base_dataloader, {"seeds": seeds})  # those of each rank come later
 
 
 def of_its_data(loader: Any, loaders: list[Any]) -> list[int]:
@@ -437,6 +455,8 @@ class _Pass:
         goes through it once more: that is no pass, and draws nothing."""
         self.before: Any = None
         """The generators before it, unless those of the restored step are still to be put back."""
+        self.had_workers = False
+        """It began with the workers of an earlier pass, and so without a draw for them."""
 
 
 class LoaderDraws:
@@ -459,6 +479,7 @@ class LoaderDraws:
         """The restored state, until a pass begins."""
         self._last: Any = None
         """The loader of the last pass, of which GradientState has a weak reference."""
+        self._workers = PersistentWorkers(accelerator)
         self._state = accelerator.gradient_state
         self._state._add_dataloader = self._begin
         self._state._remove_dataloader = self._end
@@ -478,16 +499,18 @@ class LoaderDraws:
                 continue
             done = now.left_out + now.fetched
             kept = {"began": now.began, "ahead": now.ahead, "order": now.order}
-            passes.append({"loader": index, "done": done, **kept})
-        orders = [_order(d) for d in self._of._dataloaders]
-        return {"orders": orders, "passes": passes, "over": over}
+            passes.append({"loader": index, "done": done, "had_workers": now.had_workers, **kept})
+        orders = [order_kept(d) for d in self._of._dataloaders]
+        there = self._workers.numbers()
+        return {"orders": orders, "passes": passes, "over": over, "workers": there}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         for loader, order in zip(self._of._dataloaders, saved["orders"]):
-            _put_order(loader, order)
+            put_order_kept(loader, order)
         self._saved, self._is_to_put_back = list(saved.get("passes", ())), True
         self._loaded = saved
         self._over = set(saved.get("over", ()))
+        self._workers.put(saved.get("workers", ()))
         if saved.get("active") is not None:  # of a step that has one pass, and not how far it is
             one = {"loader": saved["active"], "done": -1, "order": saved["orders"][saved["active"]]}
             self._saved = [{**one, "began": saved["began"], "ahead": saved["ahead"]}]
@@ -503,6 +526,7 @@ class LoaderDraws:
         """Let no later pass go on where the restored step was."""
         self._saved, self._over, self._is_to_put_back = [], set(), False
         self._loaded = self._last = None
+        self._workers.put(())
 
     # -- as loaders go on ---------------------------------------------------------------------------
 
@@ -516,11 +540,16 @@ class LoaderDraws:
         saved = None if is_over else self._take(loader, left_out)
         if saved is not None:
             self._rng.load_state_dict(saved["began"])
-            _put_order(loader, saved["order"])
-        now = loader._holdfast = _Pass(self._rng.state_dict(), _order(loader), left_out)
+            put_order_kept(loader, saved["order"])
+        now = loader._holdfast = _Pass(self._rng.state_dict(), order_kept(loader), left_out)
         now.is_over, now.before = is_over, before
+        now.had_workers = self._workers.are_there_for(loader)
+        if saved is not None:
+            now.had_workers = saved.get("had_workers", False)
+        if now.had_workers:
+            begin_without_a_draw(loader.base_dataloader)
         base, skipped = loader.base_dataloader, getattr(loader, "skip_batches", 0)
-        for one in _samplers(base) if left_out or skipped else ():
+        for one in samplers_of(base) if left_out or skipped else ():
             if hasattr(one, "set_epoch") and hasattr(loader, "iteration"):
                 one.set_epoch(loader.iteration)  # Accelerate's own call does not reach all of them
         dispatches = hasattr(loader, "_fetch_batches")
@@ -590,7 +619,7 @@ class LoaderDraws:
         type(self._state)._remove_dataloader(self._state, loader)
         now = vars(loader).get("_holdfast")
         if now is not None and now.is_over:
-            _put_order(loader, now.order)
+            put_order_kept(loader, now.order)
             if now.before is None:
                 self.put_back()
             else:
@@ -619,40 +648,3 @@ class _Watched:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sampler, name)
-
-
-def _order(loader: Any) -> list[torch.Tensor]:
-    """Return the states of the generators from which a loader's order is drawn."""
-    return [generator.get_state() for generator in _generators(loader)]
-
-
-def _put_order(loader: Any, order: list[torch.Tensor] | torch.Tensor | None) -> None:
-    """Put these generators back.  `order` is a tensor, or None, in a step of an older release."""
-    states = [] if order is None else [order] if isinstance(order, torch.Tensor) else order
-    for generator, state in zip(_generators(loader), states):
-        generator.set_state(state)
-
-
-def _generators(loader: Any) -> list[torch.Generator]:
-    """Return the generators that a loader, its samplers and a stream of data draw from, but for the default
-    one: that which ranks share comes first."""
-    base = loader.base_dataloader
-    holders = [base, *_samplers(base)]
-    holders += [loader.dataset] * isinstance(loader.dataset, IterableDataset)
-    found = [getattr(loader, "synchronized_generator", None)]
-    found += [getattr(holder, "generator", None) for holder in holders]
-    known = {id(one): one for one in found if isinstance(one, torch.Generator)}
-    return list(known.values())
-
-
-def _samplers(loader: Any) -> list[Any]:
-    """Return the samplers of a loader, each of which asks the next."""
-    found: list[Any] = []
-    holder = loader
-    while len(found) < MOST_SAMPLERS:
-        inner = getattr(holder, "batch_sampler", None)
-        holder = getattr(holder, "sampler", None) if inner is None else inner
-        if holder is None:
-            break
-        found.append(holder)
-    return found

@@ -63,7 +63,7 @@ from holdfast.integrations.lightning_finetuning import (
     names_of_trained,
     prepare,
 )
-from holdfast.integrations.lightning_home import METRICS, Home, Rest, number_of
+from holdfast.integrations.lightning_home import DATA, METRICS, Home, Rest, number_of
 from holdfast.integrations.lightning_loops import (
     IN_EPOCH,
     LoopPlace,
@@ -92,6 +92,7 @@ from holdfast.once import load, save
 from holdfast.saving.attaching import attached
 from holdfast.schedule import Every
 from holdfast.state.live import named_buffers, named_parameters
+from holdfast.state.orders import Data, data_of, tell_other_data
 from holdfast.state.placed import torch_dtype
 from holdfast.state.window import wait_for_copies
 from holdfast.state.writes import count_and_address
@@ -176,6 +177,8 @@ class _Saving:
     """The place in the loop where that state was saved."""
     _metrics: Any = None
     """The metrics logged by then; None in a step of an earlier version."""
+    _data: Collection[Data] = ()
+    """The data that the loaders went over by then."""
     _told: Collection[str] = ()
     """The texts that this fit has warned with, each once."""
     _begins_anew = True
@@ -193,7 +196,7 @@ class _Saving:
         if trainer.state.fn == TrainerFn.FITTING:
             self._homes, self._resumed, self._begins_anew = {}, None, True
             self._has_begun, self._place = False, LoopPlace.OTHER
-            self._metrics, self._told = None, ()
+            self._metrics, self._told, self._data = None, (), ()
             self._tell_of_uploads(trainer.loggers)
             # what callbacks save comes after the one and before the other
             trainer.callbacks = [_Begin(), *trainer.callbacks, _Steps()]
@@ -326,7 +329,10 @@ class _Saving:
         hooks changed the weights."""
         checkpoint.pop("optimizer_states", None)
         if "callbacks" in checkpoint:
-            checkpoint[METRICS] = Metrics(self.lightning_module.trainer).state_dict()
+            trainer = self.lightning_module.trainer
+            checkpoint[METRICS] = Metrics(trainer).state_dict()
+            loaders = getattr(trainer.fit_loop._combined_loader, "flattened", ())
+            checkpoint[DATA] = [data_of(one) for one in loaders]
             if callbacks_of(self.lightning_module.trainer):
                 checkpoint[TRAINED] = names_of_trained(self.lightning_module)
         if changed := self._changed(checkpoint.pop("state_dict")):
@@ -588,6 +594,7 @@ class _Saving:
         if not restored.replayed and self._lies_in_root(home, restored):
             home.go_on_from(int(restored), rest)
         self._resumed, self._metrics = rest["loops"]["fit_loop"], rest.get(METRICS)
+        self._data = rest.get(DATA, ())
         if self._metrics is not None:
             self._place = place_of(self._resumed, was_validating=self._metrics["validating"])
         return rest
@@ -624,6 +631,9 @@ class _Saving:
         if states and (has_epochs or (is_new and not is_old)):
             loop._combined_loader._load_state_dicts(states)
             iter(loop._data_fetcher)
+        for loader, data in zip(loaders, self._data if done["processed"] and not is_last else ()):
+            if hasattr(loader, "load_state_dict"):  # others begin their data again
+                tell_other_data("train_dataloader", data, data_of(loader))
         if done["processed"]:
             _restore_rng(ckpt)
         if is_new:

@@ -28,8 +28,10 @@ from holdfast.integrations.lightning_pointers import (
 from holdfast.looking import run_of
 from holdfast.saving import Save
 
-__all__ = ["METRICS", "Home", "Rest", "number_of"]
+__all__ = ["DATA", "METRICS", "Home", "Rest", "number_of"]
 
+DATA = "holdfast.data"
+"""The part of a checkpoint that says over which data its loaders go."""
 METRICS = "holdfast.metrics"
 """The key of what was logged, among the parts of a checkpoint of Lightning's."""
 
@@ -231,7 +233,7 @@ def _plain(callbacks: Any) -> Any:
 
 def _own_parts(rest: dict[str, Any]) -> dict[str, Any]:
     """Return the plain values that hooks, and not loops and callbacks, have in a checkpoint, as JSON."""
-    moving = ("callbacks", "loops", "lr_schedulers", "epoch", METRICS, TRAINED)
+    moving = ("callbacks", "loops", "lr_schedulers", "epoch", METRICS, DATA, TRAINED)
     return {name: _plain(value) for name, value in rest.items() if name not in moving}
 
 

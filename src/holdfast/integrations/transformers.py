@@ -45,10 +45,12 @@ from holdfast.checkpoint.tidying import Keep
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import NotFound, NotRecoverable, UsageError, warn_user
 from holdfast.integrations.accelerate import LoaderDraws, bare, check_engine
+from holdfast.integrations.accelerate_loaders import data_in
 from holdfast.integrations.native import tell_newer
 from holdfast.once import load
 from holdfast.restore.reading import OWN
 from holdfast.schedule import Every
+from holdfast.state.orders import Data, tell_other_data
 from holdfast.state.trainable import trainable_only
 from holdfast.state.window import wait_for_copies
 
@@ -289,7 +291,7 @@ class _Holdfast(_Mixin):
         prepared = super()._prepare_for_training(
             max_steps, loader, None if run.found is not None else resume
         )
-        run.data_pass.data = prepared[1].dataset
+        run.data_pass.data, run.data_pass.loader = prepared[1].dataset, prepared[1]
         is_read_by_each = run.data_pass.is_stream and self.args.world_size > 1
         dispatches = isinstance(prepared[1], DataLoaderDispatcher)
         if is_read_by_each and not dispatches and self.args.should_save:
@@ -573,6 +575,7 @@ class _PassOverData:
     def __init__(self, *, is_stream: bool = False) -> None:
         self.is_stream = is_stream
         self.data: Any = None
+        self.loader: Any = None
         self.number = self.began = 0
         """Its number, and what `global_step` was when it began."""
         self.is_over = self.has_told_of_gradients = False
@@ -732,10 +735,22 @@ class _TrainerProgress:
         return {
             "json": f'{text[:-1]}, "log_history": [{log}]}}',
             "position": self._of._holdfast_position,
+            "data": self._data(),
         }
 
+    def _data(self) -> Data:
+        """Return what a place is counted in: updates."""
+        loader = self._of._holdfast.data_pass.loader
+        found = {} if loader is None else data_in(loader)
+        if (batch := found.pop("global_batch", None)) is not None:
+            found["update"] = batch * self._of.args.gradient_accumulation_steps
+        return found
+
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Nothing: the Trainer has had it before the model was made."""
+        """The Trainer has had it before the model was made.  Here is told whether its place means the same,
+        which it has from the number of updates alone."""
+        if "data" in saved and not self._of.args.ignore_data_skip:
+            tell_other_data("train_dataset", saved["data"], self._data())
 
 
 class _Losses:

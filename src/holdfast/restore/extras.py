@@ -21,7 +21,7 @@ from holdfast.checkpoint.rows import Want
 from holdfast.errors import FormatError, RuleError, StateMismatch, warn_user
 from holdfast.events import emit
 from holdfast.format import extras
-from holdfast.format.extras import DCP_NAMES, referred
+from holdfast.format.extras import DCP_NAMES, ORDER, referred
 from holdfast.group import Group
 from holdfast.layout import Box, whole
 from holdfast.restore.compare import Problems
@@ -486,6 +486,10 @@ class ExtrasRestorer:
             self._put_made(key, value, own)
         if self.options.only is not None:
             return
+        if any(name.endswith(f".{ORDER}") for name in (*manifest.extras, *manifest.per_rank)):
+            from holdfast.restore.orders import put_orders
+
+            put_orders(self.checkpoint, self.state, own, self.options.on_resize)
         for key in sorted(self.state, key=lambda k: (k == "rng", k)):
             value = self.state[key]
             for name, module in self._module_states(key, value):

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from holdfast.errors import UsageError
 from holdfast.format import extras
-from holdfast.state.live import is_stateful, loaded_states
+from holdfast.state.live import State, is_loader, is_stateful, loaded_states, stages
 from holdfast.state.own_errors import naming
 
 LIVE, OBJECT = "$live", "$object"
@@ -235,6 +235,12 @@ def objects(live: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, live
     for part, one in _children(live, path):
         yield from objects(one, part)
+
+
+def loaders_in(state: State) -> tuple[str, ...]:
+    """Return the paths of the data loaders of a state."""
+    plain = ((k, v) for k, v in state.items() if stages(v) is None)
+    return tuple(path for k, v in plain for path, one in objects(v, k) if is_loader(one))
 
 
 def _below(path: str, name: Any) -> str:

@@ -68,7 +68,10 @@ class Restored(int):
     replayed: int
     """The number of recorded steps that were done again after the full step."""
     exactness: str
-    """`bit-exact`, or how far a step that was made from gradients on the host may be from the device's."""
+    """`bit-exact`, or how far a step that was made from gradients on the host may be from the device's.  It
+    is said of what is in the state: a loop over data that are not in `loaders` has no place in them."""
+    loaders: tuple[str, ...]
+    """The data loaders in the state, by key, or by path in lists and dicts; none if it has none."""
 
     def __new__(
         cls,
@@ -76,8 +79,10 @@ class Restored(int):
         tier: Tier | Literal["source"] | None = None,
         replayed: int = 0,
         exactness: str = "bit-exact",
+        loaders: tuple[str, ...] = (),
     ) -> Restored:
         restored = super().__new__(cls, step)
+        restored.loaders = loaders
         restored.tier, restored.replayed, restored.exactness = tier, replayed, exactness
         return restored
 
@@ -91,7 +96,7 @@ class Restored(int):
             return "Restored(nothing)"
         return (
             f"Restored(step={int(self)}, tier={self.tier!r}, replayed={self.replayed}, "
-            f"exactness={self.exactness!r})"
+            f"exactness={self.exactness!r}, loaders={self.loaders!r})"
         )
 
     def __str__(self) -> str:

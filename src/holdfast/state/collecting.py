@@ -21,6 +21,7 @@ from holdfast.state.live import (
     LiveTensor,
     State,
     add_module,
+    add_order,
     check_keys,
     encode,
     in_order,
@@ -264,6 +265,8 @@ def add_plain(live: Live, key: str, value: Any, on_resize: dict[str, str] | None
         with naming(key, value, "state_dict"):
             saved = loaded_states.of(value)
         live.extras[key] = encode(live, key, saved, inline=True)
+        if is_loader(value):
+            add_order(live, key, value, saved, rule)
     elif isinstance(value, torch.Tensor):
         live.add(key, "tensor", value, steady=False)
     else:

@@ -544,7 +544,16 @@ def encode(
         with naming(name, leaf, "state_dict"):
             saved = loaded_states.of(leaf)
         into["$object"] = encode(live, name, saved, inline=True, depth=depth + 1)
+        if is_loader(leaf):
+            add_order(live, name, leaf, saved, rule or live.rules.get(key))
     return tree
+
+
+def add_order(live: Live, name: str, loader: Any, saved: Any, rule: str | None) -> None:
+    """Add what is kept of a data loader beside its state, if torch's loaders are there at all."""
+    from holdfast.state.orders import add_order
+
+    add_order(live, name, loader, saved, rule)
 
 
 def is_cut(tensor: torch.Tensor) -> bool:
