@@ -35,15 +35,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from xxhash import xxh3_64_hexdigest
 
 import holdfast
 from holdfast import roots
 from holdfast.checkpointer import Checkpointer
 from holdfast.testing import Slow
-from memory.agents import agent
 from loops.loops import BETWEEN, STRIDE, Loop, Swap, bits, drawn, point_of
+from memory.agents import agent
 
 SECONDS = 90.0
 """A loop that takes longer hangs: it computes for some milliseconds."""
@@ -55,31 +54,38 @@ PRELOAD = (
 """What each process would import for itself otherwise: two seconds."""
 LEFT_OUT = "was left out: one was in flight"
 ELSEWHERE = "memory://elsewhere"
-Digests = dict[str, str]
+Digests = dict[str, Any]
 
 
-def digests(value: Any, at: str = "") -> Iterator[tuple[str, str]]:
-    """What a value is, bit for bit, by the path of each leaf."""
+def digests(value: Any, at: str, into: Digests) -> None:
+    """Put what a value is, bit for bit, under the path of each leaf."""
     if isinstance(value, torch.Tensor):
-        told = f"{value.dtype} {tuple(value.shape)} "
-        yield at, told + xxh3_64_hexdigest(np.ascontiguousarray(bits(value)))
+        into[at] = value.dtype, value.shape, digest_of(bits(value))
     elif isinstance(value, np.ndarray):
-        yield at, f"{value.dtype} {value.shape} {xxh3_64_hexdigest(np.ascontiguousarray(value))}"
-    elif isinstance(value, nn.Module) or hasattr(value, "state_dict"):
-        yield from digests(value.state_dict(), at)
+        into[at] = value.dtype, value.shape, digest_of(value)
+    elif hasattr(value, "state_dict"):
+        digests(value.state_dict(), at, into)
     elif isinstance(value, Mapping):
         for key, one in value.items():
-            yield from digests(one, f"{at}.{key}")
+            digests(one, f"{at}.{key}", into)
     elif isinstance(value, (list, tuple, deque)) and len(value) < 100:
-        yield f"{at}.type", f"{type(value).__name__} {len(value)}"
+        into[f"{at}.type"] = type(value).__name__, len(value)
         for k, one in enumerate(value):
-            yield from digests(one, f"{at}.{k}")
+            digests(one, f"{at}.{k}", into)
     else:
-        yield at, repr(value)
+        into[at] = repr(value)
+
+
+def digest_of(values: np.ndarray[Any, Any]) -> bytes | str:
+    if values.nbytes < 1024:
+        return values.tobytes()
+    return xxh3_64_hexdigest(np.ascontiguousarray(values))
 
 
 def digest(loop: Loop) -> Digests:
-    return dict(digests(loop.state() | {"rng": holdfast.Rng()}))
+    found: Digests = {}
+    digests(loop.state() | {"rng": holdfast.Rng()}, "", found)
+    return found
 
 
 def differing(a: Digests, b: Digests) -> list[str]:
@@ -87,15 +93,16 @@ def differing(a: Digests, b: Digests) -> list[str]:
 
 
 class Twin:
-    """Runs without holdfast, and keeps what the state was at each call."""
+    """Runs without holdfast, and keeps what the state was at each call, or at the end alone."""
 
-    def __init__(self, loop: Loop, after: int = -STRIDE) -> None:
-        self.loop, self.at = loop, dict[int, Digests]()
-        loop.run(self, after)
+    def __init__(self, loop: Loop, after: int | None = None) -> None:
+        self.loop, self.at, self.keeps = loop, dict[int, Digests](), after is None
+        loop.run(self, -STRIDE if after is None else after)
         self.end = digest(loop)
 
     def step(self, number: int) -> None:
-        self.at[number] = digest(self.loop)
+        if self.keeps:
+            self.at[number] = digest(self.loop)
 
     save = step
 
@@ -120,9 +127,16 @@ class Log:
     def compare(self, what: str, seen: Digests, twin: Twin, number: int) -> None:
         """Tell what differs from the twin at a call, and whose it is instead."""
         names = differing(seen, twin.at[number])
-        later = [n for n, all in twin.at.items() if names and all.get(f".{names[0]}") == seen.get(f".{names[0]}")]
+        later = [
+            n
+            for n, all in twin.at.items()
+            if names and all.get(f".{names[0]}") == seen.get(f".{names[0]}")
+        ]
         if names:
-            self.tell(wrong=f"{what}: {len(names)} differ, {names[:4]}, of {later or 'no call'}", names=names)
+            self.tell(
+                wrong=f"{what}: {len(names)} differ, {names[:4]}, of {later or 'no call'}",
+                names=names,
+            )
 
 
 class Live:
@@ -135,7 +149,11 @@ class Live:
     def step(self, number: int) -> None:
         options = self.loop.options
         self.log.compare(f"live at step({number})", digest(self.loop), self.twin, number)
-        if number % options.every == 0 and options.when_busy != "skip" and options.tier != "records":
+        if (
+            number % options.every == 0
+            and options.when_busy != "skip"
+            and options.tier != "records"
+        ):
             self.due.add(number)
         self.ckpt.step(number)
 
@@ -159,7 +177,7 @@ class Live:
 
     def passing(self, number: int) -> None:
         options = self.loop.options
-        time.sleep(options.pauses.get(number, 0))
+        time.sleep(options.pause_s * random.Random(number).random())
         if self.dies and number == options.end_at:
             if options.end == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -191,7 +209,9 @@ def live(seed: int, root: Path, twin: Twin, log: Log, number: int, torch_seed: i
             restored = int(ckpt.restore())
             if restored:
                 log.compare(f"restored {restored}", digest(loop), twin, restored)
-            if (restored == 0) == (torch_seed == 0) and not (restored and point_of(restored) in BETWEEN):
+            if (restored == 0) == (torch_seed == 0) and not (
+                restored and point_of(restored) in BETWEEN
+            ):
                 loop.run(asked, after=restored or -STRIDE)
                 if names := differing(digest(loop), twin.end):
                     log.tell(wrong=f"end of a run from {restored}: {names[:4]}", names=names)
@@ -301,8 +321,8 @@ class Verdict:
         return self.kind in ("SILENT", "HANG", "CRASH") or (self.is_plain and self.kind != "equal")
 
     def __str__(self) -> str:
-        facts = "\n    ".join(self.facts)
-        return f"{self.kind}{' (plain)' if self.is_plain else ''}: HOLDFAST_FUZZ_SEED={self.seed}\n    {facts}"
+        kind = f"{self.kind} (plain)" if self.is_plain else self.kind
+        return "\n    ".join([f"{kind}: HOLDFAST_FUZZ_SEED={self.seed}", *self.facts])
 
 
 def judged(seed: int, folder: Path, status: int) -> Verdict:
@@ -311,11 +331,19 @@ def judged(seed: int, folder: Path, status: int) -> Verdict:
     told = [line["told"] for line in lines if "told" in line]
     refused = [line["refused"] for line in lines if "refused" in line]
     words = told + refused + [line["left"] for line in lines if "left" in line]
-    wrong = [line["wrong"] for line in lines if "wrong" in line and not is_named(line["names"], told)]
+    wrong = [
+        line["wrong"] for line in lines if "wrong" in line and not is_named(line["names"], told)
+    ]
     steps = {n for line in lines for n in line.get("steps", ())}
     due = {n for line in lines for n in line.get("due", ())}
-    wrong += [f"step {n} is missing" for n in due - steps if not any(str(n) in word for word in words)]
-    facts = [*(f"wrong: {x}" for x in wrong), *(f"told: {x}" for x in told), *(f"refused: {x}" for x in refused)]
+    wrong += [
+        f"step {n} is missing" for n in due - steps if not any(str(n) in word for word in words)
+    ]
+    facts = [
+        *(f"wrong: {x}" for x in wrong),
+        *(f"told: {x}" for x in told),
+        *(f"refused: {x}" for x in refused),
+    ]
     kind = "SILENT" if wrong else "refused" if refused else "told" if told else "equal"
     if status == -signal.SIGKILL:
         kind = "HANG"
@@ -399,9 +427,10 @@ def main() -> None:
     asked.add_argument("seeds", nargs="*", type=int)
     asked.add_argument("--num", type=int, default=0)
     asked.add_argument("--workers", type=int, default=2)
-    asked.add_argument("--quiet", action="store_true")
     given = asked.parse_args()
     seeds = given.seeds + [random.SystemRandom().randrange(1 << 40) for _ in range(given.num)]
+    if not seeds:
+        seeds = [int(seed) for seed in sys.stdin.read().split()]
     kinds: Counter[str] = Counter()
     with (
         tempfile.TemporaryDirectory(dir="/dev/shm", prefix="holdfast-test-") as place,
@@ -409,7 +438,7 @@ def main() -> None:
     ):
         for verdict in drive_all(seeds, Path(place), given.workers):
             kinds[f"{'plain ' if verdict.is_plain else ''}{verdict.kind}"] += 1
-            if verdict.is_fault or (given.seeds and not given.quiet):
+            if verdict.is_fault or given.seeds:
                 print(f"{verdict}\n  {drawn(verdict.seed)}", flush=True)
     print(json.dumps(dict(kinds)), flush=True)
 

@@ -31,7 +31,7 @@ OFFSETS = {
     "begin": -6, "forward": -5, "backward": -4, "before_step": -3, "update": -2, "after_step": -1,
     "call": 0, "again": 1, "after_call": 2, "end": 3,
 }  # fmt: skip
-"""Points of an iteration, by what is added to its number times `STRIDE`.  At `call` is `Checkpointer.step`."""
+"""Points of an iteration, by what is added to its number times `STRIDE`; `call` is `Checkpointer.step`."""
 POINTS = tuple(point for point in OFFSETS if point != "backward")
 """Those that come one after the other: backward is within forward."""
 STRIDE = 16
@@ -136,7 +136,9 @@ class Net(nn.Module):
         if told.tied:
             self.layers[-1].weight = self.layers[0].weight
         self.norm = nn.BatchNorm1d(told.width) if told.norm else None
-        self.large = nn.Parameter(torch.randn(int(told.large_mb * 2**18))) if told.large_mb else None
+        self.large = (
+            nn.Parameter(torch.randn(int(told.large_mb * 2**18))) if told.large_mb else None
+        )
         frozen = torch.randn(max(64, int(told.frozen_mb * 2**18)))
         self.base = nn.Parameter(frozen, requires_grad=False)
         if told.counts:
@@ -530,7 +532,8 @@ class Options:
     """Numbers at which `save` is called, beside `step`."""
     looks: dict[int, str]
     """By number, what else is asked."""
-    pauses: dict[int, float]
+    pause_s: float
+    """Pause of the training at each point, at most."""
     end: str
     """`close`, `error` or `kill`; after the latter two the script is started again."""
     end_at: int
@@ -598,7 +601,7 @@ def drawn(seed: int) -> Loop:
     r = random.Random(seed)
     iterations, kinds = r.randint(3, 9), r.random()
     tier = "memory" if (t := r.random()) < 0.015 else "records" if t < 0.03 else "durable"
-    large = (0, 0) if tier != "durable" or r.random() < 0.85 else (r.randint(1, 8), 0)
+    large = (0, 0) if tier != "durable" or r.random() < 0.93 else (r.choice([1, 1, 2, 3, 8]), 0)
     large = large[:: r.choice([1, -1])]
     parts: list[Part] = [
         Model(
@@ -666,15 +669,13 @@ def drawn_options(r: random.Random, iterations: int, tier: str) -> Options:
         number_of(i, r.choice(["after_call", "begin"])): r.choice(["done", "wait", "handle"])
         for i in numbers if r.random() < 0.1
     }  # fmt: skip
-    pause = r.choice([0, 0, 0.0005, 0.003])
-    pauses = {number_of(i, r.choice(POINTS)): r.random() * pause for i in numbers if pause}
     return Options(
         every=r.randint(1, 4) * STRIDE, tier=tier,
         when_busy=r.choice([None, None, None, "queue", "skip"]),
         on_error=r.choice(["warn"] * 9 + ["raise"]),
         slow_s=r.choice([0, 0, 0, 0.0005, 0.005]), lag_s=r.choice([0, 0, 0.001, 0.004]),
         switch_s=r.choice([0.005, 0.005, 0.0001, 0.03]),
-        saves=sorted(saves), looks=looks, pauses=pauses,
+        saves=sorted(saves), looks=looks, pause_s=r.choice([0, 0, 0.0005, 0.003]),
         end=r.choice(["close"] * 6 + ["error"] + ["kill"] * 3),
         end_at=number_of(r.choice(numbers), r.choice([*OFFSETS])),
     )  # fmt: skip
