@@ -528,6 +528,8 @@ class Options:
     """Pause of a helper thread at each event, at most."""
     switch_s: float
     """Python's switch interval: how long a thread keeps the others out."""
+    as_large: bool
+    """Whether the state is treated as one that takes long to copy."""
     saves: list[int]
     """Numbers at which `save` is called, beside `step`."""
     looks: dict[int, str]
@@ -663,7 +665,17 @@ def drawn_followers(r: random.Random, iterations: int) -> Iterator[Part]:
 
 def drawn_options(r: random.Random, iterations: int, tier: str) -> Options:
     often, numbers = r.choice([0, 0, 0.15, 0.4]), range(1, iterations + 1)
-    spots = ["begin", "forward", "backward", "before_step", "after_step", "again", "end", "end"]
+    spots = [
+        "begin",
+        "forward",
+        "backward",
+        "before_step",
+        "update",
+        "after_step",
+        "again",
+        "end",
+        "end",
+    ]
     saves = {number_of(i, r.choice(spots)) for i in numbers if r.random() < often}
     looks = {
         number_of(i, r.choice(["after_call", "begin"])): r.choice(["done", "wait", "handle"])
@@ -675,7 +687,7 @@ def drawn_options(r: random.Random, iterations: int, tier: str) -> Options:
         on_error=r.choice(["warn"] * 9 + ["raise"]),
         slow_s=r.choice([0, 0, 0, 0.0005, 0.005]), lag_s=r.choice([0, 0, 0.001, 0.004]),
         switch_s=r.choice([0.005, 0.005, 0.0001, 0.03]),
-        saves=sorted(saves), looks=looks, pause_s=r.choice([0, 0, 0.0005, 0.003]),
+        as_large=r.random() < 0.6, saves=sorted(saves), looks=looks, pause_s=r.choice([0, 0, 0.0005, 0.003]),
         end=r.choice(["close"] * 6 + ["error"] + ["kill"] * 3),
         end_at=number_of(r.choice(numbers), r.choice([*OFFSETS])),
     )  # fmt: skip
