@@ -19,7 +19,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,18 +47,6 @@ def number_of(i: int, point: str) -> int:
 def point_of(number: int) -> str:
     i = (number + 6) // STRIDE
     return next(point for point in OFFSETS if number_of(i, point) == number)
-
-
-class Calls(Protocol):
-    """What a loop asks for."""
-
-    def step(self, number: int) -> None: ...
-
-    def save(self, number: int) -> None: ...
-
-    def look(self, how: str) -> None: ...
-
-    def passing(self, number: int) -> None: ...
 
 
 # -- ways to write to a tensor ---------------------------------------------------------------------
@@ -549,7 +537,7 @@ class Loop:
     options: Options
     net: Net = field(init=False, repr=False)
     model: Model = field(init=False, repr=False)
-    calls: Calls = field(init=False, repr=False)
+    calls: Any = field(init=False, repr=False)
 
     def __str__(self) -> str:
         lines = [f"loop {self.seed}: {self.iterations} iterations", *map(repr, self.parts)]
@@ -571,8 +559,8 @@ class Loop:
     def state(self) -> dict[str, Any]:
         return {key: value for part in self.parts for key, value in part.state().items()}
 
-    def run(self, calls: Calls, after: int = -STRIDE) -> None:
-        """Train to the end, from the point behind that of number `after`."""
+    def run(self, calls: Any, after: int = -STRIDE) -> None:
+        """Train to the end, from the point behind that of number `after`; `calls` hears of each."""
         self.calls = calls
         for i in range(1, self.iterations + 1):
             for point in POINTS:
@@ -601,7 +589,7 @@ class Loop:
 def drawn(seed: int) -> Loop:
     """The loop of a seed: the same each time, but for how its threads get on."""
     r = random.Random(seed)
-    iterations, kinds = r.randint(3, 9), r.random()
+    iterations, kinds = r.randint(3, 7), r.random()
     tier = "memory" if (t := r.random()) < 0.015 else "records" if t < 0.03 else "durable"
     large = (0, 0) if tier != "durable" or r.random() < 0.93 else (r.choice([1, 1, 2, 3, 8]), 0)
     large = large[:: r.choice([1, -1])]
@@ -687,7 +675,8 @@ def drawn_options(r: random.Random, iterations: int, tier: str) -> Options:
         on_error=r.choice(["warn"] * 9 + ["raise"]),
         slow_s=r.choice([0, 0, 0, 0.0005, 0.005]), lag_s=r.choice([0, 0, 0.001, 0.004]),
         switch_s=r.choice([0.005, 0.005, 0.0001, 0.03]),
-        as_large=r.random() < 0.6, saves=sorted(saves), looks=looks, pause_s=r.choice([0, 0, 0.0005, 0.003]),
+        as_large=r.random() < 0.6, saves=sorted(saves), looks=looks,
+        pause_s=r.choice([0, 0, 0.0005, 0.003]),
         end=r.choice(["close"] * 6 + ["error"] + ["kill"] * 3),
         end_at=number_of(r.choice(numbers), r.choice([*OFFSETS])),
     )  # fmt: skip

@@ -19,6 +19,8 @@ import torch
 
 from loops import driver
 
+pytestmark = pytest.mark.slow
+
 GIVEN = [int(seed) for seed in os.environ.get("HOLDFAST_FUZZ_SEED", "").split()]
 FIXED = range(24)
 NUM_ANEW = 10_000
@@ -48,7 +50,7 @@ def test_some_loops() -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(3 * 3600)
 def test_ten_thousand_loops_anew() -> None:
     """An honest training hears nothing; others are equal, told of or refused."""
     seeds = [random.SystemRandom().randrange(1 << 40) for _ in range(NUM_ANEW)]
