@@ -40,6 +40,7 @@ from xxhash import xxh3_64_hexdigest
 import holdfast
 from holdfast import roots
 from holdfast.checkpointer import Checkpointer
+from holdfast.state import movers
 from holdfast.testing import Slow
 from loops.loops import BETWEEN, STRIDE, Loop, Swap, bits, drawn, point_of
 from memory.agents import agent
@@ -288,8 +289,7 @@ def drive(seed: int, folder: Path) -> None:
     holdfast.events.subscribe(lag)
     sys.setswitchinterval(options.switch_s)
     if options.as_large:
-        with suppress(ModuleNotFoundError):
-            importlib.import_module("holdfast.state.movers").SMALL_BYTES = 0
+        movers.SMALL_BYTES = 0
     opens = roots.open_store
     if options.slow_s:
         roots.open_store = lambda url: Slow(opens(url), options.slow_s)

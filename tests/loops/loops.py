@@ -89,7 +89,8 @@ WAYS: dict[str, Way] = {
     "thread": by_thread,
     "pointer": by_pointer,
 }
-EXACT = ("copy_", "foreach", "detach", "data.copy_", "numpy", "dlpack", "thread", "pointer")
+COUNTED = ("copy_", "lerp_", "+=", "slice", "foreach", "detach")
+"""Those that torch counts: of others to an optimizer's states the docs say that they are not seen."""
 
 
 def write(way: str, tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:
@@ -612,11 +613,10 @@ def drawn(seed: int) -> Loop:
     if kinds > 0.25:
         parts += drawn_followers(r, iterations)
         if r.random() < 0.2:
-            whats = ["weights", "weights", "moments", "buffers", "frozen", "large"]
-            parts.append(
-                Edit(r.choice(whats), r.choice([*WAYS]), drawn_moment(r), r.randint(1, 3),
-                     r.randint(1, iterations))
-            )  # fmt: skip
+            what = r.choice(["weights", "weights", "moments", "buffers", "frozen", "large"])
+            way = r.choice(COUNTED if what == "moments" else [*WAYS])
+            moment, each, since = drawn_moment(r), r.randint(1, 3), r.randint(1, iterations)
+            parts.append(Edit(what, way, moment, each, since))
     return Loop(seed, iterations, parts, drawn_options(r, iterations, tier))
 
 
