@@ -441,6 +441,8 @@ def main() -> None:
     ):
         for verdict in drive_all(seeds, Path(place), given.workers):
             kinds[f"{'plain ' if verdict.is_plain else ''}{verdict.kind}"] += 1
+            if not kinds.total() % 100:
+                print(dict(kinds), file=sys.stderr, flush=True)
             if verdict.is_fault or given.seeds:
                 print(f"{verdict}\n  {drawn(verdict.seed)}", flush=True)
     print(json.dumps(dict(kinds)), flush=True)
