@@ -128,8 +128,9 @@ KEPT: dict[str, tuple[str, ...]] = {
 FIRST = (
     "state/test_many_tensors.py",  # these two while there is little in memory: the collector, forks
     "memory/test_every_write.py",
-    "launching/test_kills.py",  # these six for the soak: up to half an hour each
+    "launching/test_kills.py",  # these seven for the soak: up to half an hour each
     "objects/test_faults.py",
+    "loops/test_loops.py",
     "docs/test_docs.py",
     "trainers/test_deepspeed.py",
     "trainers/test_accelerate.py",
