@@ -5,7 +5,6 @@ Planned, and refused where it must be, before any tensor is read; put back when 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -25,6 +24,7 @@ from holdfast.format.extras import DCP_NAMES, referred
 from holdfast.group import Group
 from holdfast.layout import Box, whole
 from holdfast.restore.compare import Problems
+from holdfast.restore.filling import Claims, Filling
 from holdfast.restore.groups import HOW, beside_plain, goes_by_number, match_groups, moved_groups
 from holdfast.restore.nested import (
     LIVE,
@@ -119,6 +119,7 @@ class ExtrasRestorer:
         self._alike: dict[str, torch.Tensor] = {}
         """Tensors that objects have now, by name, of those objects to which saved tensors go."""
         self._live = live
+        self._filling = Filling(checkpoint.step, live.tensors.values())
         live.keys = set(state)
         if options.only is None:
             self._find_missing()
@@ -127,10 +128,12 @@ class ExtrasRestorer:
         self._plan_tensors(live)
 
     def _find_missing(self) -> None:
-        manifest = self.checkpoint.manifest
+        manifest, claims = self.checkpoint.manifest, Claims()
         for key, value in in_order(self.state).items():
             if self.options.strict:
                 self.problems.lines += self._lacking(f"{key}.engine", self._live.sources.of(value))
+            if self.options.strict and key in manifest.extras:
+                self.problems.lines += claims.problems(key, value, manifest.extras[key])
             if is_optimizer(value) and key in manifest.extras:
                 pairs = self._named_groups(value)
                 match_groups(key, manifest.extras[key], pairs)
@@ -506,6 +509,7 @@ class ExtrasRestorer:
                 self._put_own(key, value, own)
             elif key in manifest.extras:
                 self._put_one(key, value, manifest.extras[key])
+        self._filling.tell()
 
     def _module_states(self, key: str, value: Any) -> list[tuple[str, nn.Module]]:
         return [
@@ -622,17 +626,7 @@ class ExtrasRestorer:
             if not self.options.strict:
                 _keep_missing(live, found)
             self._tell_removed(key, [name for name in live if name not in found])
-            live.clear()
-            live.update(found)
-            return live
-        if isinstance(live, list) and isinstance(found, list):
-            live[:] = found
-            return live
-        if isinstance(live, deque) and isinstance(found, deque) and live.maxlen == found.maxlen:
-            live.clear()
-            live.extend(found)
-            return live
-        return found
+        return self._filling.put(key, live, tree, found)
 
     def _tell_removed(self, key: str, names: list[Any]) -> None:
         """HoldfastWarning of what is removed from a dict, at the first restore of its key in this process:
