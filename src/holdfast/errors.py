@@ -40,7 +40,12 @@ class HoldfastWarning(UserWarning):
     """A save failed, or a damaged step was passed over; training goes on."""
 
 
-NOTICES: dict[str, str] = {}
+NOTICES: dict[str, str] = {
+    "replaced": "a container of the state that a restore had to replace",
+    "settings-put-back": "settings of an optimizer that another object wrote while it was loaded",
+    "two-values": "one object of the state, saved with two values",
+    "untied": "tensors of a module that were one when they were saved, and are two",
+}
 """Notices of a training, each told once: in a few words what was seen, by the name that silences it.  Each has
 a row in docs/reference/notices.md."""
 _silenced: set[str] = set()

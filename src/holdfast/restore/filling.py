@@ -25,12 +25,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.errors import NOTICES, warn_user
+from holdfast.errors import warn_user
 from holdfast.restore.nested import below, children, is_object, item, rebuilt
 from holdfast.state.live import LiveTensor, is_loader, is_stateful
-
-NOTICES["replaced"] = "a container that a restore had to replace"
-NOTICES["two-values"] = "one object of the state, saved with two values"
 
 MAX_SHOWN = 10
 """Names that a warning shows."""

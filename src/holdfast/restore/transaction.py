@@ -27,8 +27,9 @@ from holdfast.group import Group
 from holdfast.layout import whole
 from holdfast.restore.compare import Problems, compare, judge_together
 from holdfast.restore.extras import ExtrasRestorer
+from holdfast.restore.materialising import materialise
 from holdfast.restore.overlapping import Aside, read_overlapping
-from holdfast.restore.targets import RestoreOptions, materialise, target_of, targets
+from holdfast.restore.targets import RestoreOptions, target_of, targets
 from holdfast.state.kinds import writing
 from holdfast.state.live import (
     Live,
@@ -141,9 +142,7 @@ def _prepare(
     masters: list[MasterChange] = []
     try:
         state = in_order(as_seen(state))
-        for value in state.values():
-            for module in stages(value) or ():
-                materialise(module)
+        materialise([module for value in state.values() for module in stages(value) or ()])
         with uncollected():
             checkpoint = _with_own(_under_live_names(checkpoint, state), state, group)
             live, changes = targets(checkpoint, state, options)
