@@ -494,28 +494,33 @@ class ExtrasRestorer:
         if self.options.only is not None:
             return
         for key in sorted(self.state, key=lambda k: (k == "rng", k)):
-            value = self.state[key]
-            for name, module in self._module_states(key, value):
-                tree = self._tree(name, own)
-                if tree is not None:
-                    with naming(name, module, "set_extra_state"):
-                        tree = with_live(name, module.get_extra_state, tree, self._decode)
-                        module.set_extra_state(self._decode(tree))
-            self._put_made(key, value, own)
-            if stages(value) is not None:
-                continue  # of a foreign dict of tensors; those alone make up a module
-            self._put_engine(f"{key}.engine", self._live.sources.of(value), own)
-            common = common_name(key)
-            if self.is_whole and (common in manifest.extras or common in manifest.per_rank):
-                if self._has_common(value):
-                    restore_common_state(value, self._common(common, own))
-            if key in manifest.per_rank:
-                self._put_own(key, value, own)
-            elif key in manifest.extras:
-                self._put_one(key, value, manifest.extras[key])
+            self._put_key(key, self.state[key], own)
             self._settings.put_back(key)
-        self._filling.tell()
+        if not self.group.rank or manifest.per_rank:
+            self._filling.tell()
         self._settings.tell()
+
+    def _put_key(self, key: str, value: Any, own: dict[str, Any]) -> None:
+        """Put back all that is not a tensor of its own of one value of the state."""
+        manifest = self.checkpoint.manifest
+        for name, module in self._module_states(key, value):
+            tree = self._tree(name, own)
+            if tree is not None:
+                with naming(name, module, "set_extra_state"):
+                    tree = with_live(name, module.get_extra_state, tree, self._decode)
+                    module.set_extra_state(self._decode(tree))
+        self._put_made(key, value, own)
+        if stages(value) is not None:
+            return  # of a foreign dict of tensors; those alone make up a module
+        self._put_engine(f"{key}.engine", self._live.sources.of(value), own)
+        common = common_name(key)
+        if self.is_whole and (common in manifest.extras or common in manifest.per_rank):
+            if self._has_common(value):
+                restore_common_state(value, self._common(common, own))
+        if key in manifest.per_rank:
+            self._put_own(key, value, own)
+        elif key in manifest.extras:
+            self._put_one(key, value, manifest.extras[key])
 
     def _module_states(self, key: str, value: Any) -> list[tuple[str, nn.Module]]:
         return [
@@ -730,9 +735,8 @@ def put_groups(
     """Set each group's hyper-parameters from the saved group that its parameters were in; return the names
     of those that were set.
 
-    Tensors are filled: a script or a captured graph may hold them, and a number stays what the script made
-    it, a tensor or a plain one; `as_recorded`: what it was in the recorded step, which was computed with
-    that.  `unfit`: by id, parameters whose states were another optimizer's, as then the hyper-parameters of
+    Tensors are filled, also with a plain number: a script or a captured graph may hold them.
+    `as_recorded`: settings are of the kind that the recorded step was computed with.  `unfit`: by id, parameters whose states were another optimizer's, as then the hyper-parameters of
     their groups were.
     """
     saved = tree["$optimizer"]["groups"]

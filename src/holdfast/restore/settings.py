@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from holdfast.errors import warn_user
+from holdfast.restore.nested import objects
 from holdfast.state.placed import memory_of
 
 ROUNDING = 1e-6
@@ -46,10 +47,7 @@ class Settings:
         """Note the settings that an optimizer has now, of those `names` that were saved for each group."""
         self._optimizers[key] = optimizer
         self._kept[key] = [
-            (
-                group,
-                {name: (group[name], _copied(group[name])) for name in of_group if name in group},
-            )
+            (group, {n: (group[n], _copied(group[n])) for n in of_group if _is_setting(group, n)})
             for group, of_group in zip(groups, names)
         ]
 
@@ -93,16 +91,14 @@ class Settings:
 
 
 def in_kind_of(live: Any, saved: Any) -> Any:
-    """A saved number as what the live one is: a tensor, which torch's compiler and optimizers of 16 and 8
-    bits ask for, or a plain number, which others do."""
+    """A saved number as a tensor where the live one is a tensor, which a script, torch's compiler or an
+    optimizer holds.  A saved tensor stays one: torch computes otherwise with a plain number."""
     is_tensor = isinstance(live, torch.Tensor) and live.numel() == 1
     if is_tensor and type(saved) in (int, float):
         return torch.full_like(live, saved, requires_grad=False)
     if isinstance(saved, torch.Tensor) and saved.numel() == 1:
         if is_tensor and (live.shape, live.dtype) != (saved.shape, saved.dtype):
             return torch.full_like(live, saved.item(), requires_grad=False)
-        if type(live) is float and saved.dtype.is_floating_point:
-            return float(saved.item())
     return saved
 
 
@@ -110,6 +106,11 @@ def _are_same(params: Any, others: Any) -> bool:
     if not isinstance(params, list) or not isinstance(others, list) or len(params) != len(others):
         return False
     return all(a is b for a, b in zip(params, others))
+
+
+def _is_setting(group: Group, name: str) -> bool:
+    """True for a value of a group that is no object, nor has one inside: these keep what they loaded."""
+    return name in group and not any(True for _ in objects(group[name], name))
 
 
 def _copied(value: Any) -> Any:
