@@ -42,7 +42,7 @@ from holdfast.restore.nested import (
     with_tensors,
 )
 from holdfast.restore.readable import check_extras
-from holdfast.restore.settings import Settings, in_kind_of
+from holdfast.restore.settings import GroupSettings, in_kind_of
 from holdfast.restore.targets import (
     RestoreOptions,
     counts_stay,
@@ -122,7 +122,7 @@ class ExtrasRestorer:
         """Tensors that objects have now, by name, of those objects to which saved tensors go."""
         self._live = live
         self._filling = Filling(checkpoint.step, live.tensors.values())
-        self._settings = Settings(checkpoint.step)
+        self._settings = GroupSettings(checkpoint.step)
         live.keys = set(state)
         if options.only is None:
             check_extras(checkpoint.manifest.extras, state)
@@ -736,8 +736,8 @@ def put_groups(
     of those that were set.
 
     Tensors are filled, also with a plain number: a script or a captured graph may hold them.
-    `as_recorded`: settings are of the kind that the recorded step was computed with.  `unfit`: by id, parameters whose states were another optimizer's, as then the hyper-parameters of
-    their groups were.
+    `as_recorded`: settings are of the kind that the recorded step was computed with.  `unfit`: by id,
+    parameters whose states were another optimizer's, as then the hyper-parameters of their groups were.
     """
     saved = tree["$optimizer"]["groups"]
     filled: dict[int, torch.Tensor] = {}

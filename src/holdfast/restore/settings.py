@@ -31,13 +31,13 @@ Group = dict[str, Any]
 _told: set[tuple[str, str]] = set()
 
 
-class Settings:
+class GroupSettings:
     """The settings of optimizers that have theirs back, and what wrote over them since."""
 
     def __init__(self, step: int) -> None:
         self.step = step
         self._kept: dict[str, list[tuple[Group, dict[str, tuple[Any, Any]]]]] = {}
-        """By key of an optimizer: each group, with the restored values, and copies of them, by name."""
+        """Each group of an optimizer, by its key, with the restored values and copies of them, by name."""
         self._optimizers: dict[str, Any] = {}
         self._written: dict[tuple[str, str], list[str]] = {}
 
