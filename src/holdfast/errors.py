@@ -49,10 +49,14 @@ NOTICES: dict[str, str] = {
     "order": "the order of a data loader's epoch that no step can hold",
     "other-data": "a place in the data that was counted over other data, or in other batches",
     "positions": "parameters of an optimizer that nothing names",
+    "replaced": "a container of the state that a restore had to replace",
     "same-class": "objects of one class that go by their number",
     "set-aside": "much is copied before each save returns",
+    "settings-put-back": "settings of an optimizer that another object wrote while it was loaded",
+    "two-values": "one object of the state, saved with two values",
     "unsaved-note": "a label or metrics of a step that no save was due of",
     "untaken-key": "a key of the restored step that the state lacks, or that comes after the restore",
+    "untied": "tensors of a module that were one when they were saved, and are two",
 }
 """Notices of a training, each told once: in a few words what was seen, by the name that silences it.
 Each has a row in docs/reference/notices.md."""

@@ -25,13 +25,16 @@ SCALARS = (
     | st.text(max_size=5)
     | st.binary(max_size=5)
 )
+NUMPYS = hnp.scalar_dtypes().flatmap(hnp.from_dtype) | st.binary(max_size=5).map(np.bytes_)
+"""Scalars of all kinds that numpy has, empty ones and those that end with zeros among them."""
+NUMPYS |= st.sampled_from([np.datetime64("NaT"), np.timedelta64("NaT", "ns"), np.longdouble("0.1")])
 FILES = st.builds(file_of, st.binary(max_size=5), st.integers(0, 9))
 DTYPES = hnp.scalar_dtypes().filter(lambda d: d.kind in "biufc" and d.itemsize <= 16)
 ARRAYS = DTYPES.flatmap(
     lambda d: hnp.arrays(d, hnp.array_shapes(min_dims=0, min_side=0, max_side=3))
 )
 KEYS = st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.binary(max_size=3)
-KEYS |= st.tuples(st.integers(), st.text(max_size=2))
+KEYS |= st.tuples(st.integers(), st.text(max_size=2)) | st.binary(max_size=3).map(np.bytes_)
 SETS = st.frozensets(st.integers() | st.text(max_size=2), max_size=3)
 KEYS |= SETS | st.tuples(st.integers(), SETS) | st.frozensets(SETS, max_size=2)
 
@@ -50,13 +53,19 @@ def containers(inner):
     )
 
 
-VALUES = st.recursive(SCALARS | ARRAYS | FILES, containers, max_leaves=10)
+VALUES = st.recursive(SCALARS | ARRAYS | FILES | NUMPYS, containers, max_leaves=10)
 
 
 def same(a, b) -> bool:
-    """Equal in value and type, NaN and the sign of zero included."""
+    """Equal in value and type, NaN and the sign of zero included; a text of numpy's is a text."""
+    if isinstance(b, np.str_):
+        return type(a) is str and a == str(b)
     if type(a) is not type(b):
         return False
+    if isinstance(a, np.bytes_):
+        return bytes.__eq__(a, b) and len(a) == len(b)
+    if isinstance(a, np.generic) and not isinstance(a, np.longdouble | np.clongdouble):
+        return a.dtype == b.dtype and bytes(a.data) == bytes(b.data)
     if isinstance(a, np.ndarray):
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
     if isinstance(a, io.BytesIO):
@@ -163,6 +172,43 @@ def test_junk_is_decoded_or_refused(tree) -> None:
 def test_numpy_scalars(value) -> None:
     back = decode(msgspec.json.decode(msgspec.json.encode(encode(value))))
     assert (type(back), back) == (type(value), value)
+
+
+class Apart(str):
+    """A text that equals itself alone."""
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+class Row(list):  # type: ignore[type-arg]
+    __hash__ = object.__hash__
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ({"of": {Apart("a"): 1, "a": 2, 3: 4}}, "two keys that differ, and would be read as one"),
+        ({"of": {Apart("a"), "a"}}, "two keys that differ"),
+        ({"of": {("x", Apart("a")): 1, ("x", "a"): 2}}, "two keys that differ"),
+        ({"of": {Row([1]): 1}}, "a key that cannot be saved: unhashable"),
+        ({"of": {Row([1])}}, "a key that c.* unhashable"),
+    ],
+)
+def test_keys_that_would_not_come_back_are_refused(value, why) -> None:
+    with pytest.raises(UsageError, match=f"^of key: {why}"):
+        encode(value)
+
+
+def test_numbers_of_dtypes_that_another_package_makes_are_refused() -> None:
+    """No numpy knows their names before it is imported."""
+    others = pytest.importorskip("ml_dtypes")
+    for kind in (others.float8_e5m2, others.bfloat16, others.int4):
+        for value in (kind(1), np.ones(2, kind)):
+            with pytest.raises(UsageError, match=r"^a\[0\]: a .* cannot be saved"):
+                encode({"a": [value]})
 
 
 def test_what_cannot_be_saved_is_named() -> None:

@@ -426,7 +426,7 @@ class Replay:
             own = _tree(step.groups(one.key, rank), first.hyper)
             saved = merged_groups(step, one.key) if is_resized else own
             groups = [(g, g["params"]) for g in one.optimizer.param_groups]
-            put_groups(one.key, groups, saved, one.groups, decode_value)
+            put_groups(one.key, groups, saved, one.groups, decode_value, as_recorded=True)
             amp = _amp(one.optimizer, first.found_inf, first.grad_scale)
             with amp, without_hooks_before(one.optimizer):
                 _make_step(one.optimizer, self._blockwise[one.key])

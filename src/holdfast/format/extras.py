@@ -14,7 +14,7 @@ import base64
 import io
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,8 +34,12 @@ SCALARS = NUMBERS + "SUmM"
 """Kinds of numpy's dtypes of which scalars are saved: numpy makes the dtype from its name alone."""
 MADE_OF = "._made_of"
 """End of the name of the extra that tells of what a tensor is made that is saved as several."""
-_MALFORMED = (TypeError, ValueError, LookupError, AttributeError, OverflowError, SyntaxError)
-"""Errors that Python and numpy raise for a tag's body that is not what `encode` writes."""
+_MALFORMED = (
+    TypeError, ValueError, LookupError, AttributeError, ArithmeticError, SyntaxError, RuntimeError,
+)  # fmt: skip
+"""Errors that Python, numpy and torch raise for a tag's body that is not what `encode` writes."""
+EXACT = frozenset([str, int, float, complex, bool, bytes, type(None)])
+"""Types of keys that come back as they were."""
 
 Json = Any
 OnTensor = Callable[[Any, str], Json]
@@ -82,8 +86,9 @@ def encode(
         return _text(value, path) if utf8 and not value.isascii() else str.__str__(value)
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, np.generic) and value.dtype.kind in SCALARS:
-        return {"$scalar": [str(value.dtype), _b64(value.tobytes())]}
+    if isinstance(value, np.generic) and value.dtype.kind in SCALARS and _is_numpys(value.dtype):
+        data = bytes(value) if isinstance(value, np.bytes_) else value.tobytes()
+        return {"$scalar": [str(value.dtype), _b64(data)]}
     if isinstance(value, int):
         return int(value) if abs(value) < 1 << 63 else {"$int": _digits(int(value), path)}
     if isinstance(value, float):
@@ -95,8 +100,14 @@ def encode(
     if type(value) is io.BytesIO:
         return {"$bytesio": _content(value, path)}
     if isinstance(value, np.ndarray) and value.dtype.kind in NUMBERS and not _is_masked(value):
-        return {"$array": [str(value.dtype), list(value.shape), _b64(value.tobytes())]}
+        if _is_numpys(value.dtype):
+            return {"$array": [str(value.dtype), list(value.shape), _b64(value.tobytes())]}
     return _encode_container(value, on_other, path, depth, utf8)
+
+
+def _is_numpys(dtype: np.dtype[Any]) -> bool:
+    """False for the dtype of another package: no numpy makes it from its name before that is imported."""
+    return dtype.isbuiltin != 2
 
 
 def _is_masked(array: np.ndarray[Any, Any]) -> bool:
@@ -167,7 +178,9 @@ def _encode_container(value: Any, on_other: OnTensor, path: str, depth: int, utf
         raise Unsaved(path, why, "save its getvalue(), which is bytes")
     if isinstance(value, (set, frozenset)):
         kind = "$frozenset" if isinstance(value, frozenset) else "$set"
-        return {kind: items(sorted(value, key=_order), member)}
+        members = items(sorted(value, key=_order), member)
+        _check_keys(value, members, path)
+        return {kind: members}
     if isinstance(value, Mapping):
         kind = "$counter" if isinstance(value, Counter) else "$dict"
         kind = "$ordered" if type(value) is OrderedDict else kind
@@ -176,8 +189,30 @@ def _encode_container(value: Any, on_other: OnTensor, path: str, depth: int, utf
             (key(k), encode(v, on_other, f"{path}.{k}" if path else str(k), depth + 1, utf8=utf8))
             for k, v in value.items()
         ]
+        if not plain:
+            _check_keys(value, [k for k, _ in pairs], path)
         return dict(pairs) if plain else {kind: [list(pair) for pair in pairs]}
     return on_other(value, path)
+
+
+def _check_keys(keys: Iterable[Any], trees: list[Json], path: str) -> None:
+    """Refuse keys, or members of a set, that would come back as one, or as what cannot be a key: those of
+    classes that tell themselves apart otherwise than what they derive from."""
+    if all(map(_is_exact, keys)):
+        return
+    try:
+        back = {_hashable(decode(tree, lambda *_: object())) for tree in trees}
+    except FormatError as error:
+        raise Unsaved(f"{path} key", f"a key that could not be read: {error}") from None
+    except TypeError as error:
+        raise Unsaved(f"{path} key", f"a key that cannot be saved: {error}") from None
+    if len(back) != len(trees):
+        raise Unsaved(f"{path} key", "two keys that differ, and would be read as one")
+
+
+def _is_exact(key: Any) -> bool:
+    kind = type(key)
+    return kind in EXACT or (kind in (tuple, frozenset) and all(map(_is_exact, key)))
 
 
 def _order(value: Any) -> str:
@@ -230,7 +265,7 @@ def _decode_tag(tag: str, body: Json, on_other: Any, depth: int) -> Any:
             case "$bytesio":
                 return file_of(base64.b64decode(body[0]), body[1])
             case "$scalar":
-                return np.frombuffer(base64.b64decode(body[1]), np.dtype(body[0]))[0]
+                return _scalar(np.dtype(body[0]), base64.b64decode(body[1]))
             case "$array":
                 flat = np.frombuffer(base64.b64decode(body[2]), np.dtype(body[0]))
                 return flat.reshape(body[1]).copy()
@@ -251,6 +286,13 @@ def _decode_tag(tag: str, body: Json, on_other: Any, depth: int) -> Any:
     except _MALFORMED as error:
         raise FormatError(f"malformed extras: {tag}: {error}") from None
     raise FormatError(f"malformed extras: unknown tag {tag!r}")
+
+
+def _scalar(dtype: np.dtype[Any], data: bytes) -> Any:
+    """A scalar of numpy.  A text of bytes may be empty, and may end with zeros, which arrays leave out."""
+    if dtype.kind == "S":
+        return np.bytes_(data[: dtype.itemsize])
+    return np.frombuffer(data, dtype)[0]
 
 
 def file_of(data: bytes, position: int) -> io.BytesIO:

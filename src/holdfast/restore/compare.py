@@ -84,6 +84,10 @@ def compare(checkpoint: Checkpoint, live: Live, state: State, options: RestoreOp
         from holdfast.restore.tied import saved_twice
 
         found.twice = saved_twice(checkpoint, live)
+    if checkpoint.manifest.aliases:
+        from holdfast.restore.tied import tell_untied
+
+        tell_untied(checkpoint, live)
     return found
 
 

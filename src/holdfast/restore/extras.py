@@ -5,7 +5,6 @@ Planned, and refused where it must be, before any tensor is read; put back when 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -25,6 +24,7 @@ from holdfast.format.extras import DCP_NAMES, ORDER, referred
 from holdfast.group import Group
 from holdfast.layout import Box, whole
 from holdfast.restore.compare import Problems
+from holdfast.restore.filling import Claims, Filling
 from holdfast.restore.groups import HOW, beside_plain, goes_by_number, match_groups, moved_groups
 from holdfast.restore.nested import (
     LIVE,
@@ -41,6 +41,8 @@ from holdfast.restore.nested import (
     with_live,
     with_tensors,
 )
+from holdfast.restore.readable import check_extras
+from holdfast.restore.settings import GroupSettings, in_kind_of
 from holdfast.restore.targets import (
     RestoreOptions,
     counts_stay,
@@ -119,18 +121,23 @@ class ExtrasRestorer:
         self._alike: dict[str, torch.Tensor] = {}
         """Tensors that objects have now, by name, of those objects to which saved tensors go."""
         self._live = live
+        self._filling = Filling(checkpoint.step, live.tensors.values())
+        self._settings = GroupSettings(checkpoint.step)
         live.keys = set(state)
         if options.only is None:
+            check_extras(checkpoint.manifest.extras, state)
             self._find_missing()
             self._find_moved_groups()
         self._find_missing_in_modules(live)
         self._plan_tensors(live)
 
     def _find_missing(self) -> None:
-        manifest = self.checkpoint.manifest
+        manifest, claims = self.checkpoint.manifest, Claims()
         for key, value in in_order(self.state).items():
             if self.options.strict:
                 self.problems.lines += self._lacking(f"{key}.engine", self._live.sources.of(value))
+            if self.options.strict and key in manifest.extras:
+                self.problems.lines += claims.problems(key, value, manifest.extras[key])
             if is_optimizer(value) and key in manifest.extras:
                 pairs = self._named_groups(value)
                 match_groups(key, manifest.extras[key], pairs)
@@ -282,7 +289,7 @@ class ExtrasRestorer:
         of_each = self._tensors_of_each_rank()
         saved = self.checkpoint.manifest.extras
         self._alike = self._in_objects({*self.checkpoint.object_tensors, *of_each})
-        in_deques = {name for key in self.state for name in _in_deques(saved.get(key))}
+        unnamed = {name for key in self.state for name in _in_unnamed(saved.get(key))}
         for name in (*self.checkpoint.object_tensors, *of_each):
             key = name.split(".", 1)[0]
             if key not in self.state or name in live.tensors or name in live.apart:
@@ -290,7 +297,7 @@ class ExtrasRestorer:
             of_object = is_stateful(self.state[key])
             of_object = of_object or (key in self._nested and self._nested[key].has(name))
             of_object = of_object or name in of_each
-            of_object = of_object or name in in_deques  # which is as long as it was then
+            of_object = of_object or name in unnamed  # which has as many as it had then
             if stages(self.state[key]) is not None or self.options.only is not None:
                 if name not in in_modules:
                     continue
@@ -491,25 +498,33 @@ class ExtrasRestorer:
 
             put_orders(self.checkpoint, self.state, own, self.options.on_resize)
         for key in sorted(self.state, key=lambda k: (k == "rng", k)):
-            value = self.state[key]
-            for name, module in self._module_states(key, value):
-                tree = self._tree(name, own)
-                if tree is not None:
-                    with naming(name, module, "set_extra_state"):
-                        tree = with_live(name, module.get_extra_state, tree, self._decode)
-                        module.set_extra_state(self._decode(tree))
-            self._put_made(key, value, own)
-            if stages(value) is not None:
-                continue  # of a foreign dict of tensors; those alone make up a module
-            self._put_engine(f"{key}.engine", self._live.sources.of(value), own)
-            common = common_name(key)
-            if self.is_whole and (common in manifest.extras or common in manifest.per_rank):
-                if self._has_common(value):
-                    restore_common_state(value, self._common(common, own))
-            if key in manifest.per_rank:
-                self._put_own(key, value, own)
-            elif key in manifest.extras:
-                self._put_one(key, value, manifest.extras[key])
+            self._put_key(key, self.state[key], own)
+            self._settings.put_back(key)
+        if not self.group.rank or manifest.per_rank:
+            self._filling.tell()
+        self._settings.tell()
+
+    def _put_key(self, key: str, value: Any, own: dict[str, Any]) -> None:
+        """Put back all that is not a tensor of its own of one value of the state."""
+        manifest = self.checkpoint.manifest
+        for name, module in self._module_states(key, value):
+            tree = self._tree(name, own)
+            if tree is not None:
+                with naming(name, module, "set_extra_state"):
+                    tree = with_live(name, module.get_extra_state, tree, self._decode)
+                    module.set_extra_state(self._decode(tree))
+        self._put_made(key, value, own)
+        if stages(value) is not None:
+            return  # of a foreign dict of tensors; those alone make up a module
+        self._put_engine(f"{key}.engine", self._live.sources.of(value), own)
+        common = common_name(key)
+        if self.is_whole and (common in manifest.extras or common in manifest.per_rank):
+            if self._has_common(value):
+                restore_common_state(value, self._common(common, own))
+        if key in manifest.per_rank:
+            self._put_own(key, value, own)
+        elif key in manifest.extras:
+            self._put_one(key, value, manifest.extras[key])
 
     def _module_states(self, key: str, value: Any) -> list[tuple[str, nn.Module]]:
         return [
@@ -572,7 +587,9 @@ class ExtrasRestorer:
     def _own(self) -> dict[str, Any]:
         if not self.checkpoint.manifest.per_rank or self.resized:
             return {}
-        return self.checkpoint.rank_extras(self.group.rank)
+        own = self.checkpoint.rank_extras(self.group.rank)
+        check_extras(own, self.state)
+        return own
 
     def _put_own(self, key: str, value: Any, own: dict[str, Any]) -> None:
         if not self.resized and key not in self._moved:
@@ -605,7 +622,8 @@ class ExtrasRestorer:
         if is_optimizer(value):
             source = self._live.sources.of(value)
             pairs, groups = self._named_groups(value), source.groups(value)
-            put_groups(key, groups, tree, pairs, self._decode, self._live.unfit)
+            names = put_groups(key, groups, tree, pairs, self._decode, self._live.unfit)
+            self._settings.keep(key, value, [group for group, _ in groups], names)
             if not source.by_master:
                 put_plain_states(key, value, source, tree, pairs, self._decode, self._live.unfit)
             return
@@ -626,17 +644,7 @@ class ExtrasRestorer:
             if not self.options.strict:
                 _keep_missing(live, found)
             self._tell_removed(key, [name for name in live if name not in found])
-            live.clear()
-            live.update(found)
-            return live
-        if isinstance(live, list) and isinstance(found, list):
-            live[:] = found
-            return live
-        if isinstance(live, deque) and isinstance(found, deque) and live.maxlen == found.maxlen:
-            live.clear()
-            live.extend(found)
-            return live
-        return found
+        return self._filling.put(key, live, tree, found)
 
     def _tell_removed(self, key: str, names: list[Any]) -> None:
         """HoldfastWarning of what is removed from a dict, at the first restore of its key in this process:
@@ -691,13 +699,13 @@ def _keep_missing(live: dict[Any, Any], found: dict[Any, Any]) -> None:
             _keep_missing(value, found[key])
 
 
-def _in_deques(tree: Any) -> Iterator[str]:
-    """Names of tensors that the deques in a value hold."""
-    if isinstance(tree, dict) and set(tree) == {"$deque"}:
+def _in_unnamed(tree: Any) -> Iterator[str]:
+    """Names of tensors that the deques and sets in a value hold."""
+    if isinstance(tree, dict) and len(tree) == 1 and set(tree) <= {"$deque", "$set", "$frozenset"}:
         yield from referred(tree)
     elif isinstance(tree, (dict, list)):
         for one in tree.values() if isinstance(tree, dict) else tree:
-            yield from _in_deques(one)
+            yield from _in_unnamed(one)
 
 
 def _with_paths(live: Any) -> Iterable[tuple[str, torch.Tensor]]:
@@ -725,20 +733,30 @@ def put_groups(
     pairs: list[list[tuple[str, torch.Tensor]]],
     decode: Callable[[Any], Any],
     unfit: Collection[int] = (),
-) -> None:
-    """Set each group's hyper-parameters from the saved group that its parameters were in.
+    *,
+    as_recorded: bool = False,
+) -> list[list[str]]:
+    """Set each group's hyper-parameters from the saved group that its parameters were in; return the names
+    of those that were set.
 
-    Tensors are filled: a script or a captured graph may hold them.  `unfit`: by id, parameters whose states
-    were another optimizer's, as then the hyper-parameters of their groups were.
+    Tensors are filled, also with a plain number: a script or a captured graph may hold them.
+    `as_recorded`: settings are of the kind that the recorded step was computed with.  `unfit`: by id,
+    parameters whose states were another optimizer's, as then the hyper-parameters of their groups were.
     """
     saved = tree["$optimizer"]["groups"]
     filled: dict[int, torch.Tensor] = {}
+    names: list[list[str]] = []
     for (group, params), source in zip(groups, match_groups(key, tree, pairs)):
+        names.append([])
         if source is not None and not any(id(p) in unfit for p in params):
             hyper = decode(with_live(key, partial(dict, group), saved[source]["hyper"], decode))
             for name in (n for n in hyper if n not in HOW or n not in group):
-                if not _fill(group.get(name), hyper[name], filled):
-                    group[name] = hyper[name]
+                names[-1].append(name)
+                live, value = group.get(name), hyper[name]
+                value = value if as_recorded else in_kind_of(live, value)
+                if not _fill(live, value, filled):
+                    group[name] = value
+    return names
 
 
 def _fill(live: Any, value: Any, filled: dict[int, torch.Tensor]) -> bool:

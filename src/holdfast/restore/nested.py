@@ -102,7 +102,7 @@ def tensors_of(path: str, ask: Callable[[], Any], tree: Any) -> Iterator[tuple[s
 def _tensors(live: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(live, torch.Tensor):
         yield path, live
-    for part, one in _children(live, path):
+    for part, one in children(live, path):
         yield from _tensors(one, part)
 
 
@@ -112,7 +112,7 @@ def with_tensors(path: str, tree: Any, put: Callable[[str, Any], Any]) -> Any:
         return put(path, tree)
     if isinstance(tree, dict) and tree.keys() == {OBJECT}:
         return {OBJECT: with_tensors(path, tree[OBJECT], put)}
-    return _rebuilt(tree, path, lambda part, one: with_tensors(part, one, put))
+    return rebuilt(tree, path, lambda part, one: with_tensors(part, one, put))
 
 
 def homeless_in(path: str, ask: Callable[[], Any], tree: Any) -> list[str]:
@@ -177,15 +177,15 @@ def _walk(live: Any, tree: Any, path: str, into: Nested) -> Any:
             f"{path}: the state of an object was saved, and here is a {type(live).__name__}"
         )
         return tree
-    children = dict(_children(live, path))
+    inside = dict(children(live, path))
     seen: set[str] = set()
 
     def child(part: str, one: Any) -> Any:
         seen.add(part)
-        return _walk(children.get(part), one, part, into)
+        return _walk(inside.get(part), one, part, into)
 
-    new = _rebuilt(tree, path, child)
-    for part, one in children.items():
+    new = rebuilt(tree, path, child)
+    for part, one in inside.items():
         if part not in seen:
             into.missing += [
                 f"missing in the checkpoint: {where}, a {type(other).__name__}"
@@ -200,11 +200,11 @@ def _may_be_a_state(tree: Any) -> bool:
     return tags in ([], ["$dict"], ["$ordered"])
 
 
-def _rebuilt(tree: Any, path: str, child: Callable[[str, Any], Any]) -> Any:
+def rebuilt(tree: Any, path: str, child: Callable[[str, Any], Any]) -> Any:
     """A saved list or dict with `child` of each value in it; other trees as they are."""
 
     def items(values: Any) -> list[Any]:
-        return [child(_item(path, i), one) for i, one in enumerate(values)]
+        return [child(item(path, i), one) for i, one in enumerate(values)]
 
     match tree:
         case list():
@@ -215,25 +215,25 @@ def _rebuilt(tree: Any, path: str, child: Callable[[str, Any], Any]) -> Any:
             return {"$deque": [most, items(values)]}
         case {"$dict": pairs} | {"$ordered": pairs}:
             (tag,) = tree
-            return {tag: [[k, child(_below(path, extras.decode(k)), v)] for k, v in pairs]}
+            return {tag: [[k, child(below(path, extras.decode(k)), v)] for k, v in pairs]}
         case dict() if not any(name[:1] == "$" for name in tree):
-            return {name: child(_below(path, name), one) for name, one in tree.items()}
+            return {name: child(below(path, name), one) for name, one in tree.items()}
     return tree
 
 
-def _children(live: Any, path: str) -> Iterator[tuple[str, Any]]:
+def children(live: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Yield (path, value) of what a live list or dict holds."""
     if isinstance(live, Mapping):
-        yield from ((_below(path, _as_saved(name)), one) for name, one in live.items())
+        yield from ((below(path, _as_saved(name)), one) for name, one in live.items())
     elif isinstance(live, (list, tuple, deque)):
-        yield from ((_item(path, number), one) for number, one in enumerate(live))
+        yield from ((item(path, number), one) for number, one in enumerate(live))
 
 
 def objects(live: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Yield (path, object) of a value that is an object, or of those in its lists and dicts."""
     if is_object(live):
         yield path, live
-    for part, one in _children(live, path):
+    for part, one in children(live, path):
         yield from objects(one, part)
 
 
@@ -243,7 +243,7 @@ def loaders_in(state: State) -> tuple[str, ...]:
     return tuple(path for k, v in plain for path, one in objects(v, k) if is_loader(one))
 
 
-def _below(path: str, name: Any) -> str:
+def below(path: str, name: Any) -> str:
     return f"{path}.{name}"
 
 
@@ -256,6 +256,6 @@ def _as_saved(name: Any) -> Any:
     return name
 
 
-def _item(path: str, number: int) -> str:
+def item(path: str, number: int) -> str:
     """Path of a list's item as in names of tensors: `s.[0].x` in list `s`, `s.a[0].x` in the list `s.a`."""
     return f"{path}[{number}]" if "." in path else f"{path}.[{number}]"

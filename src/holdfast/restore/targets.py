@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.rows import RAW, Array, ArrayTarget, Target
-from holdfast.errors import FormatError, HoldfastError, UsageError
+from holdfast.errors import FormatError, HoldfastError
 from holdfast.format.extras import MADE_OF
 from holdfast.format.manifest import TensorEntry
 from holdfast.layout import Mesh
@@ -39,7 +39,6 @@ from holdfast.state.live import (
     is_stateful,
     named_buffers,
     named_parameters,
-    parts_of,
     sources_in,
     stages,
     unwrap,
@@ -56,9 +55,6 @@ from holdfast.state.optimizers import (
 )
 from holdfast.state.placed import is_apart, memory_of, place, torch_dtype
 from holdfast.state.wrappers import check_names
-
-OFFLOADED = "_hf_hook"
-"""Attribute of modules around whose forward pass accelerate moves weights."""
 
 
 @dataclass(frozen=True)
@@ -114,91 +110,6 @@ def _entry(checkpoint: Checkpoint, name: str) -> TensorEntry | None:
 
 def is_known(checkpoint: Checkpoint, name: str) -> bool:
     return checkpoint.manifest.find(name) is not None
-
-
-def materialise(module: nn.Module) -> None:
-    """Give tensors on the meta device real memory, uninitialised; ties stay tied."""
-    root = unwrap(module)
-    if trainable_marks:
-        from holdfast.state.trainable import check_there
-
-        check_there(module)
-    if not any(map(_has_meta, parts_of(root))):
-        return
-    metas = [p for p in root.parameters() if p.is_meta]
-    kept = {id(b): b for _, b in named_buffers(root)}
-    metas += [b for b in kept.values() if b.is_meta]
-    lost = [name for name, b in root.named_buffers() if b.is_meta and id(b) not in kept]
-    if lost:
-        raise UsageError(
-            f"buffers {', '.join(lost[:5])} are on the meta device and are in no checkpoint",
-            hint="they are not persistent: compute them on the real device first",
-        )
-    if not metas:
-        return
-    _check_not_offloaded(root)
-    ties: dict[int, list[tuple[nn.Module, str]]] = {}
-    for part in root.modules():
-        for name, p in part._parameters.items():
-            if p is not None and p.is_meta:
-                ties.setdefault(id(p), []).append((part, name))
-    offloaded = _kept_on_cpu(root)
-
-    def made(t: torch.Tensor) -> torch.Tensor:
-        if not t.is_meta:
-            return t
-        device = torch.device("cpu") if id(t) in offloaded else _device_for(t)
-        return torch.empty_like(t, device=device)
-
-    root._apply(made)
-    for places in ties.values():
-        first = places[0][0]._parameters[places[0][1]]
-        for part, name in places[1:]:
-            part._parameters[name] = first
-
-
-def _check_not_offloaded(root: nn.Module) -> None:
-    """UsageError where the weights are on the meta device because a hook of accelerate keeps them elsewhere
-    (`cpu_offload`, `disk_offload`, `device_map=`): its next forward pass would put those in place of what
-    was loaded."""
-    for path, part in root.named_modules():
-        own = (*part._parameters.items(), *part._buffers.items())
-        metas = [name for name, t in own if t is not None and t.is_meta]
-        if metas and OFFLOADED in vars(part):
-            raise UsageError(
-                f"{f'{path}.{metas[0]}'.strip('.')!r}: its values are offloaded by accelerate, which would "
-                "put its own in place of what is loaded",
-                hint="load before the model is offloaded or dispatched, or take the hooks away first: "
-                "accelerate.hooks.remove_hook_from_submodules(model)",
-            )
-
-
-def _kept_on_cpu(root: nn.Module) -> set[int]:
-    """The ids of parameters that FSDP2 keeps on the CPU (`CPUOffloadPolicy`), whatever their mesh is of."""
-    states = [part._get_fsdp_state() for part in root.modules() if hasattr(part, "_get_fsdp_state")]
-    groups = [
-        group
-        for state in states
-        for group in getattr(state, "_fsdp_param_groups", [state._fsdp_param_group])
-    ]
-    params = (p for group in groups if group is not None for p in group.fsdp_params)
-    return {id(p.sharded_param) for p in params if p.offload_to_cpu}
-
-
-def _has_meta(part: nn.Module) -> bool:
-    own = (*part._parameters.values(), *part._buffers.values())
-    return any(t.is_meta for t in own if t is not None)
-
-
-def _device_for(tensor: torch.Tensor) -> torch.device:
-    if isinstance(tensor, DTensor):
-        kind = tensor.device_mesh.device_type
-        return (
-            torch.device(kind, torch.accelerator.current_device_index())
-            if kind != "cpu"
-            else (torch.device("cpu"))
-        )
-    return torch.get_default_device()
 
 
 def targets(

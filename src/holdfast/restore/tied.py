@@ -18,11 +18,34 @@ from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.peers import raise_on_all
 from holdfast.checkpoint.reading import read_alone
 from holdfast.checkpoint.rows import RAW, ArrayTarget, Want
+from holdfast.errors import warn_user
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.manifest import TensorEntry
 from holdfast.group import Group
 from holdfast.state.live import Live
+from holdfast.state.several import SHOWN
 from holdfast.wire import decode_msgpack
+
+
+def tell_untied(checkpoint: Checkpoint, live: Live) -> None:
+    """HoldfastWarning for tensors of modules that were one memory when they were saved, and are two here:
+    both get what was saved, and each goes its own way from there."""
+    tensors = live.tensors
+    pairs = [
+        f"{first} and {name}"
+        for name, first in checkpoint.manifest.aliases.items()
+        if name in tensors
+        and first in tensors
+        and {tensors[name].state, tensors[first].state} <= {"param", "buffer"}
+        and tensors[name].placed.local.data_ptr() != tensors[first].placed.local.data_ptr()
+    ]
+    if pairs:
+        more = f" and {len(pairs) - SHOWN} more pairs" if len(pairs) > SHOWN else ""
+        warn_user(
+            f"{', '.join(pairs[:SHOWN])}{more}: one tensor when step {checkpoint.step} was saved, and two "
+            "here, which a training changes apart; tie them before restore(), as after torch's to_empty()",
+            notice="untied",
+        )
 
 
 def saved_twice(checkpoint: Checkpoint, live: Live) -> dict[str, str]:

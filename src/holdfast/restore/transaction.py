@@ -33,10 +33,11 @@ from holdfast.group import Group
 from holdfast.layout import whole
 from holdfast.restore.compare import Problems, compare, judge_together
 from holdfast.restore.extras import ExtrasRestorer
+from holdfast.restore.materialising import materialise
 from holdfast.restore.one_memory import two_values
 from holdfast.restore.overlapping import Aside, read_overlapping
 from holdfast.restore.positions import by_order
-from holdfast.restore.targets import Change, RestoreOptions, materialise, target_of, targets
+from holdfast.restore.targets import Change, RestoreOptions, target_of, targets
 from holdfast.restore.uninitialised import nan_if_it_fails
 from holdfast.state.kinds import writing
 from holdfast.state.live import (
@@ -157,9 +158,7 @@ def _prepare(
     masters: list[MasterChange] = []
     try:
         state = in_order(as_seen(state))
-        for value in state.values():
-            for module in stages(value) or ():
-                materialise(module)
+        materialise([module for value in state.values() for module in stages(value) or ()])
         state = _arranged(checkpoint, state)
         with uncollected():
             checkpoint = _with_own(_under_live_names(checkpoint, state), state, group)

@@ -507,8 +507,7 @@ def encode(
 
             return {"$quantized": extras.encode(quantised_parts(leaf, path), on_other, path)}
         if isinstance(leaf, torch.Tensor) and not inline:
-            live.add(name, "tensor", leaf, steady=False)
-            return {"$at": name}
+            return _named(live, name, leaf, path)
         if isinstance(leaf, torch.Tensor):
             check_kind(memory_of(leaf), name)
             if is_cut(leaf):  # each rank has its part: a tensor like a module's
@@ -554,6 +553,14 @@ def add_order(live: Live, name: str, loader: Any, saved: Any, rule: str | None) 
     from holdfast.state.orders import add_order
 
     add_order(live, name, loader, saved, rule)
+
+
+def _named(live: Live, name: str, leaf: torch.Tensor, path: str) -> dict[str, str]:
+    """Add a tensor of a user's own dict or list, and refer to it."""
+    if not path:  # its name would be that of the value itself
+        raise extras.Unsaved(" key", "a tensor under an empty text cannot be saved", "name it")
+    live.add(name, "tensor", leaf, steady=False)
+    return {"$at": name}
 
 
 def is_cut(tensor: torch.Tensor) -> bool:

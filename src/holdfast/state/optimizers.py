@@ -107,7 +107,7 @@ def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]
     """Tensors of nested dicts and lists with their paths, as `format.extras` names them."""
     if isinstance(value, torch.Tensor):
         yield path, value
-    elif isinstance(value, dict) and not (path and is_stateful(value)):
+    elif isinstance(value, Mapping) and not (path and is_stateful(value)):
         for k, v in value.items():
             yield from tensors_in(v, f"{path}.{k}" if path else str(k))
     elif isinstance(value, (list, tuple)) and not (path and is_stateful(value)):
