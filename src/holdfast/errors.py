@@ -40,9 +40,20 @@ class HoldfastWarning(UserWarning):
     """A save failed, or a damaged step was passed over; training goes on."""
 
 
-NOTICES: dict[str, str] = {}
-"""Notices of a training, each told once: in a few words what was seen, by the name that silences it.  Each has
-a row in docs/reference/notices.md."""
+NOTICES: dict[str, str] = {
+    "another-optimizer": "an optimizer that is not in the state steps parameters of a model that is",
+    "dead-groups": "a restore has cut a wrapper's param_groups off from the optimizer inside",
+    "generation-buffer": "a step is saved amid batches that were generated with earlier weights",
+    "gradients": "a step is saved while gradients are accumulated",
+    "merged-adapters": "a step is saved while adapters are merged into the weights",
+    "never-changes": "nothing of the state changes while steps go on",
+    "never-steps": "an optimizer of the state makes no steps, and another one does",
+    "numbers-outside": "numbers that no state_dict() has change between saves",
+    "parts-replaced": "an optimizer has parameters that the model has not any more",
+    "tensors-outside": "tensors in attributes that no state_dict() has",
+}
+"""Notices of a training, each told once: in a few words what was seen, by the name that silences it.  Each
+has a row in docs/reference/notices.md."""
 _silenced: set[str] = set()
 
 
