@@ -204,6 +204,19 @@ def test_a_save_amid_accumulation_is_told(tmp_path: Path, scaled: bool, to_none:
     assert steps(tmp_path / "whole", state, once, until=12, every=4) == []
 
 
+def test_gradients_of_before_the_checkpointer_are_told_nothing(tmp_path: Path) -> None:
+    model = net()
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward(model)
+    optim.step()
+
+    def run() -> None:
+        with holdfast.Checkpointer(tmp_path, {"model": model, "optim": optim}) as ckpt:
+            ckpt.save(1)
+
+    assert told(run) == []
+
+
 # -- honest trainings ---------------------------------------------------------------------------------
 
 

@@ -63,7 +63,7 @@ class PendingGradients:
         self._may_skip = bool(scalers)
         if [id(p) for p in chosen[:LOOKED_AT]] != [id(p) for p in self._params]:
             self._params = chosen[:LOOKED_AT]
-            self._behind = [None] * len(self._params)
+            self.stepped()  # those that are there already are of an earlier time
 
     def stepped(self) -> None:
         """Note the gradients behind a step.  Called in the hook, for each step of any optimizer."""

@@ -42,6 +42,7 @@ class Noticing:
         self._merging: list[tuple[str, Any]] | None = None
         self._counts = StepCounts(self._stepped)
         self._trains = Trains(self._counts)
+        self._count()
 
     @property
     def _state(self) -> State:
@@ -64,6 +65,7 @@ class Noticing:
             self._notices.once("dead-groups", _cut_off_text(key, kind), about=key)
         self._trains.begin(step)
         self._values, self._num_stepped = [], 0
+        self._count()
 
     def look(self, step: int) -> None:
         """Look at the state at a call of `step`."""
@@ -75,8 +77,6 @@ class Noticing:
         """Look at the state at a save."""
         if self._looked_at != step:
             self._roll(step)
-        if not self._num_stepped:
-            self._gradients.choose(self._state)
         if self._gradients.are_accumulated(has_stepped=self._has_stepped):
             self._notices.once("gradients", gradients_text(step))
         self._compare(step, is_save=True)
