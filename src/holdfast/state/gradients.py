@@ -24,7 +24,7 @@ from holdfast.state.several import parts_of
 from holdfast.state.wrapped import stepping
 from holdfast.state.writes import count_and_address
 
-LOOKED_AT = 6
+LOOKED_AT = 2
 """Parameters that stand for all."""
 
 
