@@ -42,6 +42,7 @@ from holdfast.saving import Save
 from holdfast.schedule import Every, every_of
 from holdfast.state.collecting import RunState
 from holdfast.state.live import RULES, Live, State, check_keys, loaded_states
+from holdfast.state.noticing import Noticing
 from holdfast.state.rng import Rng
 from holdfast.state.window import rest, resting
 from holdfast.tiers import Tiers
@@ -157,6 +158,7 @@ class Checkpointer:
         self._stop = None if sigterm_s is None else _stop_at_sigterm(group, sigterm_s)
         uploads = list if self._tiers.upload is None else self._tiers.upload.unheard
         self._ending = Ending(group, self._saves.untold, self._unheard, uploads)
+        self._noticing = Noticing(self._state, self._notices)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -206,6 +208,7 @@ class Checkpointer:
         self._saves.in_vain.at(step)
         events.last_step = step
         self._tiers.saver.gate.look(step)
+        self._noticing.look(step)
         rest()
         self._look_back()
         if self._stop is not None and self._stop.now(step):
@@ -273,6 +276,7 @@ class Checkpointer:
         return True
 
     def _snapshot(self, step: int, memory: MemoryTier) -> None:
+        self._noticing.saving(step)
         with span("snapshot.call", step=step):
             must = self.when_busy == "queue"
             save = memory.begin(self._collect, step, durable=False, must=must)
@@ -339,6 +343,7 @@ class Checkpointer:
         """Begin a save.  `must`: whatever is in flight; `yields`: unless that waits for storage in vain.
         `live`: not from a replica, which could be lost meanwhile."""
         self._check_open()
+        self._noticing.saving(step)
         added = added or self._attached()
         memory, delta, run = self._tiers.memory, self._tiers.delta, self._tiers.run
         if delta is not None:
@@ -565,6 +570,7 @@ class Checkpointer:
         it, if it was in the nodes' memory only or `must_save`."""
         delta, memory = self._tiers.delta, self._tiers.memory
         self._tiers.saver.movers.forget()
+        self._noticing.begin(int(restored))
         if restart.leaves_behind():
             self._tiers.leave_behind(None if restart.taken is None else restart.taken.step)
         restart.take_line()
@@ -632,6 +638,7 @@ class Checkpointer:
             with ExitStack() as last:
                 last.callback(self._tiers.group.close)
                 last.callback(self._tiers.release)
+                last.callback(self._noticing.close)
                 if self._stop is not None:
                     last.callback(self._stop.close)
                 if self._steering is not None:

@@ -34,6 +34,10 @@ class Notices:
         if told is not None:
             self._warnings.append(told)
 
+    def was_given(self, notice: str) -> None:
+        """Note that somebody else has told a notice."""
+        self._noticed.add((notice, ""))
+
     def complain(self, error: BaseException, text: str = "") -> None:
         """Tell of a failure: by raising it, or by a warning, as `on_error` says."""
         if self.on_error == "raise":

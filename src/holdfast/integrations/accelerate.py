@@ -52,6 +52,7 @@ from holdfast.integrations.accelerate_loaders import (
 from holdfast.integrations.accelerate_order import arranged, had_by, order_of, tell_order
 from holdfast.integrations.native import tell_newer
 from holdfast.restore.result import Restored
+from holdfast.state.gradients import gradients_text
 from holdfast.state.orders import put_seeds, samplers_of
 from holdfast.state.rng import Rng
 
@@ -104,7 +105,7 @@ class _Attached:
     ) -> None:
         self.accelerator, self.root = accelerator, os.fspath(root)
         self.last_step = 0
-        self.is_told = self.has_told_of_loaders = False
+        self.has_told_of_loaders = False
         self.draws = LoaderDraws(accelerator)
         self.own_state = {"accelerate": _Counters(accelerator), "draws": self.draws}
         self.placed: set[str] = set()
@@ -179,11 +180,10 @@ class _Attached:
                 "would take for the newer one",
                 hint="number all checkpoints by one count, as of steps",
             )
-        if not self.accelerator.sync_gradients and not self.is_told:
-            self.is_told = True
-            warn_user(
-                f"step {step} is saved while gradients are accumulated, which no checkpoint has: a restart "
-                "takes the next step without them.  Save where accelerator.sync_gradients is True"
+        if not self.accelerator.sync_gradients:
+            self.checkpointer._notices.once(
+                "gradients",
+                f"{gradients_text(step)}: save where accelerator.sync_gradients is True",
             )
         stop = self.checkpointer._stop
         if stop is not None and stop.was_told():

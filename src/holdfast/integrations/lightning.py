@@ -91,6 +91,7 @@ from holdfast.looking import run_of, steps
 from holdfast.once import load, save
 from holdfast.saving.attaching import attached
 from holdfast.schedule import Every
+from holdfast.state.gradients import gradients_text
 from holdfast.state.live import named_buffers, named_parameters
 from holdfast.state.orders import Data, data_of, tell_other_data
 from holdfast.state.placed import torch_dtype
@@ -430,9 +431,9 @@ class _Saving:
         is_after_one = 0 < batch.ready == batch.processed
         if module.automatic_optimization and is_after_one and loop._should_accumulate():
             self._tell_once(
-                f"{begin}the gradients that are accumulated: runs that go on from it take the next step "
-                "without them",
+                gradients_text(step),
                 hint="save after whole steps: val_check_interval as a multiple of accumulate_grad_batches",
+                notice="gradients",
             )
         is_at_batch_end = is_after_one and batch.completed < batch.processed
         hook = "on_train_batch_end" if is_at_batch_end else "on_validation_end"
@@ -458,11 +459,14 @@ class _Saving:
                     hint="log_model=False; upload= of the strategy copies steps to a bucket",
                 )
 
-    def _tell_once(self, text: str, hint: str | None = None) -> None:
-        what = text.partition(" has not got ")[2] or text
+    def _tell_once(self, text: str, hint: str | None = None, notice: str | None = None) -> None:
+        what = notice or text.partition(" has not got ")[2] or text
+        if notice is not None:
+            for home in (self._homes or {}).values():
+                home.ckpt._notices.was_given(notice)
         if self._is_first and what not in self._told:
             self._told = {*self._told, what}
-            warn_user(text, hint=hint)
+            warn_user(text, hint=hint, notice=notice)
 
     def _settle(self) -> None:
         """Wait for all saves, and have their paths written."""

@@ -47,9 +47,11 @@ from holdfast.errors import NotFound, NotRecoverable, UsageError, warn_user
 from holdfast.integrations.accelerate import LoaderDraws, bare, check_engine
 from holdfast.integrations.accelerate_loaders import data_in
 from holdfast.integrations.native import tell_newer
+from holdfast.integrations.trl_parts import moving_reference, tell_of_generated
 from holdfast.once import load
 from holdfast.restore.reading import OWN
 from holdfast.schedule import Every
+from holdfast.state.gradients import gradients_text
 from holdfast.state.orders import Data, tell_other_data
 from holdfast.state.trainable import trainable_only
 from holdfast.state.window import wait_for_copies
@@ -327,7 +329,7 @@ class _Holdfast(_Mixin):
         if self.is_deepspeed_enabled:
             check_engine(self.deepspeed)
         parts = {"model": self.model_wrapped, "optimizer": bare(self.optimizer)}
-        parts["scheduler"] = bare(self.lr_scheduler)
+        parts |= {"scheduler": bare(self.lr_scheduler), **moving_reference(self)}
         scaler = getattr(self.accelerator, "scaler", None)
         return parts if scaler is None else {**parts, "scaler": scaler}
 
@@ -428,6 +430,8 @@ class _Holdfast(_Mixin):
             self._holdfast_tell_of_gradients(step)
             checkpointer.save(step)
             run.last_saved = step
+        if run.last_saved == step:
+            tell_of_generated(self, step, checkpointer._notices)
         if _exchanges_weights(self.optimizer):
             wait_for_copies()
         with suppress(NotFound):  # the save was left out, which has been told
@@ -439,16 +443,13 @@ class _Holdfast(_Mixin):
     def _holdfast_tell_of_gradients(self, step: int) -> None:
         """Warn, once, of a save at the end of a pass whose last batches have made no update."""
         run = self._holdfast
-        if self.accelerator.gradient_state.sync_gradients or run.data_pass.has_told_of_gradients:
-            return
-        run.data_pass.has_told_of_gradients = True
-        warn_user(
-            f"step {step} is saved while gradients are accumulated, which no checkpoint has: the last "
-            "batches of a pass over the stream make no update, and runs that go on from it take the next "
-            "step without them",
-            hint="save_strategy='steps', or a stream whose number of batches divides by "
-            "gradient_accumulation_steps",
-        )
+        if not self.accelerator.gradient_state.sync_gradients:
+            run.checkpointer._notices.once(
+                "gradients",
+                f"{gradients_text(step)}; the last batches of a pass over the stream make no update: use "
+                "save_strategy='steps', or a stream whose number of batches divides by "
+                "gradient_accumulation_steps",
+            )
 
     def _load_best_model(self) -> None:
         best = self._holdfast_best_step()
@@ -578,7 +579,7 @@ class _PassOverData:
         self.loader: Any = None
         self.number = self.began = 0
         """Its number, and what `global_step` was when it began."""
-        self.is_over = self.has_told_of_gradients = False
+        self.is_over = False
 
     def begin(self, number: int, step: int) -> None:
         self.number, self.began, self.is_over = number, step, False

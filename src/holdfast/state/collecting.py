@@ -34,6 +34,7 @@ from holdfast.state.live import (
     stages,
     unwrap,
 )
+from holdfast.state.merged import tell_merged
 from holdfast.state.observer import calls_hooks
 from holdfast.state.optimizers import (
     add_common,
@@ -43,6 +44,7 @@ from holdfast.state.optimizers import (
     own_params,
     refuse_common,
 )
+from holdfast.state.outside import outside, tell_outside
 from holdfast.state.own_errors import naming
 from holdfast.state.rng import Rng
 from holdfast.state.several import as_seen, parts_of
@@ -73,6 +75,11 @@ class RunState:
         """The generators; None if the state has something else in their place."""
         rng = self.given.get("rng", self._rng)
         return rng if isinstance(rng, Rng) else None
+
+    @property
+    def num_tensors(self) -> int:
+        """Number of parameters and states at the last save."""
+        return len(self._placed)
 
     def check(self) -> None:
         """Check the state, some of which may have come late."""
@@ -129,7 +136,7 @@ def collect(
             if source.saves_rest:
                 names = _add_torchs(live, key, value, source, state, on_resize)
                 if not before:
-                    _check_own_states(key, given[key], value)
+                    _check_own_states(key, given[key], value, state)
                     tell_shared(key, value, names)
             else:
                 _add_frameworks(live, key, value, source, state)
@@ -137,6 +144,9 @@ def collect(
                 _note_moved(live, num_before)
         else:
             add_plain(live, key, value, on_resize)
+    if not before:
+        tell_outside(state)
+        tell_merged(state)
     live.before = {}
     return live
 
@@ -246,14 +256,14 @@ def _tell_empty(key: str, modules: Iterable[nn.Module]) -> None:
             )
 
 
-def _check_own_states(key: str, given: Any, saved: Any) -> None:
+def _check_own_states(key: str, given: Any, saved: Any, state: State) -> None:
     """Check the states of what was handed over, and of the optimizers saved in its place."""
     for label, part in parts_of(saved).items():
-        check_own_state(key + label, part, part)
+        check_own_state(key + label, part, part, outside(part, state))
     if isinstance(given, Optimizer) and given is not saved:
         # torchtitan's makes a step to have states to tell of, if there are none
         if all(part.state for part in parts_of(saved).values()):
-            check_own_state(key, given, saved)
+            check_own_state(key, given, saved, outside(given, state))
 
 
 def add_plain(live: Live, key: str, value: Any, on_resize: dict[str, str] | None) -> None:

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -45,8 +46,13 @@ from types import FrameType
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
+import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -200,6 +206,48 @@ def before_every_step(call: Callable[[], None]) -> Handle:
     """Have `call` called before each step of any torch optimizer, ahead of the hooks of that optimizer."""
     handle: Handle = register_optimizer_step_pre_hook(lambda *_: call())
     return handle
+
+
+class StepCounts:
+    """Counts the steps of all torch optimizers in this process, by optimizer.
+
+    The hook is called behind each of thousands of steps.  In a step that is compiled it only notes that
+    there was one: a count, or which optimizer it was, would have torch.compile compile each step anew.
+    """
+
+    def __init__(self, also: Callable[[], None]) -> None:
+        """`also`: called after each step, too, but for compiled ones."""
+        self.found: dict[int, tuple[weakref.ref[Any], int]] = {}
+        """Each optimizer and the number of its steps that have ended, by its id."""
+        self.has_compiled = False
+        """True if a compiled step was made: of which optimizer is not known."""
+        self._also = also
+        self._handle: Handle = register_optimizer_step_post_hook(self._ended)
+
+    def _ended(self, optimizer: Any, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            self.has_compiled = True
+            return
+        known = self.found.get(id(optimizer))
+        if known is not None and known[0]() is optimizer:
+            self.found[id(optimizer)] = known[0], known[1] + 1
+        else:
+            self.found[id(optimizer)] = weakref.ref(optimizer), 1
+        self._also()
+
+    def by_optimizer(self) -> list[tuple[Any, int]]:
+        """Optimizers that there still are, and the numbers of their steps."""
+        pairs = [(ref(), number) for ref, number in list(self.found.values())]
+        return [(one, number) for one, number in pairs if one is not None]
+
+    def clear(self) -> None:
+        """Begin to count anew."""
+        self.found.clear()
+        self.has_compiled = False
+
+    def close(self) -> None:
+        """Remove the hook, between two steps."""
+        self._handle.remove()
 
 
 def calls_hooks(optimizer: Any) -> bool:

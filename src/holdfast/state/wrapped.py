@@ -7,7 +7,8 @@ optimizer steps those of this rank alone and has their state.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from holdfast.errors import UsageError, warn_user
 from holdfast.state.ignoring import Ignored
 from holdfast.state.observer import calls_hooks
 
+NOTHING: Mapping[str, list[str]] = MappingProxyType({})
 ELEMENTWISE = frozenset(
     [
         "Adadelta",
@@ -60,10 +62,13 @@ def bare(optimizer: Any) -> Any:
     return optimizer
 
 
-def check_own_state(key: str, optimizer: Any, saved: Any) -> None:
+def check_own_state(
+    key: str, optimizer: Any, saved: Any, outside: Mapping[str, list[str]] = NOTHING
+) -> None:
     """UsageError for an optimizer whose state_dict() has more than states and groups, which are all that is
     saved, unless that is ignored: its own, or those of the optimizers that it was made around, which are
-    `saved` in its place.  HoldfastWarning if it cannot be asked."""
+    `saved` in its place.  `outside`: attributes with tensors that nothing saves, which are refused, too.
+    HoldfastWarning if it cannot be asked."""
     if not isinstance(optimizer, Optimizer) or is_zero1(bare(optimizer)):
         return
     ignored = Ignored([("", optimizer)])
@@ -88,7 +93,17 @@ def check_own_state(key: str, optimizer: Any, saved: Any) -> None:
             hint="hand it over as a value of the state, such as an object with state_dict() and "
             f"load_state_dict(), and say holdfast.ignore({key}, {names})",
         )
-    ignored.check(key, lost)
+    unsaved = [path for name, paths in outside.items() if not ignored.has(name) for path in paths]
+    if unsaved:
+        more = f" and {len(unsaved) - 1} more" if unsaved[1:] else ""
+        name = next(n for n, paths in outside.items() if unsaved[0] in paths)
+        raise UsageError(
+            f"{key!r}: this {type(optimizer).__name__} keeps tensors in attributes that nothing saves "
+            f"({unsaved[0]}{more}): a restart would go on with those of a fresh build",
+            hint=f"keep them in optimizer.state[p], or hand them over as a value of the state "
+            f"({{..., {name!r}: {key}.{name}}}); holdfast.ignore({key}, {name!r}) does without them",
+        )
+    ignored.check(key, [*lost, *outside])
 
 
 def _has_own_state_dict(optimizer: Optimizer) -> bool:

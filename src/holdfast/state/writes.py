@@ -1,7 +1,8 @@
 """Was a tensor written, was it moved?  The answers that can be had without a comparison of all its values.
 
     question                                                          answered by
-    how often was it written?                                         `write_count`, `count_write`
+    how often was it written?                                         `write_count`, `times_written`,
+                                                                      `count_write`
     was it written, or does it lie elsewhere?                         `count_and_address`
     ... or is it another tensor than before?                          `Mark.of`
     ... also by writes that are not counted, of which samples tell?   `Mark.sampled`
@@ -46,6 +47,12 @@ _KNOWN = PLAIN | {DTensor}
 def write_count(tensor: torch.Tensor, memory: torch.Tensor) -> int:
     """Number that grows with every write by way of a tensor or of the `memory` that has its values."""
     return tensor._version + memory._version
+
+
+def times_written(tensor: torch.Tensor) -> int:
+    """Number of counted writes to a tensor since it was made; 0 of one of inference mode, which counts
+    none."""
+    return 0 if tensor.is_inference() else write_count(tensor, memory_of(tensor))
 
 
 def count_write(tensors: list[torch.Tensor]) -> None:

@@ -1,0 +1,38 @@
+"""State of trl's trainers that training changes, and that is neither the model's nor the optimizer's.
+
+* The *reference model* of TR-DPO and GRPO follows the model (`sync_ref_model=True`), and the loss depends
+  on it: it is part of the state.
+* *Batches that were generated* with the weights of an earlier step are used for several steps, and then
+  thrown away.  No checkpoint has them, trl's own neither: a run that goes on generates others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from holdfast.notices import Notices
+
+
+def moving_reference(trainer: Any) -> dict[str, nn.Module]:
+    """The reference model as a part of the state, if training moves it."""
+    model = getattr(trainer, "ref_model", None)
+    moves = getattr(trainer.args, "sync_ref_model", False) and isinstance(model, nn.Module)
+    return {"ref_model": model} if moves else {}
+
+
+def tell_of_generated(trainer: Any, step: int, notices: Notices) -> None:
+    """Warn, once, of a step that is saved amid batches which were generated with earlier weights."""
+    if getattr(trainer, "_buffered_inputs", None) is None:
+        return
+    args = trainer.args
+    every = getattr(args, "steps_per_generation", 1) * getattr(trainer, "num_iterations", 1)
+    if every > 1 and getattr(trainer, "_step", 0) % every:
+        per_step = max(1, args.gradient_accumulation_steps)
+        notices.once(
+            "generation-buffer",
+            f"step {step} is saved amid batches that were generated with earlier weights, which no "
+            "checkpoint has: a run that goes on from it generates others, and ends with other weights; let "
+            f"save_steps be a multiple of {max(1, every // per_step)}",
+        )

@@ -1,0 +1,122 @@
+"""Gradients that are being accumulated while a step is saved.
+
+No checkpoint has gradients, so a restart takes its first update without those of the batches before the
+save.  That a parameter has a gradient says nothing: many loops clear them at the start of the next
+iteration, when the optimizer has long stepped with them.  What counts is a gradient that was made, or
+written, after the last step of any optimizer, and is not zero.  Of any, since in a GAN the generator's loss
+leaves gradients in the discriminator, which are cleared before they are used.
+
+A few parameters stand for all of them.  The hook behind each step notes which gradients they have, and how
+often these were written; a save compares.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from holdfast.state.live import State
+from holdfast.state.observer import calls_hooks
+from holdfast.state.placed import local_of
+from holdfast.state.several import parts_of
+from holdfast.state.wrapped import stepping
+from holdfast.state.writes import count_and_address
+
+LOOKED_AT = 2
+"""Parameters that stand for all."""
+
+
+def gradients_text(step: int) -> str:
+    """The notice of a step that is saved while gradients are accumulated."""
+    return (
+        f"step {step} is saved while gradients are accumulated, which no checkpoint has: runs that go on "
+        "from it take the next step without them"
+    )
+
+
+class PendingGradients:
+    """The gradients of a few parameters, as they were behind the last step of an optimizer."""
+
+    def __init__(self) -> None:
+        self._params: list[Any] = []
+        self._behind: list[Any] = []
+        """Marks of their gradients then."""
+        self._before: list[Any] = []
+        """Marks of them at the call before the last one."""
+        self._now: list[Any] = []
+        self._may_skip = False
+        """True if there is a scaler of losses, which leaves out steps whose gradients overflow."""
+
+    def choose(self, state: State) -> None:
+        """Choose parameters among those of the optimizers of a state, between two steps."""
+        found = [
+            [p for group in part.param_groups for p in group["params"] if p.requires_grad]
+            for value in state.values()
+            for part in _parts(value)
+        ]
+        chosen = [p for params in found for p in _spread(params, max(1, LOOKED_AT // len(found)))]
+        scalers = [
+            v for v in state.values() for kind in type(v).__mro__ if kind.__name__ == "GradScaler"
+        ]
+        self._may_skip = bool(scalers)
+        if [id(p) for p in chosen[:LOOKED_AT]] != [id(p) for p in self._params]:
+            self._params = chosen[:LOOKED_AT]
+            self.stepped()  # those that are there already are of an earlier time
+
+    def stepped(self) -> None:
+        """Note the gradients behind a step.  Called in the hook, for each step of any optimizer."""
+        self._behind = [_seen(p.grad) for p in self._params]
+
+    def look(self) -> None:
+        """Note the gradients at a call of the script, where that is needed to tell what becomes of them."""
+        if self._may_skip:
+            self._before = self._now
+            self._now = [_seen(p.grad) for p in self._params]
+
+    def are_accumulated(self, *, has_stepped: bool) -> bool:
+        """True if there are gradients that no step has used.  `has_stepped`: since the call before; then a
+        device is not made to wait for the values."""
+        same = len(self._before) == len(self._params)
+        before = self._before if same else [None] * len(self._params)
+        for p, behind, earlier in zip(self._params, self._behind, before):
+            grad, seen = p.grad, _seen(p.grad)
+            if (
+                grad is None
+                or _is_same(seen, behind)
+                or (has_stepped and grad.device.type != "cpu")
+            ):
+                continue
+            if self._may_skip and not _is_the_same_written_again(seen, earlier):
+                continue
+            values = local_of(grad)
+            if values.layout is torch.strided and values.any() and values.isfinite().all():
+                return True
+        return False
+
+
+def _parts(value: Any) -> list[Any]:
+    """The torch optimizers of a value whose steps call hooks."""
+    if not isinstance(value, torch.optim.Optimizer):
+        return []
+    return [one for one in map(stepping, parts_of(value).values()) if calls_hooks(one)]
+
+
+def _spread(params: list[Any], number: int) -> list[Any]:
+    """Some parameters from all over a list, those that have gradients before others."""
+    having = [p for p in params if p.grad is not None] or params
+    return having[:: max(1, len(having) // number)][:number]
+
+
+def _seen(grad: Any) -> Any:
+    """A mark that tells whether a gradient is the same later, and not written."""
+    return None if grad is None else (weakref.ref(grad), count_and_address(grad))
+
+
+def _is_same(now: Any, before: Any) -> bool:
+    return before is not None and now[0]() is before[0]() and now[1] == before[1]
+
+
+def _is_the_same_written_again(now: Any, before: Any) -> bool:
+    return before is not None and now[0]() is before[0]() and now[1] != before[1]

@@ -1,0 +1,356 @@
+"""What trains is what is saved: another optimizer, parts that were replaced, a state that never changes."""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+
+Told = list[str]
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def backward(model: nn.Module, scale: float = 1.0) -> None:
+    (model(torch.ones(2, 4)).square().sum() * scale).backward()
+
+
+def update(model: nn.Module, optim: Any) -> None:
+    backward(model)
+    optim.step()
+    optim.zero_grad()
+
+
+def told(run: Callable[[], None]) -> Told:
+    """The names of the notices that a run gives."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run()
+    texts = [str(w.message) for w in found if isinstance(w.message, holdfast.HoldfastWarning)]
+    return [text.rpartition("[")[2].rstrip("]") for text in texts]
+
+
+def steps(
+    root: Path, state: dict[str, Any], once: Callable[[int], None], until: int = 10, **options: Any
+) -> Told:
+    """The notices of a loop that calls `once` and then `step`."""
+
+    def run() -> None:
+        with holdfast.Checkpointer(root, state, **{"every": 5, **options}) as ckpt:
+            ckpt.restore()
+            for i in range(1, until + 1):
+                once(i)
+                ckpt.step(i)
+
+    return told(run)
+
+
+# -- another optimizer ------------------------------------------------------------------------------
+
+
+def test_an_optimizer_made_anew_is_told_within_ten_steps(tmp_path: Path) -> None:
+    model = net()
+    state = {"model": model, "optim": torch.optim.AdamW(model.parameters())}
+    other = torch.optim.AdamW(model.parameters())
+    assert steps(tmp_path / "a", state, lambda i: update(model, other)) == ["never-steps"]
+    sched = torch.optim.lr_scheduler.StepLR(other, 3)
+    state = {"model": model, "optim": state["optim"], "sched": sched}
+    assert steps(tmp_path / "b", state, lambda i: update(model, other)) == ["never-steps"]
+
+
+def test_the_text_says_since_when_and_who(tmp_path: Path) -> None:
+    model = net()
+    optim = torch.optim.AdamW(model.parameters())
+    with holdfast.Checkpointer(tmp_path, {"model": model, "optim": optim}, every=5) as ckpt:
+        for i in range(1, 6):
+            update(model, optim)
+            ckpt.step(i)
+    model = net()
+    state = {"model": model, "optim": torch.optim.AdamW(model.parameters())}
+    match = "optim has not stepped since step 5; another SGD steps parameters of model"
+
+    def run() -> None:
+        with holdfast.Checkpointer(tmp_path, state, every=5) as ckpt:
+            assert ckpt.restore() == 5
+            optim = torch.optim.SGD(model.parameters(), 0.1)
+            for i in range(6, 10):
+                update(model, optim)
+                ckpt.step(i)
+
+    with pytest.warns(holdfast.HoldfastWarning, match=match):
+        run()
+
+
+@pytest.mark.parametrize("at", [4, 23])
+def test_an_optimizer_is_replaced_in_the_midst(tmp_path: Path, at: int) -> None:
+    model = net()
+    first, other = (torch.optim.AdamW(model.parameters()) for _ in range(2))
+
+    def once(i: int) -> None:
+        update(model, first if i < at else other)
+
+    assert "never-steps" in steps(tmp_path, {"model": model, "optim": first}, once, until=40)
+
+
+def test_a_script_that_saves_once_is_told_too(tmp_path: Path) -> None:
+    model = net()
+    optim, other = (torch.optim.AdamW(model.parameters()) for _ in range(2))
+
+    def run() -> None:
+        with holdfast.Checkpointer(tmp_path, {"model": model, "optim": optim}) as ckpt:
+            for _ in range(10):
+                update(model, other)
+            ckpt.save(10)
+
+    assert told(run) == ["never-steps"]
+
+
+def test_a_second_optimizer_that_was_forgotten_is_told(tmp_path: Path) -> None:
+    a, b = net(), net()
+    mine, forgotten = torch.optim.AdamW(a.parameters()), torch.optim.AdamW(b.parameters())
+
+    def once(i: int) -> None:
+        update(a, mine)
+        update(b, forgotten)
+
+    assert steps(tmp_path, {"a": a, "b": b, "optim": mine}, once) == ["another-optimizer"]
+
+
+# -- parts that were replaced -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [0, 17])
+@pytest.mark.parametrize("width", [4, 2])
+def test_a_head_that_was_replaced_is_told(tmp_path: Path, at: int, width: int) -> None:
+    model = net()
+    optim = torch.optim.AdamW(model.parameters())
+
+    def once(i: int) -> None:
+        if i == max(at, 1):
+            model[2] = nn.Linear(8, width)
+        update(model, optim)
+
+    if not at:
+        model[2] = nn.Linear(8, width)
+    until = 40 if at else 10
+    assert steps(tmp_path, {"model": model, "optim": optim}, once, until) == ["parts-replaced"]
+
+
+# -- nothing changes ----------------------------------------------------------------------------------
+
+
+def test_a_model_that_was_copied_is_told(tmp_path: Path) -> None:
+    model, progress = net(), {"step": 0}
+    average = torch.optim.swa_utils.AveragedModel(model)
+    optim = torch.optim.AdamW(model.parameters())
+    state = {"model": model, "optim": optim, "progress": progress, "average": average}
+    trained = copy.deepcopy(model)
+    other = torch.optim.AdamW(trained.parameters())
+
+    def once(i: int) -> None:
+        update(trained, other)
+        average.update_parameters(trained)
+        progress["step"] = i
+
+    assert steps(tmp_path, state, once) == ["never-changes"]
+
+
+def test_a_state_of_which_nothing_changes_is_told(tmp_path: Path) -> None:
+    model, progress = net(), {"step": 0}
+    state = {"model": model, "optim": torch.optim.AdamW(model.parameters()), "progress": progress}
+    trained = copy.deepcopy(model)
+
+    def once(i: int) -> None:
+        backward(trained)
+        with torch.no_grad():
+            for p in trained.parameters():
+                p -= 0.1 * p.grad
+        progress["step"] = i
+
+    assert steps(tmp_path, state, once) == ["never-changes"]
+
+
+# -- gradients ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("to_none", [False, True])
+def test_a_save_amid_accumulation_is_told(tmp_path: Path, scaled: bool, to_none: bool) -> None:
+    model = net()
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = {"model": model, "optim": optim}
+    scaler = torch.amp.GradScaler("cpu")
+    state |= {"scaler": scaler} if scaled else {}
+
+    def once(i: int) -> None:
+        backward(model)
+        if i % 4 == 0:
+            optim.step()
+            optim.zero_grad(set_to_none=to_none)
+
+    assert steps(tmp_path / "amid", state, once, until=6, every=6) == ["gradients"]
+    optim.zero_grad()
+    assert steps(tmp_path / "whole", state, once, until=12, every=4) == []
+
+
+def test_gradients_of_before_the_checkpointer_are_told_nothing(tmp_path: Path) -> None:
+    model = net()
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward(model)
+    optim.step()
+
+    def run() -> None:
+        with holdfast.Checkpointer(tmp_path, {"model": model, "optim": optim}) as ckpt:
+            ckpt.save(1)
+
+    assert told(run) == []
+
+
+# -- honest trainings ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clears", ["at the start", "at the end", "by zeros"])
+def test_a_plain_loop_is_told_nothing(tmp_path: Path, clears: str) -> None:
+    model = net()
+    optim = torch.optim.AdamW(model.parameters(), lr=0.0)
+
+    def once(i: int) -> None:
+        if clears == "at the start":
+            optim.zero_grad()
+        backward(model)
+        optim.step()
+        if clears != "at the start":
+            optim.zero_grad(set_to_none=clears == "at the end")
+
+    assert steps(tmp_path, {"model": model, "optim": optim}, once, until=25) == []
+
+
+def test_optimizers_that_alternate_or_wait_are_told_nothing(tmp_path: Path) -> None:
+    g, d = net(), net()
+    of_g, of_d = torch.optim.Adam(g.parameters()), torch.optim.Adam(d.parameters())
+
+    def once(i: int) -> None:
+        of_d.zero_grad()
+        d(g(torch.ones(2, 4)).detach()).sum().backward()
+        of_d.step()
+        if i > 12 and i % 7 == 0:
+            of_g.zero_grad()
+            d(g(torch.ones(2, 4))).sum().backward()  # leaves gradients in d
+            of_g.step()
+
+    assert steps(tmp_path, {"g": g, "d": d, "of_g": of_g, "of_d": of_d}, once, until=35) == []
+
+
+def test_frozen_and_unused_parts_are_told_nothing(tmp_path: Path) -> None:
+    for freezes in (True, False):
+        model = net()
+        model[0].requires_grad_(not freezes)
+        optim = torch.optim.AdamW(model[2].parameters())
+        state = {"model": model, "optim": optim}
+        root = tmp_path / str(freezes)
+        assert steps(root, state, lambda i, m=model, o=optim: update(m, o), until=20) == []
+
+
+def test_masters_in_the_optimizer_are_told_nothing(tmp_path: Path) -> None:
+    model = net().bfloat16()
+    masters = [nn.Parameter(p.detach().float()) for p in model.parameters()]
+    optim = torch.optim.SGD(masters, lr=0.1)
+
+    def once(i: int) -> None:
+        model(torch.ones(2, 4).bfloat16()).float().square().sum().backward()
+        for p, master in zip(model.parameters(), masters):
+            master.grad, p.grad = p.grad.float(), None
+        optim.step()
+        optim.zero_grad()
+        with torch.no_grad():
+            for p, master in zip(model.parameters(), masters):
+                p.copy_(master)
+
+    assert steps(tmp_path, {"model": model, "optim": optim}, once, until=20) == []
+
+
+def test_collecting_data_is_told_nothing(tmp_path: Path) -> None:
+    model, progress = net(), {"seen": 0}
+    optim = torch.optim.AdamW(model.parameters())
+
+    def once(i: int) -> None:
+        progress["seen"] = i * 512 + random.randint(1, 9)
+        if i > 20:
+            update(model, optim)
+
+    state = {"model": model, "optim": optim, "progress": progress}
+    assert steps(tmp_path, state, once, until=25) == []
+
+
+def test_a_scaler_that_skips_and_a_closure_are_told_nothing(tmp_path: Path) -> None:
+    model = net()
+    optim = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu")
+
+    def once(i: int) -> None:
+        optim.zero_grad()
+        scaler.scale(model(torch.ones(2, 4)).sum() * (float("inf") if i % 5 == 0 else 1)).backward()
+        scaler.step(optim)
+        scaler.update()
+
+    state = {"model": model, "optim": optim, "scaler": scaler}
+    assert steps(tmp_path / "scaler", state, once, until=20) == []
+    second = torch.optim.LBFGS(model.parameters(), lr=0.01)
+
+    def closure() -> Any:
+        second.zero_grad()
+        loss = model(torch.ones(2, 4)).square().sum()
+        loss.backward()
+        return loss
+
+    state = {"model": model, "optim": second}
+    assert steps(tmp_path / "closure", state, lambda i: second.step(closure), until=12) == []
+
+
+def test_what_an_object_has_is_in_the_state(tmp_path: Path) -> None:
+    class App:
+        def __init__(self, optim: Any) -> None:
+            self.optim = optim
+
+        def state_dict(self) -> Any:
+            return self.optim.state_dict()
+
+        def load_state_dict(self, saved: Any) -> None:
+            self.optim.load_state_dict(saved)
+
+    a, b = net(), net()
+    of_a, of_b = torch.optim.AdamW(a.parameters()), torch.optim.SGD(b.parameters(), lr=0.1)
+
+    def once(i: int) -> None:
+        update(a, of_a)
+        update(b, of_b)
+
+    assert steps(tmp_path, {"a": a, "app": App(of_a), "b": b, "of_b": of_b}, once, until=12) == []
+
+
+def test_a_compiled_step_is_compiled_once(tmp_path: Path) -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    model, counter = net(), CompileCounter()
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    step = torch.compile(optim.step, backend=counter)
+
+    def once(i: int) -> None:
+        optim.zero_grad()
+        backward(model)
+        step()
+
+    assert steps(tmp_path, {"model": model, "optim": optim}, once, until=12) == []
+    assert counter.frame_count == 1
