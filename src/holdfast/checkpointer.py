@@ -83,8 +83,8 @@ class Checkpointer:
     `on_error`: whether a failed save is reported by a warning or raised, at the next call.  `on_resize`:
     by key, what becomes of state that differs between ranks when their number changes (`same`, `rank0`,
     `redistribute`, `fresh`).
-    `replicas`: whether it is proved that plain tensors which several ranks have under one name are the same
-    bytes, at the first save that has them (`once`) or, and of DTensors too, at each (`verify`), or believed
+    `replicas`: whether it is proved that what several ranks have of one tensor is the same bytes: at the
+    first save that has it, and by samples at later ones (`once`), whole at each (`verify`), or not
     (`trust`); if they differ, the save fails with a LayoutError.
     `files`: small files that are kept beside each durable step, by name: a path, bytes, or a function that
     returns them; see `files`.
@@ -133,8 +133,7 @@ class Checkpointer:
         named = _named_mesh(mesh)
         self._files = _attached_files(files) if files is not None else None
         self.when_busy, self._root = when_busy, root
-        self._state = RunState(state, on_resize)
-        self._notices = Notices(on_error)
+        self._state, self._notices = RunState(state, on_resize), Notices(on_error)
         self._pid, self._prepared = os.getpid(), False
         self._restored: Restored | None = None
         group = Group(deadline_s, "Checkpointer()")

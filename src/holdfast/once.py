@@ -46,7 +46,7 @@ def save(
 ) -> None:
     """Save once, as step `step`, in place of one of that number, and wait until it is durable.
     Collective; RankErrors if it failed anywhere; UsageError if records lead on from that step; LayoutError
-    if plain tensors of one name differ between ranks, unless `replicas="trust"`.  `files`: small files that
+    if what several ranks have of one tensor differs, unless `replicas="trust"`.  `files`: small files that
     rank 0 reads and keeps beside the step, as of `Checkpointer`; if one cannot be read, nothing is saved.
     """
     url = path_of(path, "save", "path")
