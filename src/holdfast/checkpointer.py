@@ -405,6 +405,7 @@ class Checkpointer:
     def _save_and_stop(self, step: int, stop: SigtermStop) -> None:
         emit("stopping", step=step)
         self._notices.only_warn()  # the process ends because of the signal
+        self._tiers.saver.is_last = True
         try:
             self._check_newer(step)
             self._begin(step, must=True, live=True).wait(stop.left())

@@ -331,3 +331,116 @@ def test_much_that_is_copied_at_each_call_is_told(
                 ckpt.step(step)
     (only,) = [str(one.message) for one in told if "before its call returns" in str(one.message)]
     assert "target.0.weight" in only and only.endswith("[set-aside]")
+
+
+class Batches:
+    """An object with a tensor of another size at each save, which refuses to tell of it once."""
+
+    def __init__(self) -> None:
+        self.x = torch.zeros(40_000)
+        self.refuses = False
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.refuses:
+            raise RuntimeError("not now")
+        return {"x": self.x}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.x = saved["x"]
+
+
+@pytest.mark.filterwarnings("ignore::holdfast.HoldfastWarning")
+def test_memory_that_was_set_aside_for_a_failed_save_is_not_taken_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A list of copies holds for the very memory that it was made for."""
+    run, batches = Frozen(), Batches()
+    with holdfast.Checkpointer(tmp_path, {**run.state, "batches": batches}) as ckpt:
+
+        def save(step: int, size: int) -> None:
+            batches.x = torch.full((size,), float(step))
+            ckpt.save(step).wait(120)
+
+        save(1, 40_000)
+        original = ckpt._tiers.saver.planner.agree
+
+        def fails(*args: Any) -> Any:
+            raise RuntimeError("a rank is gone")
+
+        monkeypatch.setattr(ckpt._tiers.saver.planner, "agree", fails)
+        with pytest.raises(RuntimeError, match="a rank is gone"):
+            save(2, 30_000)
+        monkeypatch.setattr(ckpt._tiers.saver.planner, "agree", original)
+        save(3, 40_000)
+    with holdfast.open(tmp_path, step=3) as saved:
+        assert (saved.read("batches.x") == 3).all()
+
+
+def test_what_an_optimizer_has_stepped_is_its_own_while_it_is_frozen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A discriminator is frozen while the generator trains, and its step is saved amid that."""
+    monkeypatch.setattr(movers, "SMALL_BYTES", 0)
+    model = nn.Linear(WIDTH, WIDTH)
+    optim = torch.optim.Adam(model.parameters())
+    state = {"model": model, "optim": optim}
+    with holdfast.Checkpointer(tmp_path, state, on_error="raise") as ckpt:
+        for step in range(1, 5):
+            model.requires_grad_(True)
+            model(torch.ones(WIDTH)).sum().backward()
+            optim.step()
+            optim.zero_grad()
+            model.requires_grad_(False)
+            ckpt.save(step).wait(120)
+            assert not {name for name, _ in ckpt._tiers.saver.aside if name.startswith("model")}
+
+
+def test_an_average_on_a_device_that_is_set_aside_holds_up_no_more_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was learned from the first window, so no image of it is ever compared."""
+    monkeypatch.setattr(movers, "SMALL_BYTES", 0)
+    for module in (movers, snapshot):
+        monkeypatch.setattr(module, "is_on_host", lambda t: False)
+    loop, held = Loop(lerp, OPTIMIZERS["of the online network"]), []
+    with holdfast.Checkpointer(tmp_path, loop.state(), every=1, on_error="raise") as ckpt:
+        sort = ckpt._tiers.saver.movers.sort
+        monkeypatch.setattr(
+            ckpt._tiers.saver.movers, "sort", lambda live: held.append(sort(live)) or held[-1]
+        )
+        for step in range(1, 6):
+            loop.iterate()
+            ckpt.step(step)
+    assert held == [True, False, False, False, False]
+
+
+def test_a_first_save_that_fails_is_learned_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the loop writes after it is known all the same."""
+    monkeypatch.setattr(movers, "SMALL_BYTES", 0)
+    run = Frozen()
+    with holdfast.Checkpointer(tmp_path, run.state) as ckpt:
+        run.iterate()
+        agree = ckpt._tiers.saver.planner.agree
+
+        def fails(*args: Any) -> Any:
+            raise RuntimeError("a rank is gone")
+
+        monkeypatch.setattr(ckpt._tiers.saver.planner, "agree", fails)
+        ckpt.save(1).add_done_callback(lambda save: None)
+        monkeypatch.setattr(ckpt._tiers.saver.planner, "agree", agree)
+        for step in (2, 3):
+            with torch.no_grad():
+                run.adapter.weight.mul_(2)
+            run.iterate()
+            was = run.adapter.weight.detach().clone()
+            save = ckpt.save(step)
+            with torch.no_grad():
+                run.adapter.weight.mul_(2)
+            save.wait(120)
+            with holdfast.open(tmp_path, step=step) as saved:
+                assert torch.equal(torch.from_numpy(saved.read("adapter.weight")), was)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ckpt.wait()

@@ -29,12 +29,11 @@ def is_bypassed(saver: Saver, live: Live) -> bool:
     return saver.gate.is_bypassed and has_optimizer and first_device(live) is not None
 
 
-def hold_bypassed(saver: Saver, op: SaveOperation) -> None:
-    """Wait on the training thread until all is copied, where that is needed.  Tells the user once, of many
-    saves in a row."""
+def hold_bypassed(saver: Saver, op: SaveOperation) -> bool:
+    """Wait on the training thread until all is copied, where that is needed; True if so.  Tells the user
+    once, of many saves in a row."""
     bypassed, gate = is_bypassed(saver, op.live), saver.gate
     if bypassed:
-        op.must_hold = False
         op.window.wait()
     if bypassed and gate.num_held is not None:
         gate.num_held += 1
@@ -45,6 +44,7 @@ def hold_bypassed(saver: Saver, op: SaveOperation) -> None:
                 "called its hooks in the step before, so the next step would not have waited. Steps in a "
                 "CUDA graph are the usual reason; this is told once"
             )
+    return bypassed
 
 
 def tell_set_aside(saver: Saver) -> None:

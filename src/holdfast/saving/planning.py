@@ -180,7 +180,7 @@ class Planner:
             image = plan.image = plan_image(plan.agreement.tensors, pieces, extras_bytes=room)
             plan.copies.clear()
         view = agreed.buffer.reserve(image.memory_bytes, live)
-        mark = fingerprint(live)
+        mark = fingerprint(live, aside)
         if mark != plan.fingerprint:
             plan.copies.clear()
             plan.fingerprint = mark

@@ -62,6 +62,8 @@ class Saver:
         self.news: list[str] = []
         """Messages that the user is to be told."""
         self.movers = Movers()
+        self.is_last = False
+        """True once the training goes on no more: nobody has to be held."""
         self._is_aside_told = False
         self._number = 0
         self.gate = Gate()
@@ -92,6 +94,7 @@ class Saver:
             self.gate.look(op.step)
         try:
             op.collect(describe_live)
+            live, is_held = op.live, op.must_hold and op.error is None and not self.is_last
             if not op.request.busy:  # else the copy under way still needs the window before
                 self.gate.window = op.window
         finally:
@@ -99,15 +102,15 @@ class Saver:
         if is_snapshot and self.gate.is_bypassed:
             from holdfast.saving.holding import hold_bypassed
 
-            hold_bypassed(self, op)
+            is_held &= not hold_bypassed(self, op)
         if not self._is_aside_told and sum(t.nbytes for t in self.aside.values()) >= MUCH_BYTES:
             from holdfast.saving.holding import tell_set_aside
 
             self._is_aside_told = True
             tell_set_aside(self)
-        if op.must_hold:
+        if is_held:
             op.window.wait()
-            self.movers.watch(op.live)
+            self.movers.watch(live)
             op.window.at_end = self.movers.look
         return op.save
 

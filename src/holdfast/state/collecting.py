@@ -49,7 +49,7 @@ from holdfast.state.own_errors import naming
 from holdfast.state.rng import Rng
 from holdfast.state.several import as_seen, parts_of
 from holdfast.state.shared_states import tell_shared
-from holdfast.state.wrapped import bare, check_own_state
+from holdfast.state.wrapped import bare, check_own_state, stepping
 from holdfast.state.wrappers import check_names
 
 
@@ -163,13 +163,20 @@ def _note_moved(live: Live, first: int) -> None:
 def _trained(state: State, sources: Sources) -> set[int]:
     """Return the parameters, by id, that optimizers of the state may move, but for those whose steps call
     no hooks, and so wait for no copy."""
-    groups = [
-        group
-        for value in state.values()
-        if is_optimizer(value) and _is_seen(value)
-        for group in sources.of(value).groups(value)
-    ]
-    return {id(p) for _, params in groups for p in params if p.requires_grad}
+    found: set[int] = set()
+    for value in state.values():
+        if is_optimizer(value) and _is_seen(value):
+            stepped = {id(p) for one in parts_of(value).values() for p in _states(one)}
+            groups = sources.of(value).groups(value)
+            params = [p for _, some in groups for p in some]
+            # one that is frozen for now has its states: a discriminator, while the generator trains
+            found |= {id(p) for p in params if p.requires_grad or id(p) in stepped}
+    return found
+
+
+def _states(optimizer: Any) -> Iterable[Any]:
+    """Whatever an optimizer has states of."""
+    return stepping(optimizer).state if isinstance(optimizer, Optimizer) else ()
 
 
 def _is_seen(optimizer: Any) -> bool:

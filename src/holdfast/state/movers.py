@@ -66,11 +66,12 @@ class Movers:
         the training until all is copied, since not enough is known."""
         self.look()
         if is_small(live):
-            live.aside, self._marks = set(live.tensors), {}
+            live.aside, self._marks, self._views = set(live.tensors), {}, {}
             return False
         live.aside = {name for name, t in live.tensors.items() if not t.steady}
         loose, is_new = {n for n in live.tensors if n not in live.moved} - live.aside, False
-        marks = {name: self._mark(live.tensors[name]) for name in loose}
+        self._views = {name: one for name, one in self._views.items() if name in live.tensors}
+        marks = {name: self._mark(live.tensors[name]) for name in loose - self._written}
         for name, (mark, elements) in marks.items():
             if name not in self._marks or not self._is_known(live.tensors[name]):
                 is_new = True
@@ -107,13 +108,10 @@ class Movers:
         differing = {
             key[0] for key, elements in images.items() if before.get(key, elements) != elements
         }
-        here, known = (
-            {name for name, _ in images},
-            {key[0] for key in images.keys() & before.keys()},
-        )
         if differing:
             self.learn(differing)
-        self._compared |= known | (live.tensors.keys() - here)  # what others copy is no matter here
+        self._compared |= {name for name, _ in images.keys() & before.keys()}
+        self._compared |= live.tensors.keys() - {name for name, _ in images}  # others copy them
 
     def _is_known(self, t: LiveTensor) -> bool:
         return is_on_host(t) or t.name in self._compared
@@ -134,10 +132,11 @@ class Movers:
         return Mark.of(t.source), b"".join(view.tobytes() for view in self._views_of(t))
 
     def _views_of(self, t: LiveTensor) -> list[np.ndarray[Any, Any]]:
+        if not is_on_host(t):
+            return []
         known = self._views.get(t.name)
         if known is None or known[0] is not t:
-            parts = t.parts if is_on_host(t) else ()
-            views = [corner(raw_array(part.local)) for part in parts]
+            views = [corner(raw_array(part.local)) for part in t.parts]
             known = self._views[t.name] = t, views
         return known[1]
 

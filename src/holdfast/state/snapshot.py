@@ -235,11 +235,11 @@ def _pieces(
     yield from zip(into.tensor_split(number), source.tensor_split(number))
 
 
-def fingerprint(live: Live) -> list[Any]:
-    """Names of what is set aside, and addresses and strides of the rest: they must not change if a list of
-    copies is to be used again."""
+def fingerprint(live: Live, kept: SetAside) -> list[Any]:
+    """Names and places of what is set aside, and addresses and strides of the rest: they must not change if
+    a list of copies is to be used again."""
     return [
-        live.aside,
+        {key: tensor.data_ptr() for key, tensor in kept.items()},
         *(
             address_and_strides(part.local)
             for name, t in live.tensors.items()
@@ -451,9 +451,8 @@ class Shot:
 
     def compare_images(self) -> None:
         """Let it be learned what differs from the image before, of tensors on a device."""
-        if self.copies.unmoved:
-            elements = {key: view.tobytes() for key, view in self.copies.unmoved.items()}
-            self.movers.compare_images(self.moment.live, elements)
+        elements = {key: view.tobytes() for key, view in self.copies.unmoved.items()}
+        self.movers.compare_images(self.moment.live, elements)
 
     def pause_s(self, took_s: float) -> float:
         """Seconds in which any write ends that was under way when a copy of `took_s` seconds did; 0 if all
