@@ -186,6 +186,10 @@ CALLS: dict[str, tuple[Callable[[Made], Call], dict[str, Values]]] = {
         lambda m: lambda obj=m.state["model"], patterns="x": holdfast.ignore(obj, patterns),
         {"obj": (Odd(), None, {}, 3, "model", nn.Linear), "patterns": (*OTHERS, None, 3, "")},
     ),
+    "silence": (
+        lambda m: lambda notices="gradients": holdfast.silence(notices),
+        {"notices": (Odd(), None, 3, "", "no-such-notice", ("gradients",))},
+    ),
     "trainable_only": (
         lambda m: holdfast.trainable_only,
         {"model": (Odd(), None, {}, 3, "model", nn.Linear, torch.ones(1))},
@@ -255,7 +259,10 @@ CALLS: dict[str, tuple[Callable[[Made], Call], dict[str, Values]]] = {
             "anew": FLAGS,
         },
     ),
-    "Checkpointer.step": (lambda m: m.ckpt.step, {"step": STEPS}),
+    "Checkpointer.step": (
+        lambda m: lambda **a: m.ckpt.step(**{"step": 7, **a}),
+        {"step": STEPS, "metrics": METRICS},
+    ),
     "Checkpointer.find": (lambda m: m.ckpt.find, {"step": STEPS_OR_NONE}),
     "Checkpointer.save": (
         lambda m: lambda **a: m.ckpt.save(**{"step": 7, **a}),

@@ -34,7 +34,7 @@ class Counter(nn.Module):
 
 
 def never_saves(root: str) -> None:
-    with holdfast.Checkpointer(root, {"w": torch.zeros(2)}) as ckpt:
+    with holdfast.Checkpointer(root, {"w": torch.zeros(2)}, anew=True) as ckpt:
         ckpt.step(1)  # here
 
 

@@ -202,6 +202,8 @@ class Checkpointer:
         After SIGTERM, with `sigterm_s`, it saves and raises SystemExit(143).
         """
         step = step_of(step, "Checkpointer.step")
+        if metrics is not None:
+            _check_metrics(metrics, "Checkpointer.step")
         self._check_ready()
         self._beginning.check_decided()
         self._saves.in_vain.at(step)
@@ -312,9 +314,9 @@ class Checkpointer:
         """
         step = step_of(step, "Checkpointer.save")
         self._check_ready()
-        added = self._attached(metrics, files)
         self._check_newer(step)
         self._report()
+        added = self._attached(metrics, files)
         return self._begin(step, must=True, added=added)
 
     def _attached(self, metrics: Any = None, files: Any = None) -> Attached | None:
@@ -434,12 +436,12 @@ class Checkpointer:
         that is reported as a failed save is (`on_error`); of a step that `step` and `save` have not come to
         yet it is NotFound.  Collective; blocks for a few requests to storage.
         """
-        with self._saves.in_vain.told(f"the label {label!r} names no step {step}", step):
+        with self._saves.in_vain.told(lambda: f"the label {label!r} names no step {step}", step):
             self._noting().pin(step, label)
 
     def unpin(self, label: str) -> None:
         """Take a label away, if there is one of that name.  Collective; blocks as `pin`."""
-        with self._saves.in_vain.told(f"the label {label!r} is not taken away"):
+        with self._saves.in_vain.told(lambda: f"the label {label!r} is not taken away"):
             self._noting().unpin(label)
 
     def metrics(self, step: int, **values: float) -> None:
@@ -448,7 +450,7 @@ class Checkpointer:
         They stand beside those that it has, and in place of those of the same name.  Failures, NotFound
         and what blocks are as of `pin`.  Collective; those of rank 0 count.
         """
-        with self._saves.in_vain.told(f"metrics of step {step} are not kept", step):
+        with self._saves.in_vain.told(lambda: f"metrics of step {step} are not kept", step):
             self._noting().measure(step, values)
 
     def _noting(self) -> Noting:
@@ -694,6 +696,12 @@ class Checkpointer:
             if self._tiers.delta is not None:
                 self._tiers.delta.complete()
             self._state.is_complete = True
+
+
+def _check_metrics(given: object, call: str) -> None:
+    from holdfast.checkpoint.notes import values_of
+
+    values_of(given, call)
 
 
 def _check_choices(

@@ -80,9 +80,11 @@ def silence(*notices: str) -> None:
     UsageError for a name that there is not.  Failures cannot be silenced.
     """
     for name in notices:
-        if name not in NOTICES:
+        if not isinstance(name, str) or name not in NOTICES:
+            shown = repr(name) if isinstance(name, str) else f"of type {type(name).__name__}"
             raise UsageError(
-                f"there is no notice {name!r}", hint=f"there are: {', '.join(sorted(NOTICES))}"
+                f"silence(notices): there is no notice {shown}",
+                hint=f"there are: {', '.join(sorted(NOTICES))}",
             )
         _silenced.add(name)
 

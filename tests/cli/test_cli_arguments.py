@@ -26,7 +26,7 @@ STEPS = (
     "run@1.5",
     "run@²",
     "run@٣",
-    f"run@{10**10}",
+    f"run@{10**15}",
     f"run@{MANY_DIGITS}",
 )
 INTEGERS = ("", "x", "1.5", MANY_DIGITS)

@@ -179,7 +179,8 @@ def test_schedulers_of_torch_are_never_told_of(name: str, kind: str) -> None:
 
     def built(lr: float) -> tuple[list[Any], list[Any]]:
         rate: Any = torch.tensor(lr) if kind == "tensor" else lr
-        optims = [torch.optim.SGD([nn.Parameter(torch.ones(2))], rate, 0.9) for _ in range(2)]
+        sizes = (2, 3)  # which tell the parameters apart
+        optims = [torch.optim.SGD([nn.Parameter(torch.ones(n))], rate, 0.9) for n in sizes]
         return optims, [TORCHS[name](one) for one in optims]
 
     optims, scheds = built(0.5)

@@ -312,7 +312,7 @@ def test_nothing_waits_without_a_device_or_after_a_step_with_hooks(
             returned.set()
             ckpt.wait()
     monkeypatch.setattr(holding, "first_device", lambda live: torch.device("cpu"))
-    run = Run(tmp_path, every=2, on_error="raise")
+    run = Run(tmp_path, every=2, on_error="raise", anew=True)
     with run.ckpt as ckpt:
         run.train()
         ckpt.save(2).wait(WAIT_S)

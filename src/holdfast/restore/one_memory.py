@@ -27,6 +27,7 @@ from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.reading import read_alone
 from holdfast.checkpoint.rows import Want
 from holdfast.errors import FormatError, StoreError
+from holdfast.garbage import uncollected
 from holdfast.restore.targets import target_of
 from holdfast.state.arrays import raw_array
 from holdfast.state.live import Live
@@ -60,7 +61,9 @@ class Lying:
 def two_values(checkpoint: Checkpoint, live: Live) -> list[str]:
     """Problems: pairs of tensors in one memory of which different values were saved.  Reads these alone."""
     lines: list[str] = []
-    for group in _groups(checkpoint, live):
+    with uncollected():
+        groups = list(_groups(checkpoint, live))
+    for group in groups:
         if len({(one.index, one.part.box) for one in group}) > 1:
             lines += _differing(checkpoint, group)
     return sorted(dict.fromkeys(lines))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from holdfast.errors import FormatError, NotFound, StoreError
@@ -30,8 +30,8 @@ class NotesInVain:
         self._begun.add(step)
 
     @contextmanager
-    def told(self, what: str, step: int | None = None) -> Iterator[None]:
-        """A block that notes something of a step.  `what` does not hold then: a label, metrics.
+    def told(self, what: Callable[[], str], step: int | None = None) -> Iterator[None]:
+        """A block that notes something of a step.  `what()` does not hold then: a label, metrics.
 
         NotFound of a step that the script has never been at, which is a mistake.  Of one that was not due
         it is told once.
@@ -45,9 +45,9 @@ class NotesInVain:
             if isinstance(error, NotFound) and step is not None and step not in self._begun:
                 self._notices.once(
                     "unsaved-note",
-                    f"{what}: that step was not saved, for no save of it was due; note it of steps that "
+                    f"{what()}: that step was not saved, for no save of it was due; note it of steps that "
                     "are",
                 )
             else:
-                self._notices.complain(error, f"{what}: {error}")
+                self._notices.complain(error, f"{what()}: {error}")
         self._notices.tell()
