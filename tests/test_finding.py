@@ -96,7 +96,7 @@ def test_a_key_of_the_generators_that_comes_later_is_the_users(tmp_path: Path) -
 
 def test_exactly_what_was_found(tmp_path: Path) -> None:
     weights = run(tmp_path, 3)
-    with Checkpointer(tmp_path, state(4)) as ckpt:
+    with Checkpointer(tmp_path, state(4), anew=True) as ckpt:
         found = ckpt.find(2)
         train(ckpt.state, 9)
         ckpt.save(9).wait()
@@ -111,7 +111,7 @@ def test_exactly_what_was_found(tmp_path: Path) -> None:
 
 def test_what_was_replaced_is_not_taken_for_what_was_found(tmp_path: Path) -> None:
     run(tmp_path, 1)
-    with Checkpointer(tmp_path, state(4)) as ckpt:
+    with Checkpointer(tmp_path, state(4), anew=True) as ckpt:
         found = ckpt.find()
         ckpt.save(1).wait()
         with pytest.raises(NotRecoverable, match="not there any more"):  # it is of another run now

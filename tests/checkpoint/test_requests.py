@@ -123,13 +123,16 @@ def test_a_restore_reads_what_is_wanted(root: Root) -> None:
 
 
 def test_a_run_that_does_not_restore(root: Root) -> None:
-    """Before it deletes the first step it reads the beginnings of manifests that it does not know, once."""
-    with root.run() as ckpt:
+    """It asks once whose the steps are, by the beginnings of manifests that it does not know, and deletes
+    none of them."""
+    with root.run(anew=True) as ckpt:
         step = holdfast.steps(root.url)[-1]
         made = root.cost("first save, without a restore", lambda: root.save(ckpt, step + 1))
         assert made.pop("read") == root.kept
         assert sum(made.values()) <= sum(IMAGE.values()) + MOST_OF_RANK_0
+        assert not {"delete", "delete_many"} & made.keys()
         made = root.cost("next save, without a restore", lambda: root.save(ckpt, step + 2))
+        assert not {"delete", "delete_many"} & made.keys()
         assert sum(made.values()) <= sum(IMAGE.values()) + MOST_OF_RANK_0
 
 

@@ -61,15 +61,25 @@ def memory(copy_of: Store | None = None) -> MemoryStore:
     return store
 
 
-def life(monkeypatch, store: Store, saves: list[tuple[int, float]], **options: Any) -> list[float]:
-    """A run that saves (step, value) after (step, value) until its store is dead; the values of those saves
-    that it was told are committed."""
+def life(
+    monkeypatch,
+    store: Store,
+    saves: list[tuple[int, float]],
+    *,
+    back: int | None = None,
+    anew: bool = False,
+    **options: Any,
+) -> list[float]:
+    """A run that goes on from the newest step, or from step `back`, or begins anew, and saves (step, value)
+    after (step, value) until its store is dead; the values of those saves that it was told are committed."""
     committed: list[float] = []
     monkeypatch.setattr(holdfast.roots, "open_store", lambda url: store)
     state = state_of(0)
     with suppress(Stopped):
-        ckpt = holdfast.Checkpointer(store.url, state, deadline_s=WAIT_S, **options)
+        ckpt = holdfast.Checkpointer(store.url, state, deadline_s=WAIT_S, anew=anew, **options)
         try:
+            if not anew:
+                ckpt.restore(back)
             for step, value in saves:
                 state["data"].update(state_of(value)["data"])
                 ckpt.save(step).wait(WAIT_S)

@@ -44,7 +44,7 @@ def test_a_repeated_save(monkeypatch) -> None:
     base = memory()
     life(monkeypatch, base, [(1, 1.0), (2, 2.0)])
     outcomes = set()
-    for when, store in each_death(base, lambda s: life(monkeypatch, s, [(2, 20.0)])):
+    for when, store in each_death(base, lambda s: life(monkeypatch, s, [(2, 20.0)], anew=True)):
         found = contents(store)
         assert found in ({1: 1.0, 2: 2.0}, {1: 1.0, 2: 20.0}), when
         outcomes.add(found[2])
@@ -98,7 +98,7 @@ def test_a_repeated_save_in_a_directory(monkeypatch, tmp_path, torn) -> None:
         shutil.copytree(store.root, place, dirs_exist_ok=True)
         return LocalStore(place)
 
-    deaths = each_death(base, lambda s: life(monkeypatch, s, [(2, 20.0)]), clone)
+    deaths = each_death(base, lambda s: life(monkeypatch, s, [(2, 20.0)], anew=True), clone)
     for when, store in deaths[1 + torn :: 2]:
         found = contents(store)
         assert found in ({2: 2.0}, {2: 20.0}), when
@@ -147,6 +147,7 @@ def labelled_life(monkeypatch, store: Store) -> None:
     with suppress(Stopped, HoldfastError):
         ckpt = holdfast.Checkpointer(store.url, state_of(0), keep=Keep(last=1), deadline_s=300)
         try:
+            ckpt.restore()
             save = ckpt.save(3)
             ckpt.pin(3, "best")
             save.wait(300)
@@ -162,10 +163,10 @@ def test_a_label_of_a_save_under_way(monkeypatch) -> None:
     life(monkeypatch, base, [(1, 1.0), (2, 2.0)])
     notes.pin(base, 1, "best")
     for when, store in each_death(base, lambda s: labelled_life(monkeypatch, s)):
-        for _ in range(2):
+        for step in (9, 10):
             labels = notes.read_notes(store).live_labels
             assert set(labels.values()) & set(contents(store)), (when, labels)
-            life(monkeypatch, store, [(9, 9.0)], keep=Keep(last=1))
+            life(monkeypatch, store, [(step, float(step))], keep=Keep(last=1))
 
 
 def dcp_life(monkeypatch, store: Store, step: int, value: float, **options) -> None:

@@ -17,6 +17,7 @@ import holdfast.checkpointer
 from holdfast.checkpoint.claiming import Claim, claim, newest_claim, take
 from holdfast.checkpoint.names import WHOLE, RootKeys
 from holdfast.checkpoint.notes import read_notes
+from holdfast.checkpoint.pruning import prune
 from holdfast.errors import RankErrors, UsageError
 
 HOLDER = """
@@ -57,7 +58,10 @@ def test_a_superseded_run_commits_no_more() -> None:
     first_state = state_of(1.0)
     first = holdfast.Checkpointer(store.url, first_state)
     first.save(1).wait(WAIT_S)
-    second = holdfast.Checkpointer(store.url, state_of(2.0))  # as from another host: it cannot tell
+    second_state = state_of(2.0)
+    second = holdfast.Checkpointer(store.url, second_state)  # as from another host: it cannot tell
+    assert second.restore() == 1
+    second_state["data"].update(state_of(2.0)["data"])
     second.save(2).wait(WAIT_S)
     with pytest.raises(RankErrors, match="taken over by run 2"):
         first.save(1).wait(WAIT_S)
@@ -71,10 +75,12 @@ def test_a_superseded_run_commits_no_more() -> None:
 def test_a_run_that_went_back_is_newer_than_what_it_left_behind(monkeypatch) -> None:
     store = memory()
     life(monkeypatch, store, [(50, 1.0), (100, 1.0)])
-    life(monkeypatch, store, [(60, 2.0)])
+    life(monkeypatch, store, [(60, 2.0)], back=50)
     with holdfast.open(store.url) as c:
         assert c.step == 60
     life(monkeypatch, store, [(70, 3.0)], keep=holdfast.Keep(last=2))
+    assert contents(store) == {60: 2.0, 70: 3.0, 100: 1.0}  # which is not of its line
+    assert prune(store, holdfast.Keep(last=2)) == [100]
     assert contents(store) == {60: 2.0, 70: 3.0}
 
 

@@ -125,7 +125,8 @@ class Life:
         if self.script["end"] == "kill" and self.script["at"] == i:
             threading.Timer(self.script["after"], die).start()
 
-    def open(self) -> None:
+    def open(self, *, anew: bool = False) -> None:
+        """`anew`: the live state is trained on, whatever a restart would restore of it."""
         case, every = self.case, holdfast.Every(**self.case["every"])
         ckpt = holdfast.Checkpointer(
             self.root,
@@ -136,6 +137,7 @@ class Life:
             keep=holdfast.Keep(last=case["keep"]),
             when_busy=case["when_busy"],
             deadline_s=300.0,
+            anew=anew,
         )
         self.ckpt = self.stack.enter_context(ckpt)
 
@@ -155,7 +157,7 @@ class Life:
             self.tell(closing=True)
             self.ckpt.close()
             self.tell(reopened=True)
-            self.open()
+            self.open(anew=True)
         edits = [act for act in acts if act in (*EDITS, "group")]
         if edits:  # what a save has not copied yet, it would have as written
             self.ckpt.wait()

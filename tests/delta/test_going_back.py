@@ -153,8 +153,8 @@ def test_a_run_that_begins_anew_beside_later_steps(
         commit(*args)
 
     monkeypatch.setattr(steps_of_root, "commit", late)
-    run = Plain()
-    ckpt = holdfast.Checkpointer(root, run.state, every=every, delta=holdfast.Delta())
+    run, delta = Plain(), holdfast.Delta()
+    ckpt = holdfast.Checkpointer(root, run.state, every=every, delta=delta, anew=True)
     for step in range(1, 5):
         run.step(step)
         ckpt.step(step)
@@ -212,8 +212,8 @@ def test_a_run_that_left_no_base_gives_nothing_up(root: Path) -> None:  # noqa: 
     run, every = Plain(), holdfast.Every(durable=100, delta=1)
     with holdfast.Checkpointer(root, run.state, every=every, delta=holdfast.Delta()) as ckpt:
         expected = train(ckpt, run, range(5, 9), 0.01)[8]
-    run = Plain()
-    with holdfast.Checkpointer(root, run.state, every=every, delta=holdfast.Delta()) as ckpt:
+    run, delta = Plain(), holdfast.Delta()
+    with holdfast.Checkpointer(root, run.state, every=every, delta=delta, anew=True) as ckpt:
         train(ckpt, run, range(1, 4), 0.02)
     shutil.rmtree(root / "steps/0000000001")
     run = Plain()

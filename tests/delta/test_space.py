@@ -125,7 +125,7 @@ def test_a_disk_without_room_for_the_records(small_disk: Path) -> None:  # noqa:
     def begin(on_error: str, **every: int) -> None:
         run = new()
         options = {"every": holdfast.Every(delta=1, **every), "max_bytes": None}
-        with checkpointer(small_disk, run, on_error=on_error, **options) as ckpt:
+        with checkpointer(small_disk, run, on_error=on_error, anew=True, **options) as ckpt:
             train(ckpt, run, 0, 3, lambda: None)
 
     with warnings.catch_warnings():

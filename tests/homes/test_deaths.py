@@ -21,11 +21,14 @@ __all__ = ["credentials", "seaweed"]
 Saves = list[tuple[int, float]]
 
 
-def life(monkeypatch, homes: Homes, saves: Saves, **options) -> None:
-    """A run that makes the saves one after the other, each uploaded before the next unless the home behind
-    has died; the process itself dies at the end of the last."""
+def life(monkeypatch, homes: Homes, saves: Saves, *, anew: bool = False, **options) -> None:
+    """A run that goes on from the newest step, or begins anew, and makes the saves one after the other, each
+    uploaded before the next unless the home behind has died; the process itself dies at the end of the last.
+    """
     monkeypatch.setattr(holdfast.roots, "open_store", homes.open)
-    with suppress(Stopped), homes.run(monkeypatch, **options) as run:
+    with suppress(Stopped), homes.run(monkeypatch, anew=anew, **options) as run:
+        if not anew:
+            run.ckpt.restore()
         for step, value in saves:
             run.save(step, value)
             upload = run.ckpt._tiers.upload
@@ -56,7 +59,7 @@ CASES = pytest.mark.parametrize(
     ("saves", "options", "allowed"),
     [
         ([(3, 3.0)], {}, [{2: 2.0}, {2: 2.0, 3: 3.0}]),
-        ([(2, 20.0)], {}, [{2: 2.0}, {2: 20.0}]),
+        ([(2, 20.0)], {"anew": True}, [{2: 2.0}, {2: 20.0}]),
         ([(3, 3.0)], {"upload_keep": Keep(last=1)}, [{2: 2.0}, {2: 2.0, 3: 3.0}, {3: 3.0}]),
     ],
     ids=["an-upload", "a-repeated-one", "one-that-prunes"],
@@ -93,6 +96,7 @@ def dies_at_every_change(
         assert found in allowed, when
         seen.append(found)
         newest = contents(homes.root)
+        options = {**options, "anew": False}
         life(monkeypatch, homes, [], **options)  # completes what is missing
         assert contents(behind)[max(newest)] == newest[max(newest)], when
         life(monkeypatch, homes, [(9, 9.0)], **options)

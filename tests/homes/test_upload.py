@@ -375,6 +375,7 @@ def test_who_loses_the_home_behind_uploads_no_more(monkeypatch) -> None:
     with homes.run(monkeypatch) as run:
         run.save_and_upload(1)
         with others.run(monkeypatch) as other:  # as from another host, whose life cannot be seen
+            assert other.ckpt.restore() == 1
             other.save_and_upload(7)
         run.save(2)
         until(lambda: run.ckpt._tiers.upload._has_ended)

@@ -56,7 +56,11 @@ def test_a_repeated_save(monkeypatch: pytest.MonkeyPatch, clone: Clone) -> None:
     base = clone()
     life(monkeypatch, base, [(1, 1.0), (2, 2.0)])
     outcomes = set()
-    for when, store in each_death(base, lambda s: life(monkeypatch, s, [(2, 20.0)]), clone):
+
+    def live(store: Store) -> None:
+        life(monkeypatch, store, [(2, 20.0)], anew=True)
+
+    for when, store in each_death(base, live, clone):
         found = contents(store)
         assert found in ({1: 1.0, 2: 2.0}, {1: 1.0, 2: 20.0}), when
         outcomes.add(found[2])

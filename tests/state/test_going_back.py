@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import holdfast
+from holdfast.checkpoint.pruning import prune
+from holdfast.store import open_store
 
 
 def net(value: float) -> nn.Linear:
@@ -27,6 +29,8 @@ def test_what_it_saves_then_is_the_newest(tmp_path: Path) -> None:
         assert ckpt.restore(step=20) == 20
         nn.init.constant_(model.weight, 25.0)
         ckpt.save(25).wait()
+    assert holdfast.steps(tmp_path) == [20, 25, 30]  # the last of which is not of its line any more
+    assert prune(open_store(str(tmp_path)), holdfast.Keep(last=2)) == [20]
     assert holdfast.steps(tmp_path) == [25, 30]
     other = net(0.0)
     with holdfast.Checkpointer(tmp_path, {"model": other}) as ckpt:
