@@ -125,8 +125,9 @@ def test_a_restore_reads_what_is_wanted(root: Root) -> None:
 def test_a_run_that_does_not_restore(root: Root) -> None:
     """It asks once whose the steps are, by the beginnings of manifests that it does not know, and deletes
     none of them."""
+    there = holdfast.steps(root.url)
     with root.run(anew=True) as ckpt:
-        step = holdfast.steps(root.url)[-1]
+        step = there[-1]
         made = root.cost("first save, without a restore", lambda: root.save(ckpt, step + 1))
         assert made.pop("read") == root.kept
         assert sum(made.values()) <= sum(IMAGE.values()) + MOST_OF_RANK_0
@@ -134,6 +135,7 @@ def test_a_run_that_does_not_restore(root: Root) -> None:
         made = root.cost("next save, without a restore", lambda: root.save(ckpt, step + 2))
         assert not {"delete", "delete_many"} & made.keys()
         assert sum(made.values()) <= sum(IMAGE.values()) + MOST_OF_RANK_0
+    assert prune(root.store, Keep(last=root.kept)) == there[:2]
 
 
 def test_looking(root: Root) -> None:

@@ -71,7 +71,7 @@ def life(
     **options: Any,
 ) -> list[float]:
     """A run that goes on from the newest step, or from step `back`, or begins anew, and saves (step, value)
-    after (step, value) until its store is dead; the values of those saves that it was told are committed."""
+    after (step, value) until its store is dead; the values of saves that it was told are committed."""
     committed: list[float] = []
     monkeypatch.setattr(holdfast.roots, "open_store", lambda url: store)
     state = state_of(0)

@@ -287,6 +287,7 @@ class Life:
         ckpt = holdfast.Checkpointer(
             s["root"], state, every=every, memory=memory, delta=delta, deadline_s=20,
             keep=holdfast.Keep(**s["keep"]) if "keep" in s else None,
+            replicas=s.get("replicas", "once"),
         )  # fmt: skip
         for name, value in s.get("patience", {}).items():
             setattr(client, name, value)

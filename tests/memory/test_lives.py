@@ -247,8 +247,9 @@ def test_a_replica_full_of_nan_is_not_a_copy_of_another(lives: Lives) -> None:
     same, fetched where it lies.  When node 0 is lost, no more is NaN than what rank 1 has saved itself."""
     options = {"redundancy": "copy"}
     told = lives.live(
-        nodes=[0, 1, 2], until=4, die=True, layout="ddp", options=options, poison_at=4, poison=[1]
-    )
+        nodes=[0, 1, 2], until=4, die=True, layout="ddp", options=options, poison_at=4, poison=[1],
+        replicas="trust",
+    )  # fmt: skip
     assert told[1].events("replica.differs")
     lose(lives, 0)
     again = lives.live(nodes=[0, 1, 2], until=4, layout="ddp", options=options)
