@@ -7,12 +7,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import holdfast
+import holdfast.late
 from holdfast.errors import HoldfastWarning, NotFound, UsageError
 
 
@@ -21,6 +23,8 @@ class Run:
 
     def __init__(self, root: Path, **options: Any) -> None:
         self.model = nn.Linear(4, 4)
+        self.other: torch.optim.Optimizer | None = None
+        """An optimizer that is not in the state."""
         self.optim = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.state: dict[str, Any] = {"model": self.model, "optim": self.optim}
         self.ckpt = holdfast.Checkpointer(root, self.state, **options)
@@ -133,6 +137,77 @@ def test_a_run_that_begins_with_another_root_counts_as_it_likes(tmp_path: Path) 
             run.save(1)
 
 
+def swapped(run: Run) -> None:
+    """Put averaged weights in for an evaluation, and back."""
+    with torch.no_grad():
+        for p in run.model.parameters():
+            before = p.clone()
+            p.mul_(0.5)
+            p.copy_(before)
+
+
+def counted_on(run: Run) -> None:
+    run.state["metric"]["sum"].add_(1)
+
+
+def probed(run: Run) -> None:
+    """Train something else on top of it."""
+    probe = nn.Linear(4, 2)
+    probe(run.model(torch.ones(2, 4)).detach()).sum().backward()
+    run.other = torch.optim.SGD(probe.parameters(), lr=0.1)
+    run.other.step()
+
+
+def trained_by_another(run: Run) -> None:
+    run.model(torch.ones(2, 4)).sum().backward()
+    run.other = torch.optim.Adam(run.model.parameters())
+    run.other.step()
+    run.ckpt.save(6).wait(60)  # which forgets the counts of those before it
+
+
+@pytest.mark.parametrize(
+    ("then", "trains"),
+    [(swapped, 0), (counted_on, 0), (probed, 0), (Run.train, 1), (trained_by_another, 1)],
+)
+def test_only_steps_of_optimizers_are_training(tmp_path: Path, then: Any, trains: int) -> None:
+    for _ in range(2):
+        with Run(tmp_path, every=5) as run:
+            run.state["metric"] = {"sum": torch.zeros(3)}
+            begin = run.ckpt.restore()
+            for step in range(begin + 1, 6):
+                run.train()
+                run.ckpt.step(step)
+            if not begin:
+                continue
+            then(run)
+            if trains:
+                with pytest.raises(UsageError, match="has been trained on since"):
+                    run.ckpt.save(5)
+            else:
+                run.ckpt.save(5).wait(60)
+
+
+def test_a_state_without_optimizers_may_be_saved_once_more(tmp_path: Path) -> None:
+    for _ in range(2):
+        model = nn.Linear(4, 4)
+        with holdfast.Checkpointer(tmp_path, {"model": model}) as ckpt:
+            ckpt.restore()
+            torch.nn.init.ones_(model.weight)
+            ckpt.save(5).wait(60)
+
+
+def test_a_step_that_was_loaded_by_the_function_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    with Run(tmp_path) as run:
+        run.save(5)
+    with Run(tmp_path) as run:
+        holdfast.load(tmp_path, run.state)
+        with pytest.raises(UsageError, match=r"after holdfast.load\(\.\.\.\) say anew=True"):
+            run.save(6)
+    with Run(tmp_path, anew=True) as run:
+        holdfast.load(tmp_path, run.state)
+        run.save(6)
+
+
 # -- keys of the step that the state lacks --------------------------------------------------------
 
 
@@ -194,16 +269,61 @@ def test_a_late_key_of_a_step_that_is_gone_is_refused_by_name(tmp_path: Path) ->
             run.ckpt.save(4)
 
 
-def test_a_late_number_is_told(tmp_path: Path) -> None:
-    state = {"model": nn.Linear(1, 1), "epoch": 3}
-    with holdfast.Checkpointer(tmp_path, state) as ckpt:
+LATE = [
+    lambda n: n,
+    lambda n: (n, 0),
+    lambda n: [n],
+    lambda n: {"n": n, "more": {"t": torch.tensor([n])}},
+    np.float32,
+    lambda n: np.array([n]),
+    lambda n: torch.tensor([n]),
+]
+"""Values that a script sets, by a number."""
+
+
+@pytest.mark.parametrize("value", LATE)
+def test_a_late_value_is_saved_as_it_is_and_told(tmp_path: Path, value: Any) -> None:
+    with holdfast.Checkpointer(tmp_path, {"model": nn.Linear(1, 1), "at": value(3)}) as ckpt:
         ckpt.save(1)
     with holdfast.Checkpointer(tmp_path, {"model": nn.Linear(1, 1)}) as ckpt:
         assert len(told(ckpt, ckpt.restore)) == 1
-        ckpt.state["epoch"] = 0
+        mine = ckpt.state["at"] = value(5)
         (text,) = told(ckpt, ckpt.save, 2)
-    assert "'epoch' came into the state" in text and "is saved as it is now" in text
-    assert holdfast.open(tmp_path).extras["epoch"] == 0
+        assert ckpt.state["at"] is mine
+    assert "'at' came into the state" in text and "is saved as it is now" in text
+    state = {"at": value(0)}
+    holdfast.load(tmp_path, state)
+    assert repr(state["at"]) == repr(value(5))
+
+
+def test_late_keys_are_looked_for_at_ten_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And at the first step; not at each step that is recorded, and not for ever."""
+    averaged(tmp_path, range(1, 3))
+    looks, give = [], holdfast.late.give
+
+    def counted(*args: Any) -> Any:
+        looks.append(0)
+        return give(*args)
+
+    monkeypatch.setattr(holdfast.late, "give", counted)
+    every = holdfast.Every(durable=50, delta=1)
+    with Run(tmp_path, every=every, delta=holdfast.Delta()) as run:
+        assert len(told(run.ckpt, run.ckpt.restore)) == 1
+        for step in range(3, 12):
+            run.train()
+            run.ckpt.step(step)
+        assert 1 <= len(looks) <= 2  # the first step, and a save that records lead on from
+    looks.clear()
+    with Run(tmp_path, every=1) as run:
+        run.ckpt.restore(step=2)
+        for step in range(51, 61):
+            run.save(step)
+        assert len(looks) == 10
+        mine = run.state["average"] = AveragedModel(run.model)
+        run.save(61)
+        assert len(looks) == 10 and mine.n_averaged == 0
 
 
 # -- a state that can never be saved --------------------------------------------------------------

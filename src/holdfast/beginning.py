@@ -7,31 +7,31 @@ things are refused, unless the user says `Checkpointer(anew=True)`:
     the root has steps, and none was restored           at the first `step` or `save`
     a step at or below the one that was restored        when it would be saved
 
-Saving the restored step itself once more is no fault, as long as nothing has trained on.  A key of that
-step which comes into the state only after the restore is given what the step has (`late`).
+Saving the restored step itself once more is no fault, as long as no optimizer has stepped since: weights
+that are averaged for an evaluation and put back, or a metric that goes on, are no training.  A module of
+that step which comes into the state only after the restore is given what the step has (`late`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from holdfast.errors import UsageError
 from holdfast.notices import Notices
 from holdfast.saving import Save
 from holdfast.state.collecting import RunState
-from holdfast.state.live import is_optimizer, stages
-from holdfast.state.placed import memory_of
-from holdfast.state.writes import write_count
+from holdfast.state.noticing import Noticing
 from holdfast.tiers import Tiers
 
 if TYPE_CHECKING:
     from holdfast.restore.result import Restored, RestoredFrom
 
 ANEW = "Checkpointer(..., anew=True)"
+
+SAVES = 10
+"""Saves after a restore, and after the last late key, at which ranks ask each other for late keys."""
 
 
 class Beginning:
@@ -49,21 +49,23 @@ class Beginning:
         """The place of the step that was restored."""
         self._least: int | None = None
         """The step that was restored, if later ones have to be above it; None if any will do."""
-        self._writes = 0
-        """Writes to the state until the end of the restore."""
         self._late: frozenset[str] = frozenset()
-        """Keys of the restored step that no rank's state had."""
+        """Keys of the restored step that no rank's state had; none once ranks ask no more."""
+        self._saves_left = 0
+        """Saves at which late keys are still looked for."""
         self._was_read = False
         """True once the state could be read."""
         self._refused: UsageError | None = None
 
     # -- before a save ----------------------------------------------------------------------------
 
-    def check(self, step: int) -> None:
-        """UsageError if the step may not be saved."""
+    def check(self, step: int, noticing: Noticing) -> None:
+        """UsageError if the step may not be saved.  Collective where the step is the restored one."""
         self.check_decided()
         last = self._least
-        if last is None or step > last or (step == last and self._num_writes() == self._writes):
+        if last is None or step > last:
+            return
+        if step == last and not self._group.any(noticing.has_trained()):
             return
         why = "has been trained on since" if step == last else "is newer"
         raise UsageError(
@@ -82,18 +84,18 @@ class Beginning:
                 "restart would take what this run saves for the newest",
                 hint="call restore() before the first step, which goes on from the newest one; or give "
                 f"this run a root of its own; or say {ANEW}, to begin anew beside them: none of them is "
-                "deleted",
+                "deleted; after holdfast.load(...) say anew=True, or use ckpt.restore() in its place",
             )
 
-    def look_for_late(self) -> None:
-        """Give keys that have come since the restore what the restored step has of them.  Collective if
-        there may be any."""
+    def look_for_late(self, *, is_save: bool = True) -> None:
+        """Give what has come since the restore what the restored step has of it.  Collective if there may
+        be any, which holds for a few saves."""
         if self._late and self._origin is not None:
             from holdfast.late import give
 
-            self._late = give(
-                self._late, self._state.given, self._origin, self._group, self._notices
-            )
+            late = give(self._late, self._state.given, self._origin, self._group, self._notices)
+            self._saves_left = SAVES if late != self._late else self._saves_left - is_save
+            self._late = late if self._saves_left else frozenset()
 
     # -- reading the state ------------------------------------------------------------------------
 
@@ -128,10 +130,10 @@ class Beginning:
         older step, and may number anew.  Collective."""
         self._is_decided, self._origin = True, origin
         if restored.found and not (is_asked or self._anew):
-            self._least, self._writes = int(restored), self._num_writes()
+            self._least = int(restored)
         missing = self._missing(origin.keys)
         if not self._anew:
-            self._late = missing
+            self._late, self._saves_left = missing, SAVES
         for key in sorted(missing) if self._group.rank == 0 else ():
             self._notices.once(
                 "untaken-key",
@@ -148,30 +150,3 @@ class Beginning:
             return frozenset()
         theirs = self._group.all_gather("\n".join(own).encode())
         return keys.difference(*(known.decode().split("\n") for known in theirs))
-
-    def _num_writes(self) -> int:
-        """Number of writes to the parameters and tensors of the state, so far as they are counted."""
-        return sum(
-            write_count(tensor, memory_of(tensor))
-            for value in self._state.given.values()
-            for tensor in _tensors(value)
-            if not tensor.is_inference()
-        )
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    modules = stages(value)
-    if modules is not None:
-        for module in modules:
-            yield from module.parameters()
-    elif isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from _tensors(one)
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _tensors(one)
-    elif is_optimizer(value):
-        for group in getattr(value, "param_groups", ()):
-            yield from (p for p in group["params"] if isinstance(p, torch.Tensor))

@@ -220,10 +220,12 @@ class Checkpointer:
         due, due_in_memory = (
             n is not None and step % n == 0 for n in (every.durable, every.memory)
         )
-        if due or due_in_memory or self._tiers.delta is not None:
+        if due or due_in_memory:
             self._check_newer(step)
-        elif not self._prepared:
-            self._beginning.look_for_late()
+        elif self._tiers.delta is not None:
+            self._beginning.check(step, self._noticing)
+        if not (due or due_in_memory or self._prepared):
+            self._beginning.look_for_late(is_save=False)
         if self._recorded_by_a_save(step, due, metrics):
             pass
         elif due:
@@ -240,7 +242,7 @@ class Checkpointer:
 
     def _check_newer(self, step: int) -> None:
         """UsageError if what begins with the restored step does not allow to save this one."""
-        self._beginning.check(step)
+        self._beginning.check(step, self._noticing)
         self._beginning.look_for_late()
 
     def _recorded_by_a_save(
@@ -270,6 +272,8 @@ class Checkpointer:
             delta.revive()
         if not delta.needs_base(step):
             return False
+        if not durable:
+            self._beginning.look_for_late()
         added = None if metrics is None else self._attached(metrics)
         save = self._begin(step, must=True, live=True, added=added)
         delta.begin_from((self._tiers.run, step), save)

@@ -1,9 +1,10 @@
 """State that comes after the restore, though the restored step has it: an average that is made from the
 restored weights, say, and put into `Checkpointer.state` then.
 
-It is given what that step has of it at the next call that may save, before anything is saved.  Whatever the
-loop has done to it in between is lost, which is told.  Plain numbers and texts have nothing that could be
-given: the script has set them, so it is told what the step had.
+A module, or an object with `load_state_dict`, is given what that step has of it at the next call that may
+save, before anything is saved.  Whatever the loop has done to it in between is lost, which is told.  All
+else (plain values, containers, arrays, bare tensors) the script has just set to what it means: that is
+saved as it is, which is told, too.
 """
 
 from __future__ import annotations
@@ -17,28 +18,29 @@ from holdfast.group import Group
 from holdfast.notices import Notices
 from holdfast.restore.reading import load_step
 from holdfast.restore.result import RestoredFrom
-from holdfast.state.live import State, is_optimizer, loaded_states
+from holdfast.state.live import State, is_optimizer, is_stateful, loaded_states, stages
 from holdfast.wire import decode_msgpack
 
-ONCE_MORE = (
-    "put it into the state before restore(), or call restore() once more now that it is there"
-)
-
-
 ANEW = "another name, or Checkpointer(..., anew=True), begins it anew"
+
+ABSENT = "nothing"
+PLAIN = "a plain value, array or tensor"
+OBJECT = "a module or an object with load_state_dict()"
+OPTIMIZER = "an optimizer"
 
 
 def give(
     late: frozenset[str], state: State, origin: RestoredFrom, group: Group, notices: Notices
 ) -> frozenset[str]:
     """Put what the restored step has into those of its keys that have come since; return those that have
-    not.  UsageError if it cannot be.  Collective."""
-    came = _agreed(sorted(late & state.keys()), origin.step, group)
-    objects = {key: state[key] for key in came if not _is_plain(state[key])}
+    not, the same on all ranks.  UsageError if it cannot be.  Collective."""
+    mine = {key: _kind(state[key]) for key in sorted(late & state.keys())}
+    came = _agreed(mine, origin.step, group)
+    objects = {key: state[key] for key, kind in came.items() if kind != PLAIN}
     if objects:
         _load(objects, origin, group)
         state.update(objects)
-    for key in came:
+    for key in mine:
         done = (
             "has been given what that step has of it, and what was done to it since is lost"
             if key in objects
@@ -53,23 +55,30 @@ def give(
     return late.difference(came)
 
 
-def _agreed(mine: list[str], step: int, group: Group) -> list[str]:
-    """Return the keys that have come on all ranks.  UsageError if they are not the same."""
+def _agreed(mine: dict[str, str], step: int, group: Group) -> dict[str, str]:
+    """Return the kinds of the keys that have come, on whatever rank.  UsageError, on all ranks, if one that
+    is to be loaded has not come on all, and as the same kind."""
     answers = group.all_gather(msgspec.msgpack.encode(mine))
-    found = [decode_msgpack(answer, list[str]) for answer in answers]
-    for key in sorted({key for keys in found for key in keys}):
-        lack = [rank for rank, keys in enumerate(found) if key not in keys]
-        if lack:
+    found = [decode_msgpack(answer, dict[str, str]) for answer in answers]
+    agreed: dict[str, str] = {}
+    for key in sorted({key for kinds in found for key in kinds}):
+        said = [kinds.get(key, ABSENT) for kinds in found]
+        if len(set(said)) > 1 and not set(said) <= {PLAIN, ABSENT}:
+            other = next(rank for rank, kind in enumerate(said) if kind != said[0])
+            here, there = f"{said[0]} on rank 0", f"{said[other]} on rank {other}"
             raise UsageError(
-                f"{key!r}, which step {step} has, came into the state after restore() on some ranks, and "
-                f"not on rank {lack[0]}",
+                f"{key!r}, which step {step} has, came into the state after restore() as {here}, and as "
+                f"{there}",
                 hint="put it into the state before restore(), on all ranks",
             )
-    return mine
+        agreed[key] = PLAIN if PLAIN in said else said[0]
+    return agreed
 
 
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, float, complex, str, bytes))
+def _kind(value: Any) -> str:
+    if is_optimizer(value):
+        return OPTIMIZER
+    return OBJECT if stages(value) is not None or is_stateful(value) else PLAIN
 
 
 def _load(objects: State, origin: RestoredFrom, group: Group) -> None:

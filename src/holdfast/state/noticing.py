@@ -21,7 +21,7 @@ from holdfast.state.merged import layers_with_adapters, merged_in, merged_text
 from holdfast.state.numbers import Numbers, cut_off
 from holdfast.state.observer import StepCounts
 from holdfast.state.outside import few
-from holdfast.state.trains import Trains
+from holdfast.state.trains import Trains, has_trained
 
 AT_FIRST = 4
 """Steps of optimizers behind which numbers are looked at: a script may save only once."""
@@ -64,6 +64,7 @@ class Noticing:
         for key, kind in cut_off(self._state):
             self._notices.once("dead-groups", _cut_off_text(key, kind), about=key)
         self._trains.begin(step)
+        self._counts.forget()
         self._values, self._num_stepped = [], 0
         self._count()
 
@@ -84,6 +85,10 @@ class Noticing:
             self._merging = [*layers_with_adapters(self._state)]
         elif names := list(merged_in(self._merging)):
             self._notices.once("merged-adapters", merged_text(names))
+
+    def has_trained(self) -> bool:
+        """True if the state was trained since it was restored, as steps of optimizers tell."""
+        return has_trained(self._state, self._counts)
 
     def close(self) -> None:
         """Notice nothing any more."""

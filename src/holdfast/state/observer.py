@@ -221,6 +221,9 @@ class StepCounts:
         """Each optimizer and the number of its steps that have ended, by its id."""
         self.has_compiled = False
         """True if a compiled step was made: of which optimizer is not known."""
+        self._earlier: dict[int, weakref.ref[Any]] = {}
+        self._had_compiled = False
+        """The same of the time between `forget` and the last `clear`."""
         self._also = also
         self._handle: Handle = register_optimizer_step_post_hook(self._ended)
 
@@ -242,8 +245,23 @@ class StepCounts:
 
     def clear(self) -> None:
         """Begin to count anew."""
+        refs = {**self._earlier, **{key: ref for key, (ref, _) in self.found.items()}}
+        self._earlier = {key: ref for key, ref in refs.items() if ref() is not None}
+        self._had_compiled = self._had_compiled or self.has_compiled
         self.found.clear()
         self.has_compiled = False
+
+    def forget(self) -> None:
+        """Begin anew, with a state that was restored."""
+        self.clear()
+        self._earlier, self._had_compiled = {}, False
+
+    def since_forget(self) -> tuple[list[Any], bool]:
+        """Optimizers that there still are and that have stepped since `forget`; True if a compiled step
+        was made since."""
+        refs = [*self._earlier.values(), *(ref for ref, _ in list(self.found.values()))]
+        ever = [ref() for ref in refs]
+        return [one for one in ever if one is not None], self._had_compiled or self.has_compiled
 
     def close(self) -> None:
         """Remove the hook, between two steps."""

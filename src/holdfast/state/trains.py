@@ -216,6 +216,17 @@ class Trains:
         yield "never-changes", _never_changes([*seen.models, *own], seen.step, kinds), ""
 
 
+def has_trained(state: State, counts: StepCounts) -> bool:
+    """True if an optimizer of a state, or another one of its parameters, has stepped since the counts were
+    begun with it.  A state without optimizers is not trained."""
+    own = [one for parts in _optimizers_of(state).values() for one in parts]
+    stepped, has_compiled = counts.since_forget()
+    if not own or has_compiled:
+        return bool(own)
+    known, params = {id(one) for one in own}, _ids_of(own) | _names_of(state).keys()
+    return any(id(one) in known or _ids_of([one]) & params for one in stepped)
+
+
 # -- texts -------------------------------------------------------------------------------------------
 
 
