@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import holdfast
 from holdfast import events
-from holdfast.errors import Deadline, OutOfSpace, RankErrors
+from holdfast.errors import Deadline, OutOfSpace, RankErrors, UsageError
 from holdfast.saving import held
 from holdfast.state import movers, replicas, snapshot
 from holdfast.testing import Faulty
@@ -160,8 +160,7 @@ def snapshots_are_of_the_moment_of_the_call(root: Path) -> None:
 def a_write_in_the_window_fails_aloud(root: Path) -> None:
     """Rank 1 edits weights while they are copied: no step, and each rank is told whose fault it is."""
     run = Run(root)
-    run.train()
-    run.ckpt.save(0).wait(WAIT_S)  # the first one is copied at the call
+    save_the_first(run)
     original = snapshot.Copies.run
 
     def edited(copies: Any, *args: Any) -> None:
@@ -184,7 +183,14 @@ def a_write_in_the_window_fails_aloud(root: Path) -> None:
     assert caught.value.errors.keys() == {1}
     dist.barrier()
     assert files_of(root, 1) == []
-    check_next_save(run)
+    check_next_save(run, 0)
+
+
+def save_the_first(run: Run) -> None:
+    """Step 0, which is copied before its call returns; the next save is copied in the window."""
+    run.train()
+    with patch.object(movers, "SMALL_BYTES", 0):
+        run.ckpt.save(0).wait(WAIT_S)
 
 
 def weights_that_a_forward_pass_writes_fail_no_save(root: Path) -> None:
@@ -215,30 +221,31 @@ def weights_that_a_forward_pass_writes_fail_no_save(root: Path) -> None:
 def a_write_that_is_counted_after_the_copy_fails_aloud(root: Path) -> None:
     """Rank 1 was writing when its copy ended: the second look at the counters shows it."""
     run = Run(root)
-    run.train()
-    unchanged, looks = snapshot.Shot.unchanged, iter(range(9))
+    save_the_first(run)
+    changed, looks = snapshot.Shot.changed, iter(range(9))
 
-    def written_after_the_first(shot: snapshot.Shot, before: list[int]) -> bool:
+    def written_after_the_first(shot: snapshot.Shot) -> list[str]:
         if next(looks) == 1 and dist.get_rank() == 1:
             with torch.no_grad():
                 run.net.body[0].weight.add_(1)
-        return unchanged(shot, before)
+        return changed(shot)
 
-    snapshot.Shot.unchanged = written_after_the_first
-    try:
-        with pytest.raises(
-            RankErrors, match=r"outside optimizer\.step\(\).*body\.0\.weight"
-        ) as caught:
-            run.ckpt.save(1).wait(WAIT_S)
-    finally:
-        snapshot.Shot.unchanged = unchanged
+    with (
+        patch.object(snapshot.Shot, "changed", written_after_the_first),
+        patch.object(movers, "SMALL_BYTES", 0),
+        pytest.raises(RankErrors, match=r"outside optimizer\.step\(\).*body\.0\.weight") as caught,
+    ):
+        run.ckpt.save(1).wait(WAIT_S)
+    assert next(looks) >= 2  # it was looked at twice
     assert caught.value.errors.keys() == {1}
     dist.barrier()
-    check_next_save(run)
+    assert files_of(root, 1) == []
+    check_next_save(run, 0)
 
 
-def check_next_save(run: Run) -> None:
-    """After a failure: training goes on, the next save works, nothing is left behind."""
+def check_next_save(run: Run, *before: int) -> None:
+    """After a failure: training goes on, the next save works, nothing is left behind; there are the steps
+    of `before`, too."""
     run.train(2)
     copy, step = run.copy(), run.state["step"]
     run.ckpt._saves.untold.clear()  # the failure has been looked at
@@ -246,8 +253,9 @@ def check_next_save(run: Run) -> None:
     check_saved(run.root, step, copy)
     run.ckpt.close()
     dist.barrier()
-    assert holdfast.steps(str(run.root)) == [step]
-    assert {p.parts[-2] for p in run.root.glob("steps/*/*/*")} == {attempt(run.root, step)}
+    assert holdfast.steps(str(run.root)) == [*before, step]
+    attempts = {attempt(run.root, one) for one in (*before, step)}
+    assert {p.parts[-2] for p in run.root.glob("steps/*/*/*")} == attempts
 
 
 def attempt(root: Path, step: int) -> str:
@@ -291,7 +299,10 @@ def a_busy_save_waits_in_the_queue(root: Path) -> None:
     run = Run(root, every=1)
     gate = Gate()
     events.counters.clear()
-    with store_of(run, gate), patch.object(held, "LONG_S", -1.0):
+    told = pytest.warns(
+        holdfast.HoldfastWarning, match=r"training waited .* of step 1.*\[held-long\]"
+    )
+    with store_of(run, gate), patch.object(held, "LONG_S", -1.0), told:
         copies = {}
         for step in (1, 2):
             run.train()
@@ -301,10 +312,7 @@ def a_busy_save_waits_in_the_queue(root: Path) -> None:
         while not events.counters["save.queued"]:
             time.sleep(0.01)
         gate.opened.set()
-        with pytest.warns(
-            holdfast.HoldfastWarning, match=r"training waited .* of step 1.*\[held-long\]"
-        ):
-            run.ckpt.wait()
+        run.ckpt.wait()
     dist.barrier()
     assert holdfast.steps(str(root)) == [1, 2]
     for step, copy in copies.items():
@@ -421,14 +429,21 @@ def a_key_of_several_kinds_is_refused(root: Path) -> None:
 
 
 def state_that_one_rank_cannot_save_fails_the_save_on_all(root: Path) -> None:
-    """And at once: the others need not wait for a deadline."""
+    """And at once: the others need not wait for a deadline.  The call on that rank raises, whatever failed
+    saves are to do."""
     run = Run(root, on_error="warn")
     run.train(1)
+    began = time.monotonic()
     if dist.get_rank() == 1:
         run.state["odd"] = object()
-    save = run.ckpt.save(1)
+        with pytest.raises(UsageError, match=r"odd: a builtins\.object cannot be saved"):
+            run.ckpt.save(1)
+        save = run.ckpt._saves.untold[-1]
+    else:
+        save = run.ckpt.save(1)
     with pytest.raises(RankErrors) as caught:
         save.wait(WAIT_S / 3)
+    assert time.monotonic() - began < WAIT_S / 2
     told = everyone(str(caught.value))
     assert told.count(told[0]) == 3
     assert "rank 1: UsageError: odd" in told[0]

@@ -127,6 +127,7 @@ class Run:
             delta=self.delta,
             on_error="raise",
             deadline_s=self.deadline_s,
+            anew=True,
         )
 
     def train(self) -> None:
@@ -357,6 +358,7 @@ ALONE: dict[str, str] = {
     "Rng.state_dict": LOOKS,
     "Rng.load_state_dict": "sets this process's generators",
     "ignore": MARKS,
+    "silence": MARKS,
     "trainable_only": MARKS,
     "kept": "keeps what a function of the script's own has returned",
     "recoverable": "is a plain call, but for `holdfast run`, which is in tests/launching",
