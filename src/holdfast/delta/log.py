@@ -111,12 +111,15 @@ def mark_log(
     kept: dict[str, int] = {}
     """Length of each segment that stays, or 0 where nobody asks."""
     plans: list[tuple[int, str]] = []
+    others: set[int] = set()
+    """Runs of which segments stay that are not the caller's, and so their plans."""
     sizes = {key: keys.sizes[key] for key in keys.below("log/")}
     if max_bytes and any(size < 0 for size in sizes.values()):
         sizes = dict(keys.store.entries("log/"))
     for key, size in sizes.items():
         parsed, run = parse_segment(key), run_of_log(key)
         if run is None or not owns(Saved(run, 0 if parsed is None else parsed[1])):
+            others |= set() if run is None or parsed is None else {run}
             continue  # not ours
         if parsed is None:
             plans.append((run, key))
@@ -124,7 +127,7 @@ def mark_log(
             keys.marked.append(key)
         else:
             kept[key] = size
-    runs = {run_of_log(key) or 0 for key in kept}
+    runs = others | {run_of_log(key) or 0 for key in kept}
     for run, key in plans:
         if run not in runs and run < max(runs, default=0):
             keys.marked.append(key)
