@@ -179,17 +179,54 @@ def test_one_object_under_two_names_stays_one(where: str) -> None:
     assert mine[0] == [1] and mine[1]["t"] is tensor and tensor.tolist() == [1, 1]
 
 
+@pytest.mark.parametrize(
+    "values",
+    [([0], [1], [2]), ({"loss": 9}, {"loss": 1, "at": [3]}, {"loss": 2}), tuple(np.eye(3))],
+    ids=["list", "dict", "array"],
+)
+def test_one_placeholder_under_two_keys_that_were_two_is_told(
+    values: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second key gets a value of its own; the first keeps the one that the script may hold."""
+    for known in ("_restored", "_told"):  # it is told once in a process
+        monkeypatch.setattr(f"holdfast.restore.filling.{known}", set())
+    z, best, last = values
+    holdfast.save(tmp_path, {"w": torch.ones(2), "best": best, "last": last}, step=1)
+    state = {"w": torch.zeros(2), "best": z, "last": z}
+    with (
+        holdfast.Checkpointer(tmp_path, state) as ckpt,
+        pytest.warns(HoldfastWarning, match=r"best and last are one .* now in last.*two-values\]$"),
+    ):
+        assert ckpt.restore() == 1
+    assert state["best"] is z and state["last"] is not z
+    assert np.array_equal(state["best"], best) and np.array_equal(state["last"], last)
+    assert state["w"].tolist() == [1, 1]
+
+
 def test_one_value_of_the_state_that_was_two_is_refused() -> None:
-    holdfast.save("memory://were-two", {"w": torch.ones(2), "a": [1], "b": [2]}, step=1)
-    both, w = [0], torch.zeros(2)
+    """It has a tensor in it, or an object, of which holdfast makes no other."""
+
+    def inside(rate: float) -> Any:
+        optim = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=rate)
+        return {"scheduler": torch.optim.lr_scheduler.StepLR(optim, 3), "log": [rate]}
+
+    saved = {"w": torch.ones(2), "a": inside(1.0), "b": inside(2.0)}
+    holdfast.save("memory://were-two", saved, step=1)
+    both, w = inside(3.0), torch.zeros(2)
     with pytest.raises(
-        StateMismatch, match="a and b are one list here, and were saved with different"
+        StateMismatch, match="a and b are one dict here, and were saved with different"
     ):
         holdfast.load("memory://were-two", {"w": w, "a": both, "b": both})
-    assert (both, w.tolist()) == ([0], [0, 0])
-    apart = {"w": w, "a": [0], "b": [0]}
+    assert (both["log"], w.tolist()) == ([3.0], [0, 0])
+    apart = {"w": w, "a": inside(0.0), "b": inside(0.0)}
     holdfast.load("memory://were-two", apart)
-    assert (apart["a"], apart["b"]) == ([1], [2])
+    assert (apart["a"]["log"], apart["b"]["log"]) == ([1.0], [2.0])
+    t = torch.zeros(2)
+    of_tensors = {"a": [torch.ones(2), 1], "b": [torch.ones(2), 2]}
+    holdfast.save("memory://were-two-with-tensors", of_tensors, step=1)
+    one = [t, 0]
+    with pytest.raises(StateMismatch, match="a and b are one list here"):
+        holdfast.load("memory://were-two-with-tensors", {"a": one, "b": one})
 
 
 def test_one_object_that_was_two_is_refused() -> None:

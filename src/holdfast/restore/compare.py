@@ -19,9 +19,11 @@ from holdfast.events import emit
 from holdfast.format.extras import DCP_NAMES, MADE_OF
 from holdfast.group import Group
 from holdfast.layout import Axis, Mesh, common_mesh
+from holdfast.restore.positions import UNPROVED
 from holdfast.restore.targets import RestoreOptions, is_known
 from holdfast.state.customised import OWN
 from holdfast.state.live import Live, State
+from holdfast.state.positions import WAYS_OUT
 from holdfast.suggest import did_you_mean, did_you_mean_pattern, matching_nothing
 from holdfast.wire import WireError, decode_msgpack
 
@@ -185,6 +187,7 @@ def judge_together(
 def _mismatch(checkpoint: Checkpoint, live: Live, lines: list[str]) -> StateMismatch:
     named = any(line.startswith(("missing", "unexpected")) for line in lines)
     misspelled = all(line.startswith("only=") for line in lines)
+    unproved = [line for line in lines if line.endswith(UNPROVED)]
     shown = lines[:50] + ([f"... and {len(lines) - 50} more"] if len(lines) > 50 else [])
     return StateMismatch(
         f"step {checkpoint.step} does not fit the live state:\n  " + "\n  ".join(shown),
@@ -192,9 +195,11 @@ def _mismatch(checkpoint: Checkpoint, live: Live, lines: list[str]) -> StateMism
         step=checkpoint.step,
         hint=_refused(checkpoint, live)
         or ("correct the pattern: `holdfast inspect` lists the names" if misspelled else "")
+        or (WAYS_OUT if len(unproved) == len(lines) else "")
         or "build the same model and optimizer"
         + (", or pass strict=False: it ignores missing and unexpected names" * named)
-        + (OTHER_NAMES * (named and checkpoint.format == "huggingface")),
+        + (OTHER_NAMES * (named and checkpoint.format == "huggingface"))
+        + (f"; for parameters without names: {WAYS_OUT}" * bool(unproved)),
     )
 
 

@@ -640,7 +640,7 @@ class ExtrasRestorer:
             raise StateMismatch("; ".join(inside.missing))
         inside.put(self._decode)
         found = self._decode(inside.tree, live)
-        if isinstance(live, dict) and isinstance(found, dict):
+        if isinstance(live, dict) and isinstance(found, dict) and not self._filling.has(live):
             if not self.options.strict:
                 _keep_missing(live, found)
             self._tell_removed(key, [name for name in live if name not in found])

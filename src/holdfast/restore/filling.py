@@ -9,9 +9,9 @@ list.  Where it cannot take them (a tuple was saved, or an array of another shap
 is told, because the script may hold it by a name of its own.
 
 One container may be in a state twice.  It is filled once, and stays one, if both places were saved with the
-same values.  If they were not, they were two containers when they were saved: where both are values of the
-state itself the restore is refused; elsewhere, where references move while a training runs (`best = last`),
-the second place gets a container of its own.
+same values.  If they were not, they were two containers when they were saved, for references move while a
+training runs (`best = last`): the second place gets a container of its own, and that is told.  Where both
+are values of the state itself, and are or have tensors or objects, the restore is refused.
 """
 
 from __future__ import annotations
@@ -70,6 +70,10 @@ class Filling:
                 )
         _restored.add(key)
         return self._put(key, live, found)
+
+    def has(self, live: Any) -> bool:
+        """True if a container has its values already, as that of another key."""
+        return id(live) in self._filled
 
     def tell(self) -> None:
         """Tell what was replaced, and what was one and is two, once for each place."""
@@ -188,13 +192,20 @@ class Claims:
         return [
             f"{other} and {path} are one {type(value).__name__} here, and were saved with different values"
             for path, other, value in self.differing(key, live, tree)
-            if "." not in path + other
+            if "." not in path + other and not _is_bare(value)
         ]
 
 
 def is_held(value: Any) -> bool:
     """True for a mutable container that holdfast saves as such."""
     return isinstance(value, HELD) and not is_stateful(value)
+
+
+def _is_bare(value: Any) -> bool:
+    """True for a container with no tensors or objects in it, of which another can be made."""
+    if is_object(value) or isinstance(value, (torch.Tensor, torch.nn.Module)):
+        return False
+    return not isinstance(value, INSIDE) or all(_is_bare(one) for _, one in children(value, ""))
 
 
 def _places(live: Any, tree: Any, path: str) -> Iterator[tuple[str, Any, Any]]:

@@ -11,7 +11,7 @@ Nothing is guessed from a name's text, so a user's own `module` is left alone.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -117,9 +117,13 @@ class NewNames:
     """New names by former ones, for each key of modules; without the key."""
     of_optimizer: dict[str, dict[str, str]]
     """New names of parameters by former ones, for each key of an optimizer."""
+    of_values: dict[str, str] = field(default_factory=dict)
+    """New names of parameters that were saved with an optimizer, and are values of the state now."""
 
     def new(self, name: str, state: str) -> str:
         """The name of a tensor that counts as `state`."""
+        if name in self.of_values:
+            return self.of_values[name]
         key, _, rest = name.partition(".")
         if key in self.of_module:
             return f"{key}.{self.of_module[key].get(rest, rest)}"

@@ -4,7 +4,8 @@
     encoder.weight  encoder.weight  by name, whatever the order
     group0.0        encoder.weight  by order, and told: at the next save it has the name
     encoder.weight  group0.0        by order, if the shapes prove it
-    group0.0        group0.0        by order, if the shapes prove it
+    group0.0        group0.0        by order, if the shapes prove it; told, if it is a step of a release
+                                    that did not prove orders
 
 Shapes prove an order where no two parameters of the optimizer have the same one: in another order
 something does not fit.  Everywhere else two parameters might have changed places between two starts of
@@ -25,10 +26,8 @@ from holdfast.state.live import State, is_optimizer, sources_in
 from holdfast.state.optimizers import all_param_names, named_groups
 from holdfast.state.positions import IS_POSITION, alike, is_in_saved_order, shown_alike
 
-WHAT_TO_DO = (
-    "hand the model over with it, or make it from model.named_parameters(), before the next save; "
-    "strict=False takes parameters in their order, where you know that it is the same"
-)
+UNPROVED = ": that they come in the order in which they were saved cannot be proved"
+"""The end of a problem of such parameters."""
 
 
 def by_order(
@@ -38,7 +37,8 @@ def by_order(
     problems: orders that nothing proves."""
     renamed: dict[str, dict[str, str]] = {}
     problems: list[str] = []
-    for key, saved, live, positions in _unnamed(checkpoint, state):
+    values: dict[str, str] = {}
+    for key, saved, live, positions, plain in _unnamed(checkpoint, state):
         if not _is_wanted(checkpoint, key, options):
             continue
         names = _new_names(saved, live)
@@ -47,6 +47,10 @@ def by_order(
         mine = {n: p for group in live for n, p in group if old.get(n, n) in known}
         if names:
             renamed[key] = names
+            moved = {f"{key}.{before}.value": new for before, new in names.items() if new in plain}
+            values |= {
+                old: new for old, new in moved.items() if checkpoint.manifest.find(new) is None
+            }
             _tell_named(
                 key, [new for before, new in names.items() if IS_POSITION.fullmatch(before)]
             )
@@ -55,16 +59,23 @@ def by_order(
             checkpoint, key, state, {n: mine[n] for n in mine if n in positions}
         ):
             line = f"{key}: nothing names these parameters, and {shown_alike(found)}"
-            if options.strict:
-                line += ": that they come in the order in which they were saved cannot be proved"
-                problems.append(f"{line} ({WHAT_TO_DO})")
+            befores = [old.get(n, n) for names in found.values() for n in names]
+            if options.strict and not _is_older(checkpoint, key, befores):
+                problems.append(line + UNPROVED)
             else:
                 warn_user(f"{line}: they are taken in their order", notice="positions")
     if not renamed:
         return checkpoint, problems
     from holdfast.restore.former import NewNames, Renamed
 
-    return Renamed(checkpoint, NewNames({}, renamed)), problems
+    return Renamed(checkpoint, NewNames({}, renamed, values)), problems
+
+
+def _is_older(checkpoint: Checkpoint, key: str, names: list[str]) -> bool:
+    """True if positions were saved by a release that did not prove orders: it notes nothing of masters."""
+    has_note = "masters" in checkpoint.manifest.extras[key]["$optimizer"]
+    is_ours = checkpoint.format == "holdfast"
+    return is_ours and not has_note and all(map(IS_POSITION.fullmatch, names))
 
 
 def _is_known(
@@ -92,9 +103,10 @@ Live = list[list[tuple[str, torch.Tensor]]]
 
 def _unnamed(
     checkpoint: Checkpoint, state: State
-) -> Iterator[tuple[str, list[list[str]], Live, set[str]]]:
+) -> Iterator[tuple[str, list[list[str]], Live, set[str], set[str]]]:
     """Yield optimizers that have parameters which no module has: their key, the names saved of each group,
-    names and parameters of each group here, and which of these names are positions."""
+    names and parameters of each group here, which of these names are positions, and which those of plain
+    values."""
     keys = [key for key, value in state.items() if is_optimizer(value)]
     sources = sources_in(state) if keys else None
     for key in keys:
@@ -111,7 +123,8 @@ def _unnamed(
         here = {name: id(p) for pairs in live for name, p in pairs}
         went = any(IS_POSITION.fullmatch(n) and n not in here for group in saved for n in group)
         if went or any(i not in names or i in names.beside for i in here.values()):
-            yield key, saved, live, {name for name, i in here.items() if i not in names}
+            plain = {n for n, i in here.items() if i in names.beside and i not in names.stated}
+            yield key, saved, live, {name for name, i in here.items() if i not in names}, plain
 
 
 def _new_names(saved: list[list[str]], live: Live) -> dict[str, str]:

@@ -50,6 +50,8 @@ def merge_extras(key: str, versions_: list[Any]) -> Any:
     orders: dict[str, Any] = {}
     plains: dict[str, Any] = {}
     has_plains = any("plain" in one["$optimizer"] for one in versions_)
+    masters: dict[str, Any] = {}
+    has_masters = any("masters" in one["$optimizer"] for one in versions_)
     hypers: dict[str, Any] = {}
     for one in versions_:
         body = one["$optimizer"]
@@ -58,6 +60,7 @@ def merge_extras(key: str, versions_: list[Any]) -> Any:
         states |= body["state"]
         orders |= body.get("order", {})
         plains |= body.get("plain", {})
+        masters |= body.get("masters", {})
         for number, group in enumerate(body["groups"]):
             for name in group["params"]:
                 where = f"{key}: the parameter group of {name}"
@@ -70,6 +73,7 @@ def merge_extras(key: str, versions_: list[Any]) -> Any:
                 groups.append({"number": number, **group, "params": list(group["params"])})
     found: dict[str, Any] = {"groups": groups, "state": states}
     found |= ({"order": orders} if orders else {}) | ({"plain": plains} if has_plains else {})
+    found |= {"masters": masters} if has_masters else {}
     return {"$optimizer": found}
 
 

@@ -1,6 +1,8 @@
 """Parameters of an optimizer that nothing else in the state has, and how they are told apart.
 
     torch.optim.Adam(model.named_parameters())        by the names that torch keeps in the groups
+    torch.optim.Adam(agent.net.parameters())          by where the state_dict() of an agent in the state
+                                                      has them: `agent.net.0.weight`
     torch.optim.Adam(model.parameters())              by position, `group0.3`: no name is to be had
 
 A position says which parameter is which as long as the script makes the optimizer in the same order.  Where
@@ -32,6 +34,13 @@ _WRAPPERS = re.compile(
 )
 _DDP = "module."
 
+WAYS_OUT = (
+    "make the optimizer from named parameters: AdamW([('log_alpha', log_alpha), ...]), hand the tensors "
+    "over as values of the state ({'log_alpha': log_alpha, ...}), or restore(strict=False), which takes "
+    "them in their order"
+)
+"""Ways in which parameters that nothing names get names, or go without."""
+
 in_saved_order: WeakSet[Any] = WeakSet()
 """Optimizers that holdfast has made itself, with parameters in the order of a checkpoint."""
 
@@ -54,6 +63,12 @@ def add_others(names: ParamNames, state: State, groups: list[Group]) -> None:
                 names.setdefault(id(p), [name])
     taken = {name for several in names.values() for name in several}
     found = {i: n for i, n in _stated(groups).items() if i not in names and n not in taken}
+    if rest := [p for _, params in groups for p in params if id(p) not in names | found]:
+        from holdfast.state.in_objects import names_in_objects
+
+        taken |= {*found.values()}
+        of_objects = names_in_objects(state, rest).items()
+        found |= {i: n for i, n in of_objects if n not in taken and not IS_POSITION.fullmatch(n)}
     names.stated = found.keys()
     names.update({i: [name] for i, name in found.items()})
     names.beside = names.keys() - of_modules
@@ -103,20 +118,21 @@ def shown_alike(found: Mapping[tuple[int, ...], list[str]]) -> str:
 
 def note_positions(live: Live, key: str, optimizer: Any, named: Named, state: State) -> None:
     """Note of which weights parameters are the masters, if they are any; else give a HoldfastWarning, at
-    the first save, for those that a restart may take for each other."""
+    the first save, for those that a restart may take for each other.
+
+    The note is written also if it is empty: steps of releases that did not prove orders have none."""
     params = by_position(named)
     found = alike(params)
-    if not found:
-        return
-    from holdfast.state.masters_by_hand import noted
+    masters: dict[str, str] = {}
+    if found:
+        from holdfast.state.masters_by_hand import noted
 
-    if masters := noted(optimizer, state, params):
-        live.extras[key]["$optimizer"]["masters"] = masters
-    elif not live.before and not is_in_saved_order(optimizer):
+        masters = noted(optimizer, state, params)
+    live.extras[key]["$optimizer"]["masters"] = masters
+    if found and not masters and not live.before and not is_in_saved_order(optimizer):
         warn_user(
             f"{key!r}: parameters of this optimizer go by their positions, for nothing names them, and "
-            f"{shown_alike(found)}: a restart that makes it in another order would swap them, and a load "
-            "refuses what it cannot prove.  Hand the model over with it, or make it from "
-            "model.named_parameters()",
+            f"{shown_alike(found)}: a restart will be refused, for in another order they would be swapped, "
+            f"and nothing proves the order.  What to do: {WAYS_OUT}",
             notice="positions",
         )
