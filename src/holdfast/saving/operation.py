@@ -246,6 +246,8 @@ class SaveOperation:
         if self.replica is not None or busy or self.request.is_rehearsal:
             self.must_hold = False
             self.window.done()
+        elif self.error is None and live.aside.issuperset(live.tensors):
+            self.window.done()  # all is copied
 
     # -- agree, copy: saving thread ---------------------------------------------------------------
 
