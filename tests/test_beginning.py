@@ -397,15 +397,32 @@ def test_metrics_of_a_step_whose_save_has_failed(tmp_path: Path, on_error: Any) 
 # -- numbers that stay as they are ----------------------------------------------------------------
 
 
-def test_a_number_that_never_changes_is_told_once(tmp_path: Path) -> None:
-    """Not one that changed once, nor what a nested dict has, nor what is saved as the same step."""
-    with Run(tmp_path) as run:
-        run.state.update(epoch=0, best=0.5, flag=True, config={"width": 4})
-        texts: list[str] = []
-        for step in range(1, 14):
+def saves(root: Path, numbers: dict[str, Any], first: int, number: int, **at: Any) -> list[str]:
+    """What a run tells that restores and saves, and sets numbers `at` its third save."""
+    with Run(root) as run:
+        run.state.update(numbers)
+        texts = told(run.ckpt, run.ckpt.restore)
+        for step in range(first, first + number):
             run.train()
-            if step == 3:
-                run.state["best"] = 0.25
+            if step == first + 2:
+                run.state.update(at)
             texts += told(run.ckpt, run.ckpt.save, step)
-    (text,) = texts
-    assert text.startswith("'epoch' of the state was 0 in each of 10 saves")
+    return texts
+
+
+def test_a_number_that_never_changes_is_told_once(tmp_path: Path) -> None:
+    """Not one that changed once, in this run or in the one before, nor what a nested dict has."""
+    numbers = {"epoch": 0, "loss": 0.5, "best": 9.5, "flag": True, "config": {"width": 4}}
+    assert saves(tmp_path, numbers, 1, 12, best=0.25) == []
+    (text,) = saves(tmp_path, numbers, 13, 13, loss=0.125)
+    assert text.startswith(
+        "'epoch' of the state was 0 when the run before was saved, and in each of"
+    )
+
+
+def test_numbers_that_rest_are_told_nothing(tmp_path: Path) -> None:
+    """An epoch of many saves, and a loss that stays the best."""
+    numbers = {"epoch": 0, "best": float("inf")}
+    assert saves(tmp_path, numbers, 1, 25) == []
+    assert saves(tmp_path, numbers, 26, 3, epoch=1, best=2.5) == []
+    assert saves(tmp_path, numbers, 29, 25) == []

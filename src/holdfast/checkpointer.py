@@ -586,6 +586,7 @@ class Checkpointer:
             records = None
         if records is not None and restart.reached is not None:
             records.begin_from(restart.reached)
+        self._saves.numbers.went_on(self.state, restart.state, found=restored.found)
         for key in self.state:
             self.state[key] = restart.state[key]
         # records that lead on from a step need it, too

@@ -71,6 +71,10 @@ def test_views_states_gradients_and_constants_are_no_loss(tmp_path: Path) -> Non
     optim.gradients = {p: p.grad for p in model.parameters()}
     optim.levels = {"dynamic": torch.linspace(0, 1, 25)}
     optim.one = torch.ones(1)
+    optim.masks = [torch.ones(p.shape, dtype=torch.int64) for p in model.parameters()]
+    optim.masks[0].add_(1)
+    optim.scale = torch.ones(()).mul_(2)
+    optim.flat = [s["exp_avg"].view(-1)[:3] for s in optim.state.values()]
     holdfast.save(tmp_path, {"model": model, "optim": optim}, step=1)
 
 
@@ -200,6 +204,52 @@ def test_a_counter_of_an_object_is_told_if_its_state_lacks_it(tmp_path: Path) ->
 
         state = {"model": model, "optim": optim, "mine": mine}
         assert steps(tmp_path / str(len(names)), state, once) == expected
+
+
+def test_what_is_computed_from_the_step_is_told_nothing(tmp_path: Path) -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.tau, self.left = net(), 1.0, 100
+
+        def forward(self, x: Any) -> Any:
+            return self.inner(x) / self.tau
+
+    model = Layer()
+    optim = torch.optim.AdamW(model.parameters())
+
+    def once(i: int) -> None:
+        model.tau, model.left = max(0.5, 1 - 0.01 * i), 100 - i
+        update(model, optim)
+
+    assert steps(tmp_path, {"model": model, "optim": optim}, once, until=20) == []
+
+
+def test_a_state_is_asked_for_once_beside_the_saves(tmp_path: Path) -> None:
+    class Buffer:
+        def __init__(self) -> None:
+            self.place = self.total = self.size = self.asked = 0
+
+        def state_dict(self) -> Any:
+            self.asked += 1
+            return {"place": self.place, "total": self.total, "size": self.size}
+
+        def load_state_dict(self, saved: Any) -> None:
+            vars(self).update(saved)
+
+    model, buffer = net(), Buffer()
+    optim = torch.optim.AdamW(model.parameters())
+    asked = []
+
+    def once(i: int) -> None:
+        update(model, optim)
+        buffer.place, buffer.size, buffer.total = i, i, i
+        asked.append(buffer.asked)
+
+    state = {"model": model, "optim": optim, "buffer": buffer}
+    steps(tmp_path, state, once, until=31)
+    assert asked[30] - asked[5] <= 5 + 1  # five saves, and one look at most
+    assert asked[5] - asked[1] <= 2 + 1
 
 
 def test_sizes_and_extra_states_are_told_nothing(tmp_path: Path) -> None:

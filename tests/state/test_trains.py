@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -166,21 +167,6 @@ def test_a_model_that_was_copied_is_told(tmp_path: Path) -> None:
     assert steps(tmp_path, state, once) == ["never-changes"]
 
 
-def test_a_state_of_which_nothing_changes_is_told(tmp_path: Path) -> None:
-    model, progress = net(), {"step": 0}
-    state = {"model": model, "optim": torch.optim.AdamW(model.parameters()), "progress": progress}
-    trained = copy.deepcopy(model)
-
-    def once(i: int) -> None:
-        backward(trained)
-        with torch.no_grad():
-            for p in trained.parameters():
-                p -= 0.1 * p.grad
-        progress["step"] = i
-
-    assert steps(tmp_path, state, once) == ["never-changes"]
-
-
 # -- gradients ----------------------------------------------------------------------------------------
 
 
@@ -199,9 +185,69 @@ def test_a_save_amid_accumulation_is_told(tmp_path: Path, scaled: bool, to_none:
             optim.step()
             optim.zero_grad(set_to_none=to_none)
 
-    assert steps(tmp_path / "amid", state, once, until=6, every=6) == ["gradients"]
+    assert steps(tmp_path / "amid", state, once, until=8, every=6) == ["gradients"]
     optim.zero_grad()
     assert steps(tmp_path / "whole", state, once, until=12, every=4) == []
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_gradients_that_are_clipped_and_used_are_told(tmp_path: Path, scaled: bool) -> None:
+    model = net()
+    optim = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+
+    def once(i: int) -> None:
+        scaler.scale(model(torch.ones(2, 4)).square().sum()).backward()
+        if i % 3 == 0:
+            scaler.unscale_(optim)
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            scaler.step(optim)
+            scaler.update()
+            optim.zero_grad()
+
+    state = {"model": model, "optim": optim, "scaler": scaler}
+    assert steps(tmp_path, state, once, until=9, every=8) == ["gradients"]
+
+
+@pytest.mark.parametrize("to_none", [False, True])
+@pytest.mark.parametrize("kind", ["skipped", "evaluated"])
+def test_gradients_that_are_cleared_are_told_nothing(
+    tmp_path: Path, kind: str, to_none: bool
+) -> None:
+    model = net()
+    optim = torch.optim.AdamW(model.parameters())
+
+    def once(i: int) -> None:
+        optim.zero_grad(set_to_none=to_none)
+        backward(model)
+        if kind == "evaluated":
+            optim.step()
+            backward(model)  # as for examples against the model
+        elif i % 5:
+            optim.step()
+
+    assert steps(tmp_path, {"model": model, "optim": optim}, once, until=21) == []
+
+
+def test_a_step_of_another_optimizer_uses_no_gradients(tmp_path: Path) -> None:
+    a, b = net(), net()
+    of_a, of_b = torch.optim.AdamW(a.parameters()), torch.optim.AdamW(b.parameters())
+
+    def once(i: int) -> None:
+        of_a.zero_grad()
+        backward(a)
+        if i % 5:
+            of_a.step()
+        if i % 5 == 1:
+            update(b, of_b)
+
+    def late(i: int) -> None:
+        if i % 5 == 1:
+            update(b, of_b)
+        once(i)
+
+    state = {"a": a, "b": b, "of_a": of_a, "of_b": of_b}
+    assert steps(tmp_path, state, late, until=21) == []
 
 
 def test_gradients_of_before_the_checkpointer_are_told_nothing(tmp_path: Path) -> None:
@@ -291,6 +337,48 @@ def test_collecting_data_is_told_nothing(tmp_path: Path) -> None:
 
     state = {"model": model, "optim": optim, "progress": progress}
     assert steps(tmp_path, state, once, until=25) == []
+
+
+@pytest.mark.parametrize("kind", ["accumulates", "draws by its own"])
+def test_a_state_that_rests_is_told_nothing(tmp_path: Path, kind: str) -> None:
+    model, draws = net(), np.random.default_rng(0)
+    optim = torch.optim.AdamW(model.parameters())
+
+    def once(i: int) -> None:
+        if kind == "accumulates":
+            backward(model, 1 / 16)
+        draws.standard_normal(8)
+        if i % 16 == 0:
+            optim.step()
+            optim.zero_grad()
+
+    assert steps(tmp_path, {"model": model, "optim": optim}, once, until=33, every=16) == []
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("every", [1, 5])
+def test_optimizers_for_one_task_each_are_told_nothing(
+    tmp_path: Path, kind: Any, every: int
+) -> None:
+    model = net()
+    optim = torch.optim.AdamW(model.parameters())
+    inner: Any = None
+
+    def once(i: int) -> None:
+        nonlocal inner
+        old = [p.detach().clone() for p in model.parameters()]
+        inner = kind(model.parameters(), lr=0.01)
+        for _ in range(5):
+            update(model, inner)
+        with torch.no_grad():
+            for p, before in zip(model.parameters(), old):
+                p.grad = before - p
+                p.copy_(before)
+        optim.step()
+        optim.zero_grad()
+
+    state = {"model": model, "optim": optim}
+    assert steps(tmp_path, state, once, until=20, every=every) == []
 
 
 def test_a_scaler_that_skips_and_a_closure_are_told_nothing(tmp_path: Path) -> None:

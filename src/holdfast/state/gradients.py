@@ -6,6 +6,10 @@ iteration, when the optimizer has long stepped with them.  What counts is a grad
 written, after the last step of any optimizer, and is not zero.  Of any, since in a GAN the generator's loss
 leaves gradients in the discriminator, which are cleared before they are used.
 
+Such gradients may still be cleared: those of a step that the script has skipped, or of an evaluation that
+goes backward.  So nothing is told at the save, but when an optimizer has stepped with them
+(`KeptGradients`).
+
 A few parameters stand for all of them.  The hook behind each step notes which gradients they have, and how
 often these were written; a save compares.
 """
@@ -19,10 +23,10 @@ import torch
 
 from holdfast.state.live import State
 from holdfast.state.observer import calls_hooks
-from holdfast.state.placed import local_of
+from holdfast.state.placed import local_of, memory_of
 from holdfast.state.several import parts_of
 from holdfast.state.wrapped import stepping
-from holdfast.state.writes import count_and_address
+from holdfast.state.writes import count_and_address, times_written
 
 LOOKED_AT = 2
 """Parameters that stand for all."""
@@ -46,6 +50,8 @@ class PendingGradients:
         self._before: list[Any] = []
         """Marks of them at the call before the last one."""
         self._now: list[Any] = []
+        self.kept: KeptGradients | None = None
+        """Gradients that were there at the last save, if there were any."""
         self._may_skip = False
         """True if there is a scaler of losses, which leaves out steps whose gradients overflow."""
 
@@ -71,9 +77,16 @@ class PendingGradients:
 
     def look(self) -> None:
         """Note the gradients at a call of the script, where that is needed to tell what becomes of them."""
+        if self.kept is not None and not self.kept.are_there():
+            self.kept = None
         if self._may_skip:
             self._before = self._now
             self._now = [_seen(p.grad) for p in self._params]
+
+    def keep(self, step: int) -> None:
+        """Remember gradients that are there at the save of a step."""
+        pairs = [(p, behind) for p, behind in zip(self._params, self._behind) if p.grad is not None]
+        self.kept = self.kept or KeptGradients(step, pairs)
 
     def are_accumulated(self, *, has_stepped: bool) -> bool:
         """True if there are gradients that no step has used.  `has_stepped`: since the call before; then a
@@ -94,6 +107,49 @@ class PendingGradients:
             if values.layout is torch.strided and values.any() and values.isfinite().all():
                 return True
         return False
+
+
+class KeptGradients:
+    """Gradients that were there when a step was saved, until a step uses them or they are cleared.
+
+    A script that clears gradients by `None` has others in their place then.  One that sets them to zero has
+    the same ones, and what tells is how often they were written: once by each backward, so not more than
+    once between two calls of the script.
+    """
+
+    def __init__(self, step: int, pairs: list[tuple[Any, Any]]) -> None:
+        """`pairs`: parameters with gradients, each with the mark of its gradient behind the last step."""
+        self.step = step
+        self._kept = [(p, weakref.ref(p.grad), _writes(p.grad)) for p, _ in pairs]
+        self._is_renewed = all(b is not None and b[0]() is not p.grad for p, b in pairs)
+        """True if the script clears gradients by None."""
+        self._is_added_to = False
+        """True if a later backward has added to them."""
+
+    def are_there(self) -> bool:
+        """True if they may be there still, at a call of the script."""
+        if any(p.grad is None or p.grad is not ref() for p, ref, _ in self._kept):
+            return False
+        new = [_writes(p.grad) - before for p, _, before in self._kept]
+        if max(new) > 1 and not self._is_renewed:
+            return False
+        self._is_added_to |= max(new) > 0
+        self._kept = [(p, ref, _writes(p.grad)) for p, ref, _ in self._kept]
+        return True
+
+    def are_used_by(self, optimizer: Any) -> bool | None:
+        """True if a step that has ended has used them, False if it had others, None if it is the step of
+        another optimizer.  What clips or unscales has written them, too."""
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not any(id(p) in own for p, *_ in self._kept):
+            return None
+        self._is_renewed |= self._is_added_to
+        return self.are_there() and any(bool(local_of(p.grad).any()) for p, *_ in self._kept)
+
+
+def _writes(grad: Any) -> int:
+    """Return the number of writes to the memory of a gradient, each of which is counted as two."""
+    return times_written(memory_of(grad)) // 2
 
 
 def _parts(value: Any) -> list[Any]:

@@ -5,7 +5,7 @@ and after a restore, at each save, and behind each step of any optimizer, where 
 
     trains      another optimizer steps than the one that is saved; nothing that is saved changes
     numbers     counters in attributes that no state_dict() has
-    gradients   accumulated ones, at a save
+    gradients   ones that are there at a save, and that the next step uses
     merged      adapters that are merged into weights, at a save
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from holdfast.notices import Notices
 from holdfast.state.collecting import RunState
-from holdfast.state.gradients import PendingGradients, gradients_text
+from holdfast.state.gradients import KeptGradients, PendingGradients, gradients_text
 from holdfast.state.live import State
 from holdfast.state.merged import layers_with_adapters, merged_in, merged_text
 from holdfast.state.numbers import Numbers, cut_off
@@ -50,9 +50,11 @@ class Noticing:
 
     # -- called ------------------------------------------------------------------------------------
 
-    def _stepped(self) -> None:
+    def _stepped(self, optimizer: Any) -> None:
         """An optimizer's step has ended.  Called in torch's hook."""
         self._steps = True
+        if self._gradients.kept is not None:
+            self._tell_if_used(self._gradients.kept, optimizer)
         if self._num_stepped < AT_FIRST:
             self._num_stepped += 1
             self._count()
@@ -66,6 +68,7 @@ class Noticing:
         self._trains.begin(step)
         self._counts.forget()
         self._values, self._num_stepped = [], 0
+        self._gradients.kept = None
         self._count()
 
     def look(self, step: int) -> None:
@@ -79,7 +82,7 @@ class Noticing:
         if self._looked_at != step:
             self._roll(step)
         if self._gradients.are_accumulated(has_stepped=self._has_stepped):
-            self._notices.once("gradients", gradients_text(step))
+            self._gradients.keep(step)
         self._compare(step, is_save=True)
         if self._merging is None:  # at the first save it is told when all is collected
             self._merging = [*layers_with_adapters(self._state)]
@@ -93,6 +96,14 @@ class Noticing:
     def close(self) -> None:
         """Notice nothing any more."""
         self._counts.close()
+
+    def _tell_if_used(self, kept: KeptGradients, optimizer: Any) -> None:
+        """Tell of gradients that were there at a save, once a step has used them."""
+        used = kept.are_used_by(optimizer)
+        if used:
+            self._notices.once("gradients", gradients_text(kept.step))
+        if used is not None:
+            self._gradients.kept = None
 
     # -- comparing ---------------------------------------------------------------------------------
 

@@ -4,10 +4,11 @@
         def forward(self, ...):
             self.num_updates += 1        # a restart begins at 0 again
 
-That a number is kept so says nothing: sizes, rates and the like are the same in each run.  One that changes
-while the training goes on is told, once.  Modules, optimizers and objects are looked at, but not those of
-torch, not attributes whose names begin with `_`, and not what the object's own state tells: then the number
-is in it under its name or, whatever the name, with its value.
+That a number is kept so says nothing: sizes, rates and the like are the same in each run, and what changes
+may be computed from the step, as a temperature is.  A whole number that counts up is told, once.  Modules,
+optimizers and objects are looked at, but not those of torch, not attributes whose names begin with `_`, and
+not what the object's own state tells: then the number is in it under its name or, whatever the name, with
+its value.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ from holdfast.state.writes import Mark
 MOST = 1024
 """Numbers that are looked at, at most."""
 CHANGES = 3
-"""Changes in one direction that make a number one that is counted: sizes of batches go up and down."""
+"""Changes upwards that make a number one that is counted: sizes of batches go up and down."""
 _OTHERS = ("torch", "builtins")
 _REPORTED = ("loss", "time", "elapsed", "accuracy")
 """Words in the names of numbers that are there to be shown."""
+_DOWN = -1
 
 
 class Numbers:
@@ -48,7 +50,9 @@ class Numbers:
         ][:MOST]
         self._values = self._now()
         self._moved = [0] * len(self._kept)
-        """Number of changes of each, all in one direction: negative if downwards."""
+        """Number of changes of each, all upwards; _DOWN for ever if one was not."""
+        self._saved: dict[tuple[int, str], bool] = {}
+        """The answer of whether a number is saved, by owner and name: it takes a state_dict()."""
         self._tensors = [
             (key, part, name, path, Mark.of(tensor))
             for key, value in state.items()
@@ -67,20 +71,26 @@ class Numbers:
         if now == self._values:
             return
         for n, (value, before) in enumerate(zip(now, self._values)):
-            if value != before and type(value) in (int, float) and type(before) in (int, float):
-                step = 1 if value > before else -1
-                self._moved[n] = (
-                    self._moved[n] + step if self._moved[n] * step >= 0 else -MOST * step
-                )
+            if value != before and self._moved[n] != _DOWN:
+                is_up = type(value) is int and type(before) is int and value > before
+                self._moved[n] = self._moved[n] + 1 if is_up else _DOWN
         self._values = now
 
     def counted(self, state: State) -> list[str]:
-        """Names of numbers that are counted up or down, and that nothing saves."""
+        """Names of numbers that are counted up, and that nothing saves."""
         return [
             f"{where}.{name}"
             for (where, owner, name), value, moved in zip(self._kept, self._values, self._moved)
-            if CHANGES <= abs(moved) < MOST // 2 and not _is_saved(owner, name, value, state)
+            if moved >= CHANGES and not self._is_saved(owner, name, value, state)
         ]
+
+    def _is_saved(self, owner: Any, name: str, value: Any, state: State) -> bool:
+        """True if something saves a number.  Found out once, for all numbers of its owner."""
+        if (id(owner), name) not in self._saved:
+            ours = [(n, v) for (_, one, n), v in zip(self._kept, self._values) if one is owner]
+            names = _saved_of(owner, ours)
+            self._saved |= {(id(owner), n): n in names or _is_plain(n, v, state) for n, v in ours}
+        return self._saved[id(owner), name]
 
     def changed_tensors(self) -> list[tuple[str, bool]]:
         """Tensors in attributes of optimizers that were written or replaced since, and that nothing saves:
@@ -97,7 +107,7 @@ class Numbers:
 
 def _is_number(name: str, value: Any) -> bool:
     return (
-        type(value) in (int, float)
+        type(value) is int
         and not name.startswith("_")
         and not any(word in name for word in _REPORTED)
     )
@@ -126,32 +136,34 @@ def _is_of_others(one: Any) -> bool:
     return type(one).__module__.partition(".")[0] in _OTHERS
 
 
-def _is_saved(owner: Any, name: str, value: Any, state: State) -> bool:
-    """True if a number is in the state of its owner, or a plain value of the state of that name is the
-    same."""
+def _is_plain(name: str, value: Any, state: State) -> bool:
+    """True if a plain value of the state of that name, or nearly, is the same."""
     plain = {
         k: v
         for k, v in state.items()
         if stages(v) is None and not is_optimizer(v) and not is_stateful(v)
     }
-    if any(
+    return any(
         found == value and key and (key in name or name in key) for key, found in saved_names(plain)
-    ):
-        return True
+    )
+
+
+def _saved_of(owner: Any, numbers: list[tuple[str, Any]]) -> set[str]:
+    """Names of those numbers that the state of their owner has, under any name."""
     if isinstance(owner, nn.Module):
         if type(owner).get_extra_state is not nn.Module.get_extra_state:
-            return True
+            return {name for name, _ in numbers}
         own = {k: v for k, v in named_entries(owner).items() if "." not in k}
-        return any(name in found or number == value for found, number in saved_names(own))
+        saved = list(saved_names(own))
+        return {n for n, v in numbers if any(n in found or one == v for found, one in saved)}
     if isinstance(owner, Optimizer):
-        if Ignored([("", owner)]).has(name):
-            return True
+        ignored = Ignored([("", owner)])
         groups = [{k: v for k, v in g.items() if k != "params"} for g in owner.param_groups]
         states = [v for v in owner.state.values() if isinstance(v, dict)][:1]
-        return any(number == value for _, number in saved_names([groups, states]))
-    return any(
-        found == name or number == value for found, number in saved_names(owner.state_dict())
-    )
+        values = [one for _, one in saved_names([groups, states])]
+        return {n for n, v in numbers if ignored.has(n) or v in values}
+    saved = list(saved_names(owner.state_dict()))
+    return {n for n, v in numbers if any(found == n or one == v for found, one in saved)}
 
 
 # -- groups of a wrapper ----------------------------------------------------------------------------

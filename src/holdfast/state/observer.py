@@ -215,8 +215,8 @@ class StepCounts:
     there was one: a count, or which optimizer it was, would have torch.compile compile each step anew.
     """
 
-    def __init__(self, also: Callable[[], None]) -> None:
-        """`also`: called after each step, too, but for compiled ones."""
+    def __init__(self, also: Callable[[Any], None]) -> None:
+        """`also`: called with the optimizer after each step, too, but for compiled ones."""
         self.found: dict[int, tuple[weakref.ref[Any], int]] = {}
         """Each optimizer and the number of its steps that have ended, by its id."""
         self.has_compiled = False
@@ -236,7 +236,7 @@ class StepCounts:
             self.found[id(optimizer)] = known[0], known[1] + 1
         else:
             self.found[id(optimizer)] = weakref.ref(optimizer), 1
-        self._also()
+        self._also(optimizer)
 
     def by_optimizer(self) -> list[tuple[Any, int]]:
         """Optimizers that there still are, and the numbers of their steps."""

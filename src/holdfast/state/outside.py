@@ -141,7 +141,7 @@ def outside(optimizer: Optimizer, state: State) -> dict[str, list[str]]:
         if name not in OWN
         for path, tensor in held(value, name)
     ]
-    found = [one for one in found if one[2].numel() > 1 and not one[2].is_meta]
+    found = [one for one in found if _may_be_trained(one[2])]
     if found:
         known = places_of(optimizer)
         found = [one for one in found if place_of(one[2]) not in known]
@@ -162,6 +162,14 @@ def outside(optimizer: Optimizer, state: State) -> dict[str, list[str]]:
 def _sizes(optimizer: Optimizer) -> list[int]:
     """Number of elements of each group here."""
     return [sum(memory_of(p).numel() for p in g["params"]) for g in optimizer.param_groups]
+
+
+def _may_be_trained(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.numel() > 1
+        and not tensor.is_meta
+        and (tensor.is_floating_point() or tensor.is_complex())  # others are indices and masks
+    )
 
 
 def _is_trained(tensor: torch.Tensor, shapes: set[tuple[int, ...]], least: int) -> bool:

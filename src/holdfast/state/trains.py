@@ -9,9 +9,9 @@ A state is made once, and a script may go on with something else:
 Then each step has old moments, or nothing that was trained, and no save fails.  Facts tell: which
 optimizers step (torch's hook on all of them), which parameters they have, and which tensors were written
 (`writes`).  That an optimizer of the state rests is no fact of that kind: it may begin later, or step less
-often.  So it counts only where another optimizer, which is not in the state, steps in its place; and that
-nothing of a state changes counts only where such a one steps, or where nothing at all has changed in ten
-calls, be it plain values or generators of random numbers.
+often, once in many micro-batches say.  So it counts only where another optimizer, which is not in the
+state, steps in its place, and so does that nothing of a state changes.  That other one has to stay: one for
+each task, as in meta-learning, begins anew by design.
 
 What the state has may be inside of what was handed over: a wrapper around an optimizer, an object with both
 model and optimizer.  All that can be reached from a value by attributes belongs to it.
@@ -19,19 +19,18 @@ model and optimizer.  All that can be reached from a value by attributes belongs
 
 from __future__ import annotations
 
-import random
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.state.live import State, is_of_framework, stages
 from holdfast.state.observer import StepCounts, calls_hooks
-from holdfast.state.outside import few, held, saved_names
+from holdfast.state.outside import few, held
 from holdfast.state.writes import Mark, count_and_address
 
 CALLS = 10
@@ -65,6 +64,8 @@ class Trains:
         """Ids of the state's values, its optimizers' and the number of its tensors, at the last look."""
         self._since: dict[str, int] = {}
         """The look at which each optimizer of the state had stepped last."""
+        self._met: dict[int, tuple[weakref.ref[Any], int, int]] = {}
+        """Each stranger, the look at which it was first seen, and its number of steps then, by its id."""
         self._forget_counts()
 
     def _forget_counts(self) -> None:
@@ -92,12 +93,12 @@ class Trains:
         self._calls += is_new or first
         self._last = step
         self._note_totals(step, own, dict((id(one), n) for one, n in stepped))
-        found = list(self._others(state, own, stepped))
+        found = list(self._others(state, own, stepped, at_once=is_save and first))
         is_last = self._calls == CALLS and is_new
         if not found and (is_last or is_save) and not first:
             found += self._replaced(state, own, stepped)
         if not found and is_last:
-            found += self._unchanged(state, step, own, stepped)
+            found += self._unchanged(state, own, stepped)
         self._know(state, own, num_tensors)
         if not self.is_watching and is_save:
             self._forget_counts()
@@ -132,9 +133,15 @@ class Trains:
     # -- another optimizer --------------------------------------------------------------------------
 
     def _others(
-        self, state: State, own: dict[str, list[Any]], stepped: list[tuple[Any, int]]
+        self,
+        state: State,
+        own: dict[str, list[Any]],
+        stepped: list[tuple[Any, int]],
+        *,
+        at_once: bool,
     ) -> Iterator[Notice]:
-        """An optimizer that is not in the state steps parameters of it."""
+        """An optimizer that is not in the state steps parameters of it.  `at_once`: there may be no other
+        look, so that one with states counts although it is not known whether it stays."""
         known = {id(one) for parts in own.values() for one in parts}
         strangers = [(one, n) for one, n in stepped if id(one) not in known]
         if not strangers or not own or self._counts.has_compiled:
@@ -143,7 +150,8 @@ class Trains:
         for stranger, number in strangers:
             is_late = self._calls > 1 and number < STEPS
             base = self._at.setdefault(id(stranger), dict(self._totals) if is_late else {})
-            if number < STEPS or any(_reaches(stranger, known)):
+            stays = self._stays(stranger, number) or (at_once and stranger.state)
+            if number < STEPS or not stays or any(_reaches(stranger, known)):
                 continue
             hit = {
                 id(p): names[id(p)] for p in _params(stranger) if id(p) in names and p.requires_grad
@@ -161,9 +169,17 @@ class Trains:
                 since = self._since.get(idle[0], self._begun)
                 models = few(sorted({key for key, _ in hit.values()}))
                 yield "never-steps", _never_steps(idle, since, kind, models), idle[0]
-            elif hit:
+            elif hit and stranger.state:  # without any, nothing of it is lost
                 shown = few([".".join(name) for name in hit.values()])
                 yield "another-optimizer", _another(kind, shown), shown
+
+    def _stays(self, stranger: Any, number: int) -> bool:
+        """True if an optimizer was seen at an earlier look, and has stepped since."""
+        ref, look, before = self._met.get(id(stranger), (None, 0, 0))
+        if ref is None or ref() is not stranger:
+            self._met[id(stranger)] = weakref.ref(stranger), self._last, number
+            return False
+        return self._last != look and number != before
 
     # -- parts that were replaced -------------------------------------------------------------------
 
@@ -199,9 +215,9 @@ class Trains:
     # -- nothing changes ----------------------------------------------------------------------------
 
     def _unchanged(
-        self, state: State, step: int, own: dict[str, list[Any]], stepped: list[tuple[Any, int]]
+        self, state: State, own: dict[str, list[Any]], stepped: list[tuple[Any, int]]
     ) -> Iterator[Notice]:
-        """Nothing that is trained has changed in all these calls."""
+        """Nothing that is trained has changed in all these calls, in which others were."""
         mine = {id(one) for parts in own.values() for one in parts}
         seen = self._seen
         if self._counts.has_compiled or seen is None or not seen.models or is_of_framework(state):
@@ -209,11 +225,8 @@ class Trains:
         if any(id(one) in mine for one, _ in stepped) or not seen.is_same(state):
             return
         kinds = [type(one).__name__ for one, number in stepped if number >= STEPS]
-        if not kinds and (stepped or not own or not seen.is_on_host):
-            return  # steps in a graph of a device call no hook and count no write
-        if not kinds and not seen.all_is_same(state, step):
-            return
-        yield "never-changes", _never_changes([*seen.models, *own], seen.step, kinds), ""
+        if kinds:
+            yield "never-changes", _never_changes([*seen.models, *own], seen.step, kinds[0]), ""
 
 
 def has_trained(state: State, counts: StepCounts) -> bool:
@@ -252,11 +265,11 @@ def _parts_replaced(key: str, number: int, lost: list[str]) -> str:
     )
 
 
-def _never_changes(keys: list[str], since: int, kinds: list[str]) -> str:
-    way = f"while another {kinds[0]} steps parameters" if kinds else "while steps go on"
+def _never_changes(keys: list[str], since: int, kind: str) -> str:
     return (
-        f"{few(keys)} has not changed since step {since}, {way}: what trains is not what is saved, and a "
-        "restart finds it as it was; hand over the objects that the loop uses"
+        f"{few(keys)} has not changed since step {since}, while another {kind} steps parameters: what "
+        "trains is not what is saved, and a restart finds it as it was; hand over the objects that the "
+        "loop uses"
     )
 
 
@@ -271,9 +284,7 @@ class _AtFirst:
         self.models = served or models
         """The models that are trained: an average of another one's weights changes with that one."""
         tensors = [t for key in self.models for t in _all(state[key])]
-        self.is_on_host = all(t.device.type == "cpu" for t in tensors)
         self._marks = _marks(tensors)
-        self._rest = _rest(state)
 
     def is_same(self, state: State) -> bool:
         """True if no tensor of the models was written or moved since, or is another."""
@@ -281,15 +292,6 @@ class _AtFirst:
         now = _marks(tensors)
         same = len(now) == len(self._marks)
         return same and not any(a.differs(b) for a, b in zip(now, self._marks))
-
-    def all_is_same(self, state: State, step: int) -> bool:
-        """True if nothing else has changed either, but for numbers that count the steps."""
-        now = _rest(state)
-        moved = step - self.step
-        return len(now) == len(self._rest) and all(
-            a == b or (a[0] == b[0] and isinstance(a[1], int) and a[1] - b[1] == moved)
-            for a, b in zip(now, self._rest)
-        )
 
 
 def _all(value: Any) -> list[torch.Tensor]:
@@ -300,25 +302,6 @@ def _marks(tensors: list[torch.Tensor]) -> list[Mark]:
     """Marks that tell whether tensors change; of some of them by values, too."""
     every = max(1, len(tensors) // SAMPLED)
     return [Mark.of(t) if n % every else Mark.sampled(t) for n, t in enumerate(tensors)]
-
-
-def _rest(state: State) -> list[tuple[str, Any]]:
-    """The rest of a state beside models and optimizers, as far as it is easily seen, and the states that
-    random numbers are drawn from."""
-    found: list[tuple[str, Any]] = [("torch", torch.get_rng_state().numpy().tobytes())]
-    found += [("python", random.getstate()), ("numpy", repr(np.random.get_state()))]
-    for key, value in state.items():
-        if stages(value) is not None or isinstance(value, Optimizer):
-            continue
-        kept = getattr(value, "__dict__", None)
-        seen = value if kept is None else kept
-        found += [(f"{key}.{name}", number) for name, number in saved_names({"": seen})]
-        found += [(f"{key}.{path}", count_and_address(t)) for path, t in held(seen)]
-        leaves = [seen, *(seen.values() if isinstance(seen, dict) else ())]
-        found += [(key, len(v)) for v in leaves if isinstance(v, (list, tuple, dict, set, deque))]
-        found += [(key, v) for v in leaves if isinstance(v, (str, bytes))]
-        found += [(key, v.tobytes()) for v in leaves if isinstance(v, np.ndarray)]
-    return found
 
 
 # -- optimizers and their parameters ------------------------------------------------------------------
