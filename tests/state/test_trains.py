@@ -49,8 +49,8 @@ def steps(
 
     def run() -> None:
         with holdfast.Checkpointer(root, state, **{"every": 5, **options}) as ckpt:
-            ckpt.restore()
-            for i in range(1, until + 1):
+            first = int(ckpt.restore()) + 1
+            for i in range(first, first + until):
                 once(i)
                 ckpt.step(i)
 

@@ -53,14 +53,10 @@ class Numbers:
         """Number of changes of each, all upwards; _DOWN for ever if one was not."""
         self._saved: dict[tuple[int, str], bool] = {}
         """The answer of whether a number is saved, by owner and name: it takes a state_dict()."""
-        self._tensors = [
-            (key, part, name, path, Mark.of(tensor))
-            for key, value in state.items()
-            for part in _optimizers(value)
-            for name, one in list(vars(part).items())
-            if name not in OWN
-            for path, tensor in held(one, name)
-        ][:MOST]
+        self._parts = [(key, one) for key, value in state.items() for one in _optimizers(value)]
+        self._marks: dict[tuple[int, str], Mark] = {}
+        """Tensors in attributes of optimizers as they were at the last save, by number and path."""
+        self._tensors_now()
 
     def _now(self) -> list[Any]:
         return [owner.__dict__.get(name) for _, owner, name in self._kept]
@@ -95,14 +91,27 @@ class Numbers:
     def changed_tensors(self) -> list[tuple[str, bool]]:
         """Tensors in attributes of optimizers that were written or replaced since, and that nothing saves:
         the name of each, and whether it is a single number."""
-        found = []
-        for key, part, name, path, mark in self._tensors:
-            now = dict(held(vars(part).get(name), name)).get(path)
-            if now is None or not Mark.of(now).differs(mark):
+        before, found = self._marks, []
+        for at, name, path, now in self._tensors_now():
+            mark = before.get((at, path))
+            if mark is None or not Mark.of(now).differs(mark):
                 continue
+            key, part = self._parts[at]
             if place_of(now) not in places_of(part) and not Ignored([("", part)]).has(name):
                 found.append((f"{key}.{path}", now.numel() == 1))
         return found
+
+    def _tensors_now(self) -> list[tuple[int, str, str, torch.Tensor]]:
+        """Return (number of the optimizer, attribute, path, tensor) of each, and mark them."""
+        now = [
+            (at, name, path, tensor)
+            for at, (_, part) in enumerate(self._parts)
+            for name, one in list(vars(part).items())
+            if name not in OWN
+            for path, tensor in held(one, name)
+        ][:MOST]
+        self._marks = {(at, path): Mark.of(tensor) for at, _, path, tensor in now}
+        return now
 
 
 def _is_number(name: str, value: Any) -> bool:
