@@ -156,7 +156,7 @@ def main() -> None:
                 if not done.returncode:
                     figures = json.loads(done.stdout.splitlines()[-1])
                     found.setdefault(kind, {}).setdefault(name, []).append(figures)
-    args.root = None
+    args.root, args.before = None, args.before and "another checkout"
     report("at_call", __doc__, args, found, rows(found), started)
 
 
