@@ -22,6 +22,8 @@ import numpy as np
 from holdfast.errors import FormatError, UsageError
 
 MAX_DEPTH = 100
+LARGE = 1 << 63
+"""Least int, by its size, that JSON does not hold as a number of 64 bits."""
 FROZEN = "_frozen"
 """Return the name of a key's extra that lists the parameters which were left out: `model._frozen`."""
 ORDER = "_order"
@@ -90,7 +92,7 @@ def encode(
         data = bytes(value) if isinstance(value, np.bytes_) else value.tobytes()
         return {"$scalar": [str(value.dtype), _b64(data)]}
     if isinstance(value, int):
-        return int(value) if abs(value) < 1 << 63 else {"$int": _digits(int(value), path)}
+        return int(value) if abs(value) < LARGE else {"$int": _digits(int(value), path)}
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
     if isinstance(value, complex):
@@ -149,8 +151,15 @@ def no_text(error: UnicodeEncodeError, path: str = "") -> Unsaved:
     )
 
 
+def _are_small_ints(values: Any) -> bool:
+    """True if all are ints that stand for themselves; each then is its own tree."""
+    return set(map(type, values)) == {int} and min(values) > -LARGE and max(values) < LARGE
+
+
 def _encode_container(value: Any, on_other: OnTensor, path: str, depth: int, utf8: bool) -> Json:
     def items(values: Any, other: OnTensor = on_other) -> list[Json]:
+        if depth < MAX_DEPTH and _are_small_ints(values):  # the 625 of a generator, each time
+            return list(values)
         return [
             encode(v, other, f"{path}[{i}]", depth + 1, utf8=utf8) for i, v in enumerate(values)
         ]

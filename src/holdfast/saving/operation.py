@@ -234,7 +234,7 @@ class SaveOperation:
                 with uncollected():
                     self.must_hold = self.saver.movers.sort(live)
                     set_aside(live, self.saver.aside)
-            self.moment = StateView.of(live, self.saver.movers.corners(live))
+            self.moment = StateView.of(live, self.saver.movers.corners_at_call(live))
             if self.companion is not None and not busy and not self.request.is_rehearsal:
                 self.replica = self.companion.replica(self)
         except Exception as error:

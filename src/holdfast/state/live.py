@@ -85,7 +85,7 @@ class LiveTensor(msgspec.Struct, frozen=True, eq=False):
     @property
     def is_still_there(self) -> bool:
         """True if the source lies where it did when placed."""
-        return self.origin is not None and self.origin.still_has(self.source, self.placed.local)
+        return self.origin is not None and self.origin.still_has(self.source)
 
 
 @dataclass
@@ -361,7 +361,7 @@ def names_in(module: nn.Module) -> dict[str, Sequence[str]]:
 
 def reshard(module: nn.Module) -> None:
     """Put the parts of FSDP2's parameters in their places, instead of what was gathered of them."""
-    for part in module.modules():
+    for part in parts_of(module):
         kind = type(part)  # which answers ten times sooner than a module that has no such name
         if hasattr(kind, "reshard") and hasattr(kind, "unshard"):
             part.reshard()

@@ -25,14 +25,16 @@ that no optimizer moves are held up, and what differs between their images is wr
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from holdfast.layout import Box
 from holdfast.state.arrays import raw_array
 from holdfast.state.live import Live, LiveTensor
-from holdfast.state.writes import Mark, corner
+from holdfast.state.writes import corner
 
 SMALL_BYTES = 16 << 20
 """Size of a state that is copied at the call as a whole: with less, the copy takes no longer than what is
@@ -42,6 +44,28 @@ Corners = dict[tuple[str, int], bytes]
 """A few elements of parts of tensors, by name and number of the part."""
 
 
+class LastSeen(NamedTuple):
+    """A tensor as it was at a save."""
+
+    tensor: LiveTensor
+    version: int
+    elements: list[bytes]
+    """A few of each part, if it is on the host."""
+
+    def differs(self, before: LastSeen) -> bool:
+        """True if the tensor was written or moved since, or is another."""
+        if (self.version, self.elements) != (before.version, before.elements):
+            return True
+        if self.tensor is before.tensor:  # as `collect` found: it lies where it did
+            return False
+        one, other = self.tensor, before.tensor
+        return one.source is not other.source or _address(one) != _address(other)
+
+
+def _address(t: LiveTensor) -> int:
+    return t.placed.local.data_ptr()
+
+
 class Movers:
     """Knows what of a run is written, and by whom.  Its methods are called on the training thread, but for
     `learn` and `compare_images`."""
@@ -49,7 +73,7 @@ class Movers:
     def __init__(self) -> None:
         self._written: set[str] = set()
         """Names of steady tensors that something else than an optimizer's step was seen to write."""
-        self._marks: dict[str, tuple[Mark, bytes]] = {}
+        self._marks: dict[str, LastSeen] = {}
         """Tensors that no optimizer moves, as they were at the last save, by name."""
         self._views: dict[str, tuple[LiveTensor, list[np.ndarray[Any, Any]]]] = {}
         """A few elements of the parts of tensors, by name; those of other tensors are no use."""
@@ -72,10 +96,10 @@ class Movers:
         loose, is_new = {n for n in live.tensors if n not in live.moved} - live.aside, False
         self._views = {name: one for name, one in self._views.items() if name in live.tensors}
         marks = {name: self._mark(live.tensors[name]) for name in loose - self._written}
-        for name, (mark, elements) in marks.items():
-            if name not in self._marks or not self._is_known(live.tensors[name]):
+        for name, mark in marks.items():
+            if (before := self._marks.get(name)) is None or not self._is_known(mark.tensor):
                 is_new = True
-            elif mark.differs(self._marks[name][0]) or elements != self._marks[name][1]:
+            elif mark.differs(before):
                 self._written.add(name)
         self._marks = marks
         live.aside |= self._written & live.tensors.keys()
@@ -116,20 +140,29 @@ class Movers:
     def _is_known(self, t: LiveTensor) -> bool:
         return is_on_host(t) or t.name in self._compared
 
-    def corners(self, live: Live) -> Corners:
+    def corners(self, live: Live, known: Mapping[str, LastSeen] = MappingProxyType({})) -> Corners:
         """Return a few elements of each weight that is copied in the window, where it is on the host.
 
         States of optimizers are left out, to which scripts do not write.
         """
         return {
-            (name, number): view.tobytes()
+            (name, number): elements
             for name, t in live.tensors.items()
             if t.state == "param" and name not in live.aside
-            for number, view in enumerate(self._views_of(t))
+            for number, elements in enumerate(
+                known[name].elements if name in known else self._elements(t)
+            )
         }
 
-    def _mark(self, t: LiveTensor) -> tuple[Mark, bytes]:
-        return Mark.of(t.source), b"".join(view.tobytes() for view in self._views_of(t))
+    def corners_at_call(self, live: Live) -> Corners:
+        """The same, with what `sort` has just looked at."""
+        return self.corners(live, self._marks)
+
+    def _mark(self, t: LiveTensor) -> LastSeen:
+        return LastSeen(t, t.version, self._elements(t))
+
+    def _elements(self, t: LiveTensor) -> list[bytes]:
+        return [view.tobytes() for view in self._views_of(t)]
 
     def _views_of(self, t: LiveTensor) -> list[np.ndarray[Any, Any]]:
         if not is_on_host(t):
