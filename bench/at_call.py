@@ -90,7 +90,9 @@ def measure(kind: str, small: bool, root: str) -> dict[str, Any]:
             began = time.perf_counter()
             save = ckpt.save(number)
             called = time.perf_counter() - began
-            time.sleep(0.3 if small else 1.5)  # less than forward and backward take, beside which it copies
+            time.sleep(
+                0.3 if small else 1.5
+            )  # less than forward and backward take, beside which it copies
             step()
             held.append(called + sum(waits))
             save.wait()
@@ -171,6 +173,13 @@ def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
             value = median(a / b for a, b in zip(after, before))
             target = "" if kind == "average" else "<= 1.03"
             out.append(row(kind, text, f"before: {median(before) * 1e3:.2f} ms", value, target))
+        if kind == "average" and "before" in names:
+            copies = [one["copy"] for one in names["after"]]
+            value = median((a - b) / c for a, b, c in zip(after, before, copies))
+            added = f"{(median(after) - median(before)) * 1e3:.2f} ms more than before"
+            out.append(
+                row(kind, added, f"one copy: {median(copies) * 1e3:.2f} ms", value, "<= 1.1")
+            )
         if kind == "average":
             copies = [one["copy"] for one in names["after"] if "copy" in one]
             value = median(a / b for a, b in zip(after, copies))

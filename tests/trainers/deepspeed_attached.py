@@ -539,8 +539,19 @@ def deepspeeds_own(root: str) -> None:
         after = weights(engine)
     engine = engine_of(2)
     with attach(engine, root):
-        assert engine.load_checkpoint(root)[0] == f"{root}/global_step3"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", holdfast.HoldfastWarning)
+            assert engine.load_checkpoint(root)[0] == f"{root}/global_step3"
         assert same(weights(engine), after)
+    engine = engine_of(1)
+    train(engine, 4)
+    engine.save_checkpoint(root)
+    engine = engine_of(2)
+    with (
+        attach(engine, root),
+        pytest.warns(holdfast.HoldfastWarning, match=r"global_step4.*\[newer-native\]"),
+    ):
+        assert engine.load_checkpoint(root)[0] == f"{root}/global_step3"
 
 
 def universal(root: str) -> None:

@@ -156,6 +156,26 @@ def test_a_place_in_other_data_is_told(tmp_path: Path) -> None:
         fit(24, 9)
 
 
+def test_a_file_of_lightnings_own_that_is_newer_is_told(tmp_path: Path) -> None:
+    run = settings(tmp_path, save_every=4)
+
+    def fit(steps: int, **more: Any) -> None:
+        saves = ModelCheckpoint(run.paths, "{step}", save_top_k=-1, every_n_train_steps=4)
+        trainer = lit.trainer_of(run, saves, limit_val_batches=0, max_steps=steps)
+        trainer.fit(lit.Net(), lit.loaders()[0], **more)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*newer-native", holdfast.HoldfastWarning)
+        fit(4)
+        fit(8, ckpt_path="newest")
+    root, run.root = run.root, ""
+    fit(12)  # without holdfast, from the beginning
+    run.root = root
+    with pytest.warns(holdfast.HoldfastWarning, match=r"step=12.ckpt, .*newer-native") as told:
+        fit(13, ckpt_path="newest")
+    assert sum("newer-native" in str(one.message) for one in told) == 1
+
+
 def test_a_step_without_parts_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of earlier versions have none: they load."""
 

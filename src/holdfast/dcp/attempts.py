@@ -8,7 +8,8 @@ from functools import cache
 
 import msgspec
 
-from holdfast.checkpoint.names import step_numbers
+from holdfast.checkpoint.lineage import Line, line_from
+from holdfast.checkpoint.names import committed, step_numbers
 from holdfast.checkpoint.tidying import discard
 from holdfast.errors import HoldfastError
 from holdfast.once import begin_once
@@ -33,6 +34,8 @@ class UnderWay:
         """On the coordinator: root, thread and attempt of each save that has not been committed."""
         self._taken: deque[str] = deque(maxlen=16)
         """Names of the attempts that this rank has written for last."""
+        self._lines: dict[str, Line] = {}
+        """The line of what this process trains, by root: the steps that it loaded, or has saved itself."""
 
     def begin(self, store: Store, wanted: int | None) -> SaveAttempt:
         """On the coordinator: begin an attempt of step `wanted`, or of one after all that there are, under
@@ -51,6 +54,20 @@ class UnderWay:
             attempt = SaveAttempt(step, *begin_once(store, step, goes_on=True))
             self._open.append((store.url, me, attempt))
             return attempt
+
+    def line(self, url: str) -> Line:
+        """Return the line of what the next save of a root is of."""
+        with self._lock:
+            return self._lines.get(url, ())
+
+    def go_on(self, store: Store, run: int, step: int, line: Line) -> None:
+        """Note that training goes on from a step, which was loaded, or committed."""
+        self.take_over(store.url, line_from(run, step, line, committed(store)))
+
+    def take_over(self, url: str, line: Line) -> None:
+        """Take a line of a root, which another process of the training has found."""
+        with self._lock:
+            self._lines[url] = line
 
     def take(self, root: str, attempt: SaveAttempt) -> None:
         """Note that this rank writes for an attempt.  HoldfastError if it has written for that before: it

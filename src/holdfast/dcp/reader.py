@@ -22,6 +22,7 @@ from holdfast.checkpoint.consolidating import keep_extras
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.reading import read_alone
 from holdfast.checkpoint.rows import Want
+from holdfast.dcp.attempts import under_way
 from holdfast.dcp.ids import CheckpointId, step_of_id
 from holdfast.dcp.names import Listing, listing
 from holdfast.dcp.values import Pickles, StandIn, filled, held_in
@@ -102,9 +103,13 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch gives no types
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """On the coordinator: all ranks load the step that this one has found."""
+        """On the coordinator: all ranks load the step that this one has found; saves go on from it."""
+        saved = self.checkpoint
         for plan in plans:
-            plan.storage_data = self.checkpoint.step
+            plan.storage_data = saved.step
+        if saved.format == "holdfast":
+            m = saved.manifest
+            under_way(os.getpid()).go_on(saved.store, m.run, m.step, m.line)
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

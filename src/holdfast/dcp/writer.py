@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -29,6 +29,7 @@ from torch.futures import Future
 
 from holdfast.arguments import path_of, unfit
 from holdfast.checkpoint.committing import commit
+from holdfast.checkpoint.lineage import Line, is_in_line
 from holdfast.checkpoint.pruning import prune
 from holdfast.checkpoint.tidying import Keep, discard
 from holdfast.codec.digest import ALGORITHM, CHUNK_BYTES, hexdigest
@@ -147,7 +148,8 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch gives no types
 
     `checkpoint_id` is the number of the step (`"10"`); without it, the step is the one after the newest.
     A step is there whole, with its digests, once `dcp.save` returns, and not at all if any rank failed.
-    `keep`: which steps stay; the others are deleted behind each save (`wait`).
+    `keep`: which steps stay, of those that this process has saved or that it went on from with a `Reader`;
+    the others of them are deleted behind each save (`wait`).
     UsageError for `use_collectives=False`, and for values that are no plain data.  What else a
     `Checkpointer` does (snapshots, records, generators, a claim on the root) DCP does not ask for.
     """
@@ -169,11 +171,16 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch gives no types
                 f"{self.root} is memory of one process, and the process of async_save another",
                 hint="save to a folder or a bucket, or by AsyncCheckpointerType.THREAD",
             )
-        return {"root": self.root, "keep": self.keep}
+        store = open_store(self.root)
+        line = under_way(os.getpid()).line(store.url)
+        return {"root": self.root, "keep": self.keep, "line": line}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["root"], keep=state["keep"])  # type: ignore[misc]
         self._is_behind = True
+        store, here = open_store(self.root), under_way(os.getpid())
+        if state["line"] and not here.line(store.url):
+            here.take_over(store.url, state["line"])
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -262,7 +269,9 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch gives no types
         attempt, store, began = written[0].attempt, open_store(self.root), time.perf_counter()
         if any(w.attempt != attempt for w in written):
             raise HoldfastError("ranks have written parts of different saves", step=attempt.step)
-        manifest = _manifest(attempt, written, StateDictNames(metadata.planner_data), len(results))
+        line = () if self.keep is None else under_way(os.getpid()).line(store.url)
+        names = StateDictNames(metadata.planner_data)
+        manifest = _manifest(attempt, written, names, len(results), line)
         replaced = commit(store, manifest)
         others = under_way(os.getpid()).end(store, attempt)
         metadata.storage_meta = StorageMeta(checkpoint_id=self.root, save_id=str(attempt.step))
@@ -271,19 +280,25 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch gives no types
         emit("save.committed", step=attempt.step, seconds=round(time.perf_counter() - began, 3))
         if replaced is None and self.keep is None:
             return
-        due = store, attempt.step, replaced, [attempt.step, *others]
+        due = store, attempt, replaced, [attempt.step, *others]
         if self._is_behind or threading.current_thread() is not threading.main_thread():
             self._tidy(*due)
         else:
             _deletions(os.getpid()).submit(self._tidy, *due)
 
-    def _tidy(self, store: Store, step: int, replaced: str | None, spare: list[int]) -> None:
-        """Delete what a commit has replaced, and what `keep` lets go."""
+    def _tidy(
+        self, store: Store, attempt: SaveAttempt, replaced: str | None, spare: list[int]
+    ) -> None:
+        """Delete what a commit has replaced, and what `keep` lets go of what training goes on from."""
+        here, run = under_way(os.getpid()), attempt.run
+        line = here.line(store.url)
         try:
-            with span("tidy", step=step):
-                discard(store, step, replaced)
+            with span("tidy", step=attempt.step):
+                discard(store, attempt.step, replaced)
                 if self.keep is not None:
-                    prune(store, self.keep, spare=spare)
+                    owns = partial(is_in_line, run=run, line=line)
+                    prune(store, self.keep, spare=spare, owns=owns)
+                    here.go_on(store, run, attempt.step, line)
         except Exception as error:
             emit("tidy.failed", error=str(error))
 
@@ -358,9 +373,13 @@ def _pieces(rows: list[_Row]) -> Pieces:
 
 
 def _manifest(
-    attempt: SaveAttempt, written: Iterable[RankWritten], names: StateDictNames, world: int
+    attempt: SaveAttempt,
+    written: Iterable[RankWritten],
+    names: StateDictNames,
+    world: int,
+    line: Line,
 ) -> Manifest:
-    """The manifest of what all ranks have written; it is known from that alone."""
+    """The manifest of what all ranks have written; it is known from that alone, but for its `line`."""
     written = list(written)
     values = {flat: tree for w in written for flat, tree in w.values.items()}
     tensors, shardings, expected = _merged(written, names)
@@ -371,6 +390,7 @@ def _manifest(
         holdfast=VERSION,
         step=attempt.step,
         run=attempt.run,
+        line=line,
         attempt=attempt.name,
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         software={"holdfast": __version__, "torch": f"{torch.__version__} (dcp)"},

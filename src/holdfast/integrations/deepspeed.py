@@ -50,6 +50,7 @@ from holdfast.errors import (
     UsageError,
     warn_user,
 )
+from holdfast.integrations.native import tell_newer
 from holdfast.patience import bounded
 from holdfast.roots import require_native_root
 from holdfast.state.deepspeed import COUNTERS, is_engine, put_counters, zero_of
@@ -483,6 +484,8 @@ class AttachedEngine:
         is_newest = tag is None
         if is_newest and found is None:
             tag = self._on_the_first(lambda: _latest_of(folder))
+        elif is_newest and found is not None and self.engine.global_rank == 0:
+            _tell_of_deepspeeds(folder, found.step)
         latest = tag
         has_own = found is not None if is_root else None
         if self._on_the_first(lambda: self._is_for_deepspeed(folder, tag, has_own)):
@@ -774,6 +777,14 @@ def _latest_of(folder: str) -> str | None:
 def _is_deepspeeds(folder: str, tag: str | None) -> bool:
     """True if DeepSpeed itself has saved something under this tag."""
     return tag is not None and any(Path(folder, tag).glob("*_states.pt"))
+
+
+def _tell_of_deepspeeds(folder: str, step: int) -> None:
+    """Tell of a checkpoint that DeepSpeed itself has saved in the root, newer than its steps."""
+    tag = _latest_of(folder)
+    if tag is not None and (at := TAG.fullmatch(tag)) and _is_deepspeeds(folder, tag):
+        how = f"load_checkpoint({folder!r}, {tag!r})"
+        tell_newer(step, os.path.join(folder, tag), int(at[1]), how)
 
 
 def _is_pointer(folder: str, tag: str | None) -> bool:

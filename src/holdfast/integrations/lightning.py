@@ -79,6 +79,7 @@ from holdfast.integrations.lightning_pointers import (
     digest_of,
     is_last,
     is_of_requeue,
+    newest_native,
     read_pointer,
     remove_pointer,
     replaced_by,
@@ -86,6 +87,7 @@ from holdfast.integrations.lightning_pointers import (
     unpin_path,
     write_pointer,
 )
+from holdfast.integrations.native import tell_newer
 from holdfast.looking import open as open_step
 from holdfast.looking import run_of, steps
 from holdfast.once import load, save
@@ -594,6 +596,10 @@ class _Saving:
         rest = home.rest.take()
         if not restored.found:
             return None
+        if path == NEWEST and self._is_first:
+            folders = [one.dirpath for one in trainer.checkpoint_callbacks if one.dirpath]
+            own, number = newest_native(folders)
+            tell_newer(int(restored), own or None, number, f"fit(ckpt_path={own!r})")
         home.at = int(restored), self.writes()
         if not restored.replayed and self._lies_in_root(home, restored):
             home.go_on_from(int(restored), rest)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -32,6 +33,7 @@ __all__ = [
     "digest_of",
     "is_last",
     "is_of_requeue",
+    "newest_native",
     "label_of",
     "read_pointer",
     "remove_pointer",
@@ -64,6 +66,19 @@ def write_pointer(path: str, pointer: Pointer) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def newest_native(folders: Iterable[Any]) -> tuple[str, int]:
+    """The checkpoint with the highest `step=` in its name that Lightning itself has saved in one of these
+    folders, and that step; ("", -1) if there is none."""
+    found = [("", -1)]
+    for folder in folders:
+        files = get_filesystem(folder)
+        for path in files.ls(folder, detail=False) if files.isdir(folder) else ():
+            at = re.search(r"step=(\d+)", os.path.basename(path))
+            if at and str(path).endswith(".ckpt") and read_pointer(path) is None:
+                found.append((str(path), int(at[1])))
+    return max(found, key=lambda one: one[1])
 
 
 def read_pointer(path: Any) -> Pointer | None:

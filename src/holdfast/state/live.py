@@ -76,11 +76,15 @@ class LiveTensor(msgspec.Struct, frozen=True, eq=False):
         return next(i for i, part in enumerate(self.parts) if part.box & box == box)
 
     @property
+    def counted(self) -> torch.Tensor:
+        """The tensor that counts writes beside `source`: its local part."""
+        # a DTensor that is detached, as to place it, has a local part with a counter of its own
+        return self.placed.local if self.origin is None else self.origin.memory
+
+    @property
     def version(self) -> int:
         """Count that grows with every write by way of the tensor or of its local part."""
-        # a DTensor that is detached, as to place it, has a local part with a counter of its own
-        memory = self.placed.local if self.origin is None else self.origin.memory
-        return write_count(self.source, memory)
+        return write_count(self.source, self.counted)
 
     @property
     def is_still_there(self) -> bool:

@@ -27,14 +27,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from holdfast.layout import Box
 from holdfast.state.arrays import raw_array
 from holdfast.state.live import Live, LiveTensor
-from holdfast.state.writes import corner
+from holdfast.state.writes import corner, write_count
 
 SMALL_BYTES = 16 << 20
 """Size of a state that is copied at the call as a whole: with less, the copy takes no longer than what is
@@ -44,26 +44,36 @@ Corners = dict[tuple[str, int], bytes]
 """A few elements of parts of tensors, by name and number of the part."""
 
 
-class LastSeen(NamedTuple):
-    """A tensor as it was at a save."""
+class LastSeen:
+    """A tensor as it was at the last save.  All are looked at within each call, so this is quick."""
 
-    tensor: LiveTensor
-    version: int
-    elements: list[bytes]
-    """A few of each part, if it is on the host."""
+    __slots__ = ("elements", "is_on_host", "memory", "tensor", "version", "views")
+
+    def __init__(self, tensor: LiveTensor) -> None:
+        self.tensor = tensor
+        self.is_on_host = is_on_host(tensor)
+        self.memory = tensor.counted
+        self.views = [corner(raw_array(p.local)) for p in tensor.parts] if self.is_on_host else []
+        self.version = tensor.version
+        self.elements = [view.tobytes() for view in self.views]
+        """A few of each part, if it is on the host."""
+
+    def has_changed(self) -> bool:
+        """True if the tensor was written since it was looked at; it lies where it did."""
+        version = write_count(self.tensor.source, self.memory)
+        elements = [view.tobytes() for view in self.views]
+        if version == self.version and elements == self.elements:
+            return False
+        self.version, self.elements = version, elements
+        return True
 
     def differs(self, before: LastSeen) -> bool:
         """True if the tensor was written or moved since, or is another."""
-        if (self.version, self.elements) != (before.version, before.elements):
-            return True
-        if self.tensor is before.tensor:  # as `collect` found: it lies where it did
-            return False
         one, other = self.tensor, before.tensor
-        return one.source is not other.source or _address(one) != _address(other)
-
-
-def _address(t: LiveTensor) -> int:
-    return t.placed.local.data_ptr()
+        return (self.version, self.elements) != (before.version, before.elements) or (
+            one.source is not other.source
+            or one.placed.local.data_ptr() != other.placed.local.data_ptr()
+        )
 
 
 class Movers:
@@ -73,8 +83,8 @@ class Movers:
     def __init__(self) -> None:
         self._written: set[str] = set()
         """Names of steady tensors that something else than an optimizer's step was seen to write."""
-        self._marks: dict[str, LastSeen] = {}
-        """Tensors that no optimizer moves, as they were at the last save, by name."""
+        self._seen: dict[str, LastSeen] = {}
+        """Tensors that no optimizer moves, by name."""
         self._views: dict[str, tuple[LiveTensor, list[np.ndarray[Any, Any]]]] = {}
         """A few elements of the parts of tensors, by name; those of other tensors are no use."""
         self._watched: tuple[Live, list[int], Corners] | None = None
@@ -90,18 +100,25 @@ class Movers:
         the training until all is copied, since not enough is known."""
         self.look()
         if is_small(live):
-            live.aside, self._marks, self._views = set(live.tensors), {}, {}
+            live.aside, self._seen, self._views = set(live.tensors), {}, {}
             return False
         live.aside = {name for name, t in live.tensors.items() if not t.steady}
         loose, is_new = {n for n in live.tensors if n not in live.moved} - live.aside, False
         self._views = {name: one for name, one in self._views.items() if name in live.tensors}
-        marks = {name: self._mark(live.tensors[name]) for name in loose - self._written}
-        for name, mark in marks.items():
-            if (before := self._marks.get(name)) is None or not self._is_known(mark.tensor):
+        seen = {}
+        for name in loose - self._written:
+            before, tensor = self._seen.get(name), live.tensors[name]
+            if before is not None and before.tensor is tensor:  # it lies where it did
+                now, is_written = before, before.has_changed()
+            else:
+                now = LastSeen(tensor)
+                is_written = before is not None and now.differs(before)
+            seen[name] = now
+            if before is None or not (now.is_on_host or name in self._compared):
                 is_new = True
-            elif mark.differs(before):
+            elif is_written:
                 self._written.add(name)
-        self._marks = marks
+        self._seen = seen
         live.aside |= self._written & live.tensors.keys()
         return self._is_first or is_new
 
@@ -122,7 +139,7 @@ class Movers:
 
     def forget(self) -> None:
         """The state was restored, which has written to all of it: begin anew."""
-        self._marks, self._watched, self._is_first = {}, None, True
+        self._seen, self._watched, self._is_first = {}, None, True
         self._images, self._compared = {}, set()
 
     def compare_images(self, live: Live, images: dict[tuple[str, Box], bytes]) -> None:
@@ -136,9 +153,6 @@ class Movers:
             self.learn(differing)
         self._compared |= {name for name, _ in images.keys() & before.keys()}
         self._compared |= live.tensors.keys() - {name for name, _ in images}  # others copy them
-
-    def _is_known(self, t: LiveTensor) -> bool:
-        return is_on_host(t) or t.name in self._compared
 
     def corners(self, live: Live, known: Mapping[str, LastSeen] = MappingProxyType({})) -> Corners:
         """Return a few elements of each weight that is copied in the window, where it is on the host.
@@ -156,10 +170,7 @@ class Movers:
 
     def corners_at_call(self, live: Live) -> Corners:
         """The same, with what `sort` has just looked at."""
-        return self.corners(live, self._marks)
-
-    def _mark(self, t: LiveTensor) -> LastSeen:
-        return LastSeen(t, t.version, self._elements(t))
+        return self.corners(live, self._seen)
 
     def _elements(self, t: LiveTensor) -> list[bytes]:
         return [view.tobytes() for view in self._views_of(t)]
