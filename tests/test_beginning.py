@@ -3,6 +3,9 @@ it may delete."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -52,6 +55,43 @@ def told(ckpt: holdfast.Checkpointer, call: Any, *args: Any) -> list[str]:
         call(*args)
         ckpt.wait()
     return [str(one.message) for one in found if isinstance(one.message, HoldfastWarning)]
+
+
+SNAPSHOTS = """
+import os, sys, torch, holdfast
+root, restores, *steps = sys.argv[1:]
+net = torch.nn.Linear(9, 9)
+optim = torch.optim.AdamW(net.parameters())
+with holdfast.Checkpointer(
+    root, {"net": net, "optim": optim}, every=holdfast.Every(memory=1), memory=holdfast.Memory(),
+    when_busy="queue", on_error="raise",
+) as ckpt:
+    if restores:
+        print(int(ckpt.restore()))
+    for step in map(int, steps):
+        net(torch.randn(2, 9)).sum().backward()
+        optim.step()
+        ckpt.step(step)
+    ckpt.wait()
+    sys.stdout.flush()
+    os._exit(0)  # killed
+"""
+
+
+def test_a_start_that_forgets_the_snapshots_is_refused(tmp_path: Path, lives: Any) -> None:
+    """Memory alone has steps of the run that was killed."""
+    environment = os.environ | {"HOLDFAST_MEMORY_DIR": str(tmp_path / "node0")}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", SNAPSHOTS, str(tmp_path / "root"), *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+    assert not run("", "100", "101").returncode
+    refused = run("", "1")
+    assert (
+        refused.returncode and "(step 101 in host memory), and none was restored" in refused.stderr
+    )
+    assert run("yes", "102").stdout == "101\n"
 
 
 # -- a root that has steps ------------------------------------------------------------------------

@@ -4,7 +4,7 @@ Of the newest run of a root the last step counts.  So a run that has not looked 
 numbers its steps anew, would hide what came before, and nobody would see it until the next restart.  Two
 things are refused, unless the user says `Checkpointer(anew=True)`:
 
-    the root has steps, and none was restored           at the first `step` or `save`
+    the root or memory has steps, none was restored     at the first `step` or `save`
     a step at or below the one that was restored        when it would be saved
 
 Saving the restored step itself once more is no fault, as long as no optimizer has stepped since: weights
@@ -45,6 +45,8 @@ class Beginning:
         self._notices = notices
         self._anew = anew
         self._is_decided = anew or not tiers.there
+        self._unasked = tiers.memory if self._is_decided and not anew else None
+        """Memory that may have snapshots of a run before, where the root has no steps."""
         self._origin: RestoredFrom | None = None
         """The place of the step that was restored."""
         self._least: int | None = None
@@ -77,7 +79,13 @@ class Beginning:
         )
 
     def check_decided(self) -> None:
-        """UsageError if the root has steps, and the user has not said what becomes of them."""
+        """UsageError if the root or memory has steps, and the user has not said what becomes of them.
+        Collective at first."""
+        if self._unasked is not None:
+            memory, self._unasked = self._unasked, None
+            if found := memory.survey().manifests:
+                newest = max(m.step for m in found)
+                self._is_decided, self._there = False, f"step {newest} in host memory"
         if not self._is_decided:
             raise UsageError(
                 f"{self._root} has steps of a run before ({self._there}), and none was restored: a "
@@ -128,7 +136,7 @@ class Beginning:
     def went_on(self, restored: Restored, origin: RestoredFrom, *, is_asked: bool) -> None:
         """Note what was restored, and tell of what the state lacks.  `is_asked`: the user has named an
         older step, and may number anew.  Collective."""
-        self._is_decided, self._origin = True, origin
+        self._is_decided, self._unasked, self._origin = True, None, origin
         if restored.found and not (is_asked or self._anew):
             self._least = int(restored)
         missing = self._missing(origin.keys)
