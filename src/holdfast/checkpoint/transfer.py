@@ -28,6 +28,7 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from holdfast.checkpoint.files import Files
+from holdfast.checkpoint.indexes import indexes
 from holdfast.checkpoint.names import (
     attempt_in,
     check_step,
@@ -95,11 +96,12 @@ def transfer(
     there = set(target.list(step_prefix(step)))
     if seen is not None and seen != data:
         _check_other(target, manifest, seen, replace)
-    files = _FilesToCopy(Files(source, step_prefix(step), manifest, verify=True), target, there)
+    of_step = Files(source, step_prefix(step), manifest, verify=True)
+    files = _FilesToCopy(of_step, target, there, proves=seen != data)
     missing = files.missing(threads, tell)
     if not dry_run:
         files.copy(missing, threads, tell)
-        _copy_indexes(source, target, step)
+        _copy_indexes(source, target, manifest)
         _check_arrived(target, manifest)
         if seen != data:
             _commit(target, step, data, seen)
@@ -177,12 +179,15 @@ def _commit(target: Store, step: int, data: bytes, seen: bytes | None) -> None:
         discard(target, step, old)
 
 
-def _copy_indexes(source: Store, target: Store, step: int) -> None:
-    """Copy what lies beside a consolidated step's manifest for the loaders of others."""
-    prefix = step_prefix(step)
-    for key in source.list(prefix):
-        if key.endswith(INDEX) and "/" not in key.removeprefix(prefix):
-            target.put(key, source.get(key))
+def _copy_indexes(source: Store, target: Store, manifest: Manifest) -> None:
+    """Put beside a consolidated step's manifest what lies there for the loaders of others: no digest proves
+    an index, which may be a link to anything, so it is made anew of what the manifest says."""
+    prefix = step_prefix(manifest.step)
+    beside = {key.removeprefix(prefix) for key in source.list(prefix) if key.endswith(INDEX)}
+    if beside:
+        for name, text in indexes(manifest).items():
+            if name in beside:
+                target.put(prefix + name, text)
 
 
 def _check_arrived(target: Store, manifest: Manifest) -> None:
@@ -214,7 +219,8 @@ def transfer_files(
     look at each of them.  NotFound if the source has one no more, Corrupt if it is damaged there.
     """
     there = set(target.list(files.prefix)) if look else set[str]()
-    work, tell = _FilesToCopy(files, target, there), progress or (lambda _: None)
+    work = _FilesToCopy(files, target, there, proves=True)
+    tell = progress or (lambda _: None)
     missing = [file for file in wanted if not work.is_there(file, tell)]
     work.copy(missing, threads, tell)
     return sum(file.bytes for file in missing)
@@ -228,6 +234,8 @@ class _FilesToCopy:
     target: Store
     there: set[str]
     """Keys that the target had at the beginning."""
+    proves: bool
+    """True if the bytes of what is there are proved as well: a manifest is to vouch for them."""
 
     def missing(self, threads: int, tell: Progress) -> list[FileEntry]:
         """The files that have to be copied."""
@@ -241,13 +249,16 @@ class _FilesToCopy:
         return [f for f in all_files if f.path in missing]
 
     def is_there(self, file: FileEntry, tell: Progress) -> bool:
-        """True if a file has arrived before: its length and digest table are those of the manifest."""
+        """True if a file has arrived before: its length and digest table are those of the manifest, and its
+        bytes, if they are to be proved."""
         key = self.files.key(file)
         if key not in self.there:
             return False
         arrived = Files(self.target, self.files.prefix, self.files.manifest, verify=True)
         try:
             arrived.table(file)
+            if self.proves:
+                _prove(arrived, file)
         except (Corrupt, NotFound):
             return False
         tell(file.bytes)
@@ -279,8 +290,18 @@ class _FilesToCopy:
         return Provable(self.files.key(file), file.bytes, ((0, table),), known)
 
     def _came_first(self, file: FileEntry) -> bool:
-        again = _FilesToCopy(self.files, self.target, {self.files.key(file)})
+        again = _FilesToCopy(self.files, self.target, {self.files.key(file)}, self.proves)
         return again.is_there(file, lambda _: None)
+
+
+def _prove(files: Files, file: FileEntry) -> None:
+    """Read all chunks of a file.  Corrupt, NotFound."""
+    chunk_bytes = files.manifest.chunk_bytes
+    num_chunks, step = -(-file.table // chunk_bytes), max(PART_BYTES // chunk_bytes, 1)
+    into = memoryview(bytearray(min(step * chunk_bytes, file.table)))
+    with files.readers.kept():
+        for first in range(0, num_chunks, step):
+            files.chunks(file, first, min(first + step, num_chunks), into)
 
 
 # -- one object -----------------------------------------------------------------------------------
