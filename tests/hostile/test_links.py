@@ -1,4 +1,4 @@
-"""Links in a root, planted or unpacked: whatever they lead to is never deleted, and nothing of it is copied."""
+"""Links in a root, planted or unpacked: what they lead to is never deleted, and nothing of it is copied."""
 
 from __future__ import annotations
 
@@ -182,24 +182,30 @@ def test_a_folder_that_becomes_a_link_is_not_passed(root: Path, home: Path) -> N
     assert (home / "empty/folder").is_dir()
 
 
-def test_an_index_is_made_of_what_the_manifest_says(tmp_path: Path, home: Path) -> None:
-    """And not of a file beside it, which nothing proves and which may be a link to a secret."""
-    state = {"model": torch.nn.Linear(3, 2)}
-    holdfast.save(tmp_path / "a", state, step=1)
+def test_an_index_is_copied_if_it_says_what_the_manifest_says(tmp_path: Path, home: Path) -> None:
+    """And not if it says anything else: no digest proves it, and it may be a link to a secret."""
+    holdfast.save(tmp_path / "a", {"model": torch.nn.Linear(3, 2)}, step=1)
     with holdfast.open(tmp_path / "a") as source:
         holdfast.convert(source, tmp_path / "whole")
-    whole = LocalStore(tmp_path / "whole")
     step = (tmp_path / "whole" / manifest_key(1)).parent
     index = step / "model.safetensors.index.json"
-    written = index.read_bytes()
-    assert set(json.loads(written)["weight_map"]) == {"weight", "bias"}
-    index.unlink()
-    for name in (index.name, "x.safetensors.index.json"):
-        (step / name).symlink_to(home / "thesis/a.txt")
-    transfer(whole, LocalStore(tmp_path / "copy"), 1)
+    written = json.loads(index.read_bytes())
+    said = {
+        "more": written | {"token": "secret"},
+        "metadata": written | {"metadata": {"token": "secret"}},
+        "tensors": written | {"weight_map": {"secret": written["weight_map"]["weight"]}},
+        "files": written | {"weight_map": {"weight": "secret"}},
+    }
+    for name, what in said.items():
+        (home / name).write_text(json.dumps(what))
+    for name in (*said, "thesis/a.txt", "empty", "nowhere"):
+        (step / f"{os.path.basename(name)}.safetensors.index.json").symlink_to(home / name)
+    (step / "zero.safetensors.index.json").symlink_to("/dev/zero")
+    with pytest.warns(HoldfastWarning, match="a.txt.safetensors.index.json' is not copied"):
+        transfer(LocalStore(tmp_path / "whole"), LocalStore(tmp_path / "copy"), 1)
     there = (tmp_path / "copy" / manifest_key(1)).parent
-    assert (there / index.name).read_bytes() == written
-    assert not (there / "x.safetensors.index.json").exists()
+    assert [path.name for path in there.glob("*.index.json")] == [index.name]
+    assert (there / index.name).read_bytes() == index.read_bytes()
 
 
 def test_an_agents_home_is_swept_without_passing_links(tmp_path: Path, home: Path) -> None:

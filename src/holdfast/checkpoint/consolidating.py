@@ -14,9 +14,10 @@ It is planned here; `holdfast.checkpoint.outfiles` writes the files, in bounded 
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +27,10 @@ import numpy as np
 from holdfast.checkpoint.attached import pack
 from holdfast.checkpoint.claiming import newest_claim, runs_of_steps
 from holdfast.checkpoint.committing import commit
-from holdfast.checkpoint.indexes import indexes
 from holdfast.checkpoint.names import RootKeys, step_prefix
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.outfiles import ElementSpan, Literal, Outfile
+from holdfast.checkpoint.tidying import INDEX
 from holdfast.codec.digest import CHUNK_BYTES, digest_chunks, hexdigest, num_chunks
 from holdfast.errors import UsageError
 from holdfast.format.dtypes import DTYPES
@@ -77,12 +78,11 @@ class Consolidation:
     def commit(self, target: Store) -> None:
         """Make the step exist in `target`, where its files are; the indexes are there before it."""
         entries = tuple(p.entry(target) for p in self.planned)
-        entry, prefix = None, step_prefix(self.draft.step)
-        for name, text in indexes(msgspec.structs.replace(self.draft, files=entries)).items():
-            target.put(prefix + name, text)
+        _write_indexes(target, self.draft, self.files)
+        entry = None
         if self.attached:
             entry, data = pack(self.draft.attempt, self.attached)
-            target.put(prefix + entry.path, data)
+            target.put(step_prefix(self.draft.step) + entry.path, data)
         commit(target, msgspec.structs.replace(self.draft, files=entries, attached=entry))
 
 
@@ -227,6 +227,31 @@ class _TableSeal:
         if len(data) < len(block):
             at = start + len(data) - self._start
             block[len(data) :] = self._table.tobytes()[at : at + len(block) - len(data)]
+
+
+# -- the index ------------------------------------------------------------------------------------
+
+
+def _write_indexes(store: Store, manifest: Manifest, files: Sequence[_File]) -> None:
+    """One index per key with weights; paths in it are relative to itself."""
+    maps: dict[str, dict[str, str]] = {}
+    sizes: dict[str, int] = {}
+    for file in files:
+        if not file.strip or not file.bytes:
+            continue
+        sizes[file.key] = sizes.get(file.key, 0) + file.bytes
+        for number in file.tensors:
+            t = manifest.tensors[number]
+            if 0 not in t.shape:
+                name = t.name.removeprefix(file.strip)
+                maps.setdefault(file.key, {})[name] = f"{manifest.attempt}/{file.name}"
+    for key, weight_map in maps.items():
+        index = {
+            "metadata": {"total_size": sizes[key]},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
+        text = json.dumps(index, indent=2) + "\n"
+        store.put(f"{step_prefix(manifest.step)}{key}{INDEX}", text.encode())
 
 
 __all__ = ["WEIGHTS", "Consolidation", "keep_extras", "plan_consolidation"]

@@ -24,11 +24,13 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
 
 from holdfast.checkpoint.files import Files
-from holdfast.checkpoint.indexes import indexes
 from holdfast.checkpoint.names import (
     attempt_in,
     check_step,
@@ -38,17 +40,27 @@ from holdfast.checkpoint.names import (
 )
 from holdfast.checkpoint.tidying import INDEX, discard
 from holdfast.codec.table import DigestTable
-from holdfast.errors import Corrupt, Exists, FormatError, HoldfastError, NotFound, StoreError
+from holdfast.errors import (
+    Corrupt,
+    Exists,
+    FormatError,
+    HoldfastError,
+    NotFound,
+    StoreError,
+    warn_user,
+)
 from holdfast.format.manifest import FileEntry, Manifest, decode
 from holdfast.store import Reader, Store
 from holdfast.store.contract import part_bytes, reads_of
 from holdfast.threads import in_threads
+from holdfast.wire import decode_json
 
 PART_BYTES = 8 << 20
 """Bytes of a part, unless the source asks for others, or the target takes only larger ones
 (`Writer.block_bytes`)."""
 THREADS = 4
 """Parts, or files, that are under way at once, unless the source asks for more."""
+MOST_INDEX_BYTES = 64 << 20
 FILES = 4
 """Files of several parts that are under way at once."""
 
@@ -180,14 +192,36 @@ def _commit(target: Store, step: int, data: bytes, seen: bytes | None) -> None:
 
 
 def _copy_indexes(source: Store, target: Store, manifest: Manifest) -> None:
-    """Put beside a consolidated step's manifest what lies there for the loaders of others: no digest proves
-    an index, which may be a link to anything, so it is made anew of what the manifest says."""
+    """Copy what lies beside a consolidated step's manifest for the loaders of others.  No digest proves it,
+    and it may be a link to anything: it has to say what the manifest says, and no more."""
     prefix = step_prefix(manifest.step)
-    beside = {key.removeprefix(prefix) for key in source.list(prefix) if key.endswith(INDEX)}
-    if beside:
-        for name, text in indexes(manifest).items():
-            if name in beside:
-                target.put(prefix + name, text)
+    for key in source.list(prefix):
+        if key.endswith(INDEX) and "/" not in key.removeprefix(prefix):
+            with suppress(NotFound):
+                if source.size(key) <= MOST_INDEX_BYTES and _is_index(
+                    text := source.get(key), manifest
+                ):
+                    target.put(key, text)
+                    continue
+            warn_user(f"'{key}' is not copied: it is no index of the files of step {manifest.step}")
+
+
+class _WeightIndex(msgspec.Struct, forbid_unknown_fields=True):
+    metadata: dict[Literal["total_size"], int] = {}
+    weight_map: dict[str, str] = {}
+
+
+def _is_index(text: bytes, manifest: Manifest) -> bool:
+    """True if all that an index says is which files have which tensors, as the manifest does."""
+    try:
+        index = decode_json(text, _WeightIndex)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    strips = {file.path: file.strip for file in manifest.files}
+    return all(
+        path in strips and strips[path] + name in manifest.by_name
+        for name, path in index.weight_map.items()
+    )
 
 
 def _check_arrived(target: Store, manifest: Manifest) -> None:
