@@ -585,7 +585,7 @@ class Checkpointer:
             records.end("the restored step has not all of the live state")
             records = None
         if records is not None and restart.reached is not None:
-            records.begin_from(restart.reached)
+            records.begin_from(restart.reached, save_bytes=restart.save_bytes)
         self._saves.numbers.went_on(self.state, restart.state, found=restored.found)
         for key in self.state:
             self.state[key] = restart.state[key]

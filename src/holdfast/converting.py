@@ -51,7 +51,7 @@ from holdfast.interop.sections import Sections
 from holdfast.looking import open as open_checkpoint
 from holdfast.sizes import MAX_BYTES
 from holdfast.store import LocalStore, Store, open_store
-from holdfast.store.directories import fsync_directories, fsync_directory, walk
+from holdfast.store.directories import fsync_directories, fsync_directory, unlink_below, walk
 from holdfast.store.oserrors import translated
 from holdfast.suggest import did_you_mean
 from holdfast.version import __version__
@@ -343,7 +343,7 @@ class _Conversion:
         mine = {os.path.join(self.work.root, f.path) for f in files}
         for path in list(walk(self.partial.root)):
             if path not in mine:
-                os.unlink(path)
+                unlink_below(path, self.partial.root)
 
     def _write(self, files: Sequence[Outfile]) -> int:
         """Write what is missing, and read all back; return the number of files that were there."""

@@ -397,6 +397,11 @@ class Restart:
             return False
         return self.reached != self.survey.candidates[0].end
 
+    @property
+    def save_bytes(self) -> int:
+        """Bytes of the full step that was read."""
+        return 0 if self.manifest is None else self.manifest.total_bytes
+
     def is_complete(self) -> bool:
         """True if no rank has state that the restore left as it was: then what was reached is all of the
         live state.  Collective."""

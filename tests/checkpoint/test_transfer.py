@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from builders import FSDP_TP, Tensor, build, memory, transformer
 from holdfast.checkpoint import transfer as transferring
 from holdfast.checkpoint.committing import commit
-from holdfast.checkpoint.names import committed, manifest_key, step_prefix
-from holdfast.checkpoint.transfer import Provable, transfer
+from holdfast.checkpoint.files import Files
+from holdfast.checkpoint.names import committed, manifest_key, read_manifest, step_prefix
+from holdfast.checkpoint.transfer import Provable, transfer, transfer_files
 from holdfast.checkpoint.verifying import verify
 from holdfast.codec.digest import digest_chunks, num_chunks
 from holdfast.codec.table import DigestTable
@@ -72,6 +73,25 @@ def test_a_second_copy_reads_no_file_and_writes_nothing() -> None:
     assert (again.num_copied, again.bytes, again.is_new) == (0, 0, False)
     assert (len(target.operations), source.calls["open"]) == (written, read)
     assert sum(told) == first.bytes
+
+
+@pytest.mark.parametrize("look", ["transfer", "transfer_files"])
+def test_what_is_there_already_is_proved_before_a_manifest_vouches_for_it(look: str) -> None:
+    """One flipped byte behind a digest table that is right: the file is copied again."""
+    source, target = source_of(), memory()
+    transfer(source, target, 5)
+    target.delete(manifest_key(5))
+    damaged = next(key for key in target.list() if key.endswith(".safetensors"))
+    flip(target, damaged, 1000)
+    if look == "transfer":
+        assert transfer(source, target, 5, dry_run=True).num_copied == 1
+        assert transfer(source, target, 5).num_copied == 1
+    else:
+        manifest = read_manifest(source, 5)
+        files = Files(source, step_prefix(5), manifest, verify=True)
+        num_bytes = transfer_files(files, target, manifest.objects, look=True, threads=1)
+        assert num_bytes == len(source.get(damaged))
+    assert target.get(damaged) == source.get(damaged)
 
 
 def test_every_byte_is_read_about_once() -> None:

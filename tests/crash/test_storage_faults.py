@@ -87,6 +87,25 @@ def test_disk_full(small_disk) -> None:
     assert {s: saved(root, s) for s in holdfast.steps(root)} == {1: {1.0}, 5: {3.0}}
 
 
+@pytest.mark.parametrize("more", [0, 70_000], ids=["as large as before", "larger"])
+def test_what_keep_lets_go_goes_before_a_save_that_does_not_fit(small_disk, more: int) -> None:
+    """A save is taken to be as large as the newest step; of a larger one the first fails."""
+    root = small_disk / "root"
+    for step in (1, 2, 3):
+        holdfast.save(root, {"data": {"w": torch.zeros(250_000)}}, step=step)
+    if not more:
+        (small_disk / "filler").write_bytes(bytes(300_000))
+    state = {"data": {"w": torch.zeros(250_000), "v": torch.zeros(more)}}
+    with holdfast.Checkpointer(root, state, keep=holdfast.Keep(last=2)) as ckpt:
+        assert ckpt.restore(strict=False) == 3
+        if more:
+            with pytest.raises(RankErrors, match="OutOfSpace"):
+                ckpt.save(4).wait(WAIT_S)
+        for step in (5, 6):
+            ckpt.save(step).wait(WAIT_S)
+    assert holdfast.steps(root) == [5, 6]
+
+
 def test_disk_full_is_raised_where_asked_for(small_disk) -> None:
     _, ckpt = training(small_disk / "root", 2_000_000, on_error="raise")
     ended(ckpt.save(2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,8 +21,9 @@ from holdfast.checkpoint.pruning import delete_step, prune
 from holdfast.checkpoint.tidying import discard, sweep
 from holdfast.checkpoint.verifying import verify
 from holdfast.codec.digest import hexdigest
+from holdfast.delta.log import tidy_log
 from holdfast.delta.segment import plan_key, segment_key
-from holdfast.delta.writer_registry import writing_key
+from holdfast.delta.writer_registry import WriterEntry, announce, writing_key
 from holdfast.errors import NotFound
 from holdfast.layout import Mesh
 from holdfast.store import LocalStore, Store, open_store
@@ -83,6 +85,25 @@ def test_files_of_the_log_are_known_as_ours() -> None:
         "0000000003/plan-x.json",
     ]
     assert {run_of_log(f"log/{name}") for name in others} == {None}
+
+
+def test_what_tells_of_writers_goes_when_a_later_run_has_saved(tmp_path: Path) -> None:
+    """But not while they are at work here, nor that of the run itself; and so do plans of no records."""
+    store = LocalStore(tmp_path)
+    dead = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    announce(store, 1, 0, dead.pid)
+    announce(store, 3, 0, dead.pid)
+    dead.communicate()
+    announce(store, 2, 0, os.getpid())
+    elsewhere = WriterEntry("another host", os.getpid(), "1")
+    store.put(writing_key(2, 1, 4711), msgspec.json.encode(elsewhere))
+    store.put(writing_key(2, 2, 4712), b"{torn")
+    store.put(plan_key(1, hexdigest(b"plan")), b"{}")
+    tidy_log(store)
+    assert len(store.list("log/")) == 6  # nobody has saved
+    step(store, 10, run=3)
+    tidy_log(store)
+    assert store.list("log/") == [writing_key(2, 0, os.getpid()), writing_key(3, 0, dead.pid)]
 
 
 def test_sweep_spares_what_is_named_and_what_is_under_way() -> None:

@@ -26,6 +26,7 @@ from holdfast import background, events
 from holdfast.delta import capture, copying, queue, writer
 from holdfast.delta import log as log_module
 from holdfast.delta.log import open_log
+from holdfast.delta.writer_registry import announce
 from holdfast.errors import (
     Deadline,
     HoldfastError,
@@ -727,3 +728,12 @@ def test_a_step_that_is_saved_before_it_is_recorded(root: Path, number: int, mad
     with holdfast.Checkpointer(root, again.state, **options) as ckpt:
         assert ckpt.restore() == 7
     check_equal(again.everything(), expected)
+
+
+def test_a_later_run_leaves_nothing_of_killed_writers(root: Path) -> None:  # noqa: F811
+    nine_steps(root)
+    announce(LocalStore(root), 1, 0, 2**22 + 1)  # above all process numbers
+    with checkpointer(root, new()) as ckpt:
+        assert ckpt.restore() == 9
+        ckpt.save(10).wait()
+    assert not list(root.rglob("*.writing"))

@@ -52,7 +52,10 @@ class Frozen:
     def _waiting(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
         def waiting(what: Any = ".", *args: Any, **kwargs: Any) -> Any:
             reads = name == "open" and not args[0] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-            if self._is_below(what) and not (reads and "preadv" not in self.names):
+            at = kwargs.get("dir_fd")
+            if self._is_below(what if at is None else at) and not (
+                reads and "preadv" not in self.names
+            ):
                 self.num_waiting += 1
                 self._thawed.wait()
             return call(what, *args, **kwargs)

@@ -112,6 +112,8 @@ class Known:
     def __init__(self) -> None:
         self.last: tuple[int, set[str]] = (-1, set())
         """The step that was committed last, and the keys of its files."""
+        self.save_bytes = 0
+        """Bytes of a full step, as the last one had; 0 if that is not known."""
         self.has_notes = False
         """True if this process has noted anything of the steps, or seen that there are notes."""
         self.given: set[tuple[str, int, int]] = set()
@@ -134,6 +136,7 @@ class Known:
         """Say that a manifest has been committed."""
         prefix = step_prefix(manifest.step)
         self.last = manifest.step, {prefix + file.path for file in manifest.objects}
+        self.save_bytes = manifest.total_bytes
         self._saved[manifest.step] = Saved(manifest.run, manifest.step)
         self._unsure.discard(manifest.step)
 
@@ -216,9 +219,16 @@ class RootKeys:
         return [key for key in self.keys if key.startswith(prefix)]
 
     def mark_below(self, prefix: str) -> None:
-        """Mark what begins with `prefix`, which is listed anew if it is not among the keys."""
-        self.marked += self.below(prefix) or self.store.list(prefix)
-        self.keys = [key for key in self.keys if not key.startswith(prefix)]
+        """Mark what lies in the folder `prefix`, which is listed anew if it is not among the keys; nothing
+        in folders within."""
+        found = self.below(prefix) or self.store.list(prefix)
+        self.mark(key for key in found if "/" not in key.removeprefix(prefix))
+
+    def mark(self, keys: Iterable[str]) -> None:
+        """Mark keys, which count as gone from here on."""
+        gone = set(keys)
+        self.marked += sorted(gone)
+        self.keys = [key for key in self.keys if key not in gone]
 
 
 MOST_TRIES = 10

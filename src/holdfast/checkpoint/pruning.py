@@ -31,7 +31,7 @@ from holdfast.checkpoint.tidying import INDEX, Keep, Lock, marking
 from holdfast.errors import FormatError, HoldfastError, NotFound, UnsupportedVersion
 from holdfast.events import emit
 from holdfast.format.manifest import verified
-from holdfast.store import Store, at_a_time
+from holdfast.store import LocalStore, Store, at_a_time
 from holdfast.threads import in_threads
 from holdfast.wire import decode_json
 
@@ -113,7 +113,10 @@ def prunable(
         stay |= _kept_as_newer(keys, keep, [s for s in good if s.step not in stay])
     due = [s.step for s in good if s.step not in stay]
     newest = next((s.step for s in reversed(good) if _sound(keys, s.step)), None) if due else None
-    return [step for step in due if step != newest]
+    due = [step for step in due if step != newest]
+    if isinstance(store, LocalStore):
+        due = [step for step in due if not store.is_behind_link(manifest_key(step))]
+    return due
 
 
 def _kept_as_best(keys: RootKeys, notes: Notes, keep: Keep, good: list[Saved]) -> set[int]:
@@ -214,12 +217,12 @@ def delete_step(
     A step that is pinned stays (False).  So does one of a newer format: its files are not known here; and
     one whose manifest's beginning was damaged since it was read.
     """
-    attempt, key = None, manifest_key(step)
+    manifest, key, prefix = None, manifest_key(step), step_prefix(step)
     with lock or nullcontext():
         if step in (read_notes(store) if keys is None else notes_among(keys)).pinned:
             return False
         try:
-            attempt = read_manifest(store, step).attempt
+            manifest = read_manifest(store, step)
         except UnsupportedVersion:
             return False
         except FormatError:
@@ -227,9 +230,12 @@ def delete_step(
             if saved is not None and not saved.is_proved:
                 return False
         store.delete(key)
-    with marking(store, keys, step_prefix(step)) as keys:
+    with marking(store, keys, prefix) as keys:
         keys.manifests.pop(step, None)
-        if attempt is not None:
-            keys.mark_below(f"{step_prefix(step)}{attempt}/")
-            keys.marked += (k for k in keys.below(step_prefix(step)) if k.endswith(INDEX))
+        if manifest is not None:
+            own = f"{manifest.attempt}/"
+            beside = [key.removeprefix(prefix) for key in keys.below(prefix)]
+            named = [f.path for f in manifest.objects if f.path.startswith(own)]
+            named += [name for name in beside if name.endswith(INDEX) and "/" not in name]
+            keys.mark(prefix + name for name in named)
     return True

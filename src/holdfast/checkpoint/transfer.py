@@ -24,8 +24,11 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
 
 from holdfast.checkpoint.files import Files
 from holdfast.checkpoint.names import (
@@ -37,17 +40,27 @@ from holdfast.checkpoint.names import (
 )
 from holdfast.checkpoint.tidying import INDEX, discard
 from holdfast.codec.table import DigestTable
-from holdfast.errors import Corrupt, Exists, FormatError, HoldfastError, NotFound, StoreError
+from holdfast.errors import (
+    Corrupt,
+    Exists,
+    FormatError,
+    HoldfastError,
+    NotFound,
+    StoreError,
+    warn_user,
+)
 from holdfast.format.manifest import FileEntry, Manifest, decode
 from holdfast.store import Reader, Store
 from holdfast.store.contract import part_bytes, reads_of
 from holdfast.threads import in_threads
+from holdfast.wire import decode_json
 
 PART_BYTES = 8 << 20
 """Bytes of a part, unless the source asks for others, or the target takes only larger ones
 (`Writer.block_bytes`)."""
 THREADS = 4
 """Parts, or files, that are under way at once, unless the source asks for more."""
+MOST_INDEX_BYTES = 64 << 20
 FILES = 4
 """Files of several parts that are under way at once."""
 
@@ -95,11 +108,12 @@ def transfer(
     there = set(target.list(step_prefix(step)))
     if seen is not None and seen != data:
         _check_other(target, manifest, seen, replace)
-    files = _FilesToCopy(Files(source, step_prefix(step), manifest, verify=True), target, there)
+    of_step = Files(source, step_prefix(step), manifest, verify=True)
+    files = _FilesToCopy(of_step, target, there, proves=seen != data)
     missing = files.missing(threads, tell)
     if not dry_run:
         files.copy(missing, threads, tell)
-        _copy_indexes(source, target, step)
+        _copy_indexes(source, target, manifest)
         _check_arrived(target, manifest)
         if seen != data:
             _commit(target, step, data, seen)
@@ -177,12 +191,37 @@ def _commit(target: Store, step: int, data: bytes, seen: bytes | None) -> None:
         discard(target, step, old)
 
 
-def _copy_indexes(source: Store, target: Store, step: int) -> None:
-    """Copy what lies beside a consolidated step's manifest for the loaders of others."""
-    prefix = step_prefix(step)
+def _copy_indexes(source: Store, target: Store, manifest: Manifest) -> None:
+    """Copy what lies beside a consolidated step's manifest for the loaders of others.  No digest proves it,
+    and it may be a link to anything: it has to say what the manifest says, and no more."""
+    prefix = step_prefix(manifest.step)
     for key in source.list(prefix):
         if key.endswith(INDEX) and "/" not in key.removeprefix(prefix):
-            target.put(key, source.get(key))
+            with suppress(NotFound):
+                if source.size(key) <= MOST_INDEX_BYTES and _is_index(
+                    text := source.get(key), manifest
+                ):
+                    target.put(key, text)
+                    continue
+            warn_user(f"'{key}' is not copied: it is no index of the files of step {manifest.step}")
+
+
+class _WeightIndex(msgspec.Struct, forbid_unknown_fields=True):
+    metadata: dict[Literal["total_size"], int] = {}
+    weight_map: dict[str, str] = {}
+
+
+def _is_index(text: bytes, manifest: Manifest) -> bool:
+    """True if all that an index says is which files have which tensors, as the manifest does."""
+    try:
+        index = decode_json(text, _WeightIndex)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    strips = {file.path: file.strip for file in manifest.files}
+    return all(
+        path in strips and strips[path] + name in manifest.by_name
+        for name, path in index.weight_map.items()
+    )
 
 
 def _check_arrived(target: Store, manifest: Manifest) -> None:
@@ -214,7 +253,8 @@ def transfer_files(
     look at each of them.  NotFound if the source has one no more, Corrupt if it is damaged there.
     """
     there = set(target.list(files.prefix)) if look else set[str]()
-    work, tell = _FilesToCopy(files, target, there), progress or (lambda _: None)
+    work = _FilesToCopy(files, target, there, proves=True)
+    tell = progress or (lambda _: None)
     missing = [file for file in wanted if not work.is_there(file, tell)]
     work.copy(missing, threads, tell)
     return sum(file.bytes for file in missing)
@@ -228,6 +268,8 @@ class _FilesToCopy:
     target: Store
     there: set[str]
     """Keys that the target had at the beginning."""
+    proves: bool
+    """True if the bytes of what is there are proved as well: a manifest is to vouch for them."""
 
     def missing(self, threads: int, tell: Progress) -> list[FileEntry]:
         """The files that have to be copied."""
@@ -241,13 +283,16 @@ class _FilesToCopy:
         return [f for f in all_files if f.path in missing]
 
     def is_there(self, file: FileEntry, tell: Progress) -> bool:
-        """True if a file has arrived before: its length and digest table are those of the manifest."""
+        """True if a file has arrived before: its length and digest table are those of the manifest, and its
+        bytes, if they are to be proved."""
         key = self.files.key(file)
         if key not in self.there:
             return False
         arrived = Files(self.target, self.files.prefix, self.files.manifest, verify=True)
         try:
             arrived.table(file)
+            if self.proves:
+                _prove(arrived, file)
         except (Corrupt, NotFound):
             return False
         tell(file.bytes)
@@ -279,8 +324,18 @@ class _FilesToCopy:
         return Provable(self.files.key(file), file.bytes, ((0, table),), known)
 
     def _came_first(self, file: FileEntry) -> bool:
-        again = _FilesToCopy(self.files, self.target, {self.files.key(file)})
+        again = _FilesToCopy(self.files, self.target, {self.files.key(file)}, self.proves)
         return again.is_there(file, lambda _: None)
+
+
+def _prove(files: Files, file: FileEntry) -> None:
+    """Read all chunks of a file.  Corrupt, NotFound."""
+    chunk_bytes = files.manifest.chunk_bytes
+    num_chunks, step = -(-file.table // chunk_bytes), max(PART_BYTES // chunk_bytes, 1)
+    into = memoryview(bytearray(min(step * chunk_bytes, file.table)))
+    with files.readers.kept():
+        for first in range(0, num_chunks, step):
+            files.chunks(file, first, min(first + step, num_chunks), into)
 
 
 # -- one object -----------------------------------------------------------------------------------

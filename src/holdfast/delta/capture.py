@@ -278,10 +278,10 @@ class RecordCapture:
         self.open = None
         self.recorded = True
         self.space.add(self.space.record_bytes)
-        self._handing = self._copier.then(self._put, record, entry)
+        self._handing = self._copier.then(self._put, record, entry, self.space.leave_bytes)
         return self.run, step
 
-    def _put(self, record: OpenRecord, entry: Record) -> None:
+    def _put(self, record: OpenRecord, entry: Record, leave_bytes: int) -> None:
         """Seal the record and put it into the queue: on the copying thread, behind the copies."""
         try:
             record.wait_copied()
@@ -292,7 +292,7 @@ class RecordCapture:
                 entry, bytes=image.total_bytes, data=image.data_start, extras=image.extras_start,
                 table=image.table_start, sizes=record.sizes,
             )  # fmt: skip
-            self._queue.put(record.slot, entry)
+            self._queue.put(record.slot, entry, leave_bytes)
         except BaseException as error:
             emit("delta.failed", step=entry.step, error=str(error))
             self._queue.give_back(record.slot)

@@ -20,6 +20,7 @@ from holdfast.checkpoint.names import (
 )
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.recorded import parse_segment, segments
+from holdfast.checkpoint.room import lacking
 from holdfast.delta.segment import (
     Applied,
     Identity,
@@ -31,6 +32,7 @@ from holdfast.delta.segment import (
     read_plan,
 )
 from holdfast.delta.space import newest_of, weighed
+from holdfast.delta.writer_registry import ended
 from holdfast.errors import (
     FormatError,
     HoldfastError,
@@ -102,8 +104,10 @@ def mark_log(
     """Let the records be deleted that no step which is still there needs.  `saved`: these steps; `keys`: of
     the steps and the log.  Those of runs that the caller does not own stay, and count for nothing.
 
-    Records of a run without a full save stay: it may be on its way, whatever older runs have saved.
-    With a bound, the oldest go as well that the newest state does not need, until half of it is free.
+    Records of a run without a full save stay: it may be on its way, whatever older runs have saved.  What
+    tells of a writer at work goes with it, if that is of an older run than the newest that has saved.
+    With a bound, the oldest go as well that the newest state does not need, until half of it is free; and
+    where a disk has no room for another full save, until half of what is left is gone, or more if need be.
     """
     if not saved:
         return
@@ -114,6 +118,7 @@ def mark_log(
     others: set[int] = set()
     """Runs of which segments stay that are not the caller's, and so their plans."""
     sizes = {key: keys.sizes[key] for key in keys.below("log/")}
+    keys.marked += ended(keys.store, sizes, saving)
     if max_bytes and any(size < 0 for size in sizes.values()):
         sizes = dict(keys.store.entries("log/"))
     for key, size in sizes.items():
@@ -122,25 +127,29 @@ def mark_log(
             others |= set() if run is None or parsed is None else {run}
             continue  # not ours
         if parsed is None:
-            plans.append((run, key))
+            plans += [(run, key)] if key.endswith(".json") else []
         elif parsed[2] <= oldest and run <= saving:
             keys.marked.append(key)
         else:
             kept[key] = size
     runs = others | {run_of_log(key) or 0 for key in kept}
     for run, key in plans:
-        if run not in runs and run < max(runs, default=0):
+        if run not in runs and run < max(runs, default=saving):
             keys.marked.append(key)
     if max_bytes and sum(kept.values()) > max_bytes // 2:
-        _make_room(keys, saved, kept, max_bytes)
+        _make_room(keys, saved, kept, max_bytes // 2)
+    elif kept and (missing := lacking(keys.store, keys.known.save_bytes, keys.marked)):
+        sizes = {key: size for key, size in keys.store.entries("log/") if key in kept}
+        total = sum(sizes.values())
+        _make_room(keys, saved, sizes, min(total // 2, total - missing))
 
 
-def _make_room(keys: RootKeys, saved: list[Saved], sizes: dict[str, int], max_bytes: int) -> None:
-    """Let the oldest segments go until no more than half of the bound is left, or those that are needed."""
+def _make_room(keys: RootKeys, saved: list[Saved], sizes: dict[str, int], most: int) -> None:
+    """Let the oldest segments go until no more than `most` bytes are left, or those that are needed."""
     left = sum(sizes.values())
     replayed = _replayed(keys.store, saved, sizes)
     for size, key, needed in weighed(sizes.items(), newest_of(saved)):
-        if left > max_bytes // 2 and not needed and key not in replayed:
+        if left > most and not needed and key not in replayed:
             keys.marked.append(key)
             left -= size
 

@@ -26,6 +26,8 @@ class Put(msgspec.Struct, frozen=True, tag=True):
 
     slot: int
     record: Record
+    leave_bytes: int = 0
+    """Bytes that are to stay free on a local disk: room for a full save."""
 
 
 class Flush(msgspec.Struct, frozen=True, tag=True):

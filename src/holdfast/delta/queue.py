@@ -161,7 +161,7 @@ class Queue:
         self._changed = threading.Condition()
         self._writer: WriterProcess | None = None
         self._free: list[int] = []
-        self._sent: dict[int, Record] = {}
+        self._sent: dict[int, w.Put] = {}
         """Records that are not known to be in storage, by slot."""
         self._announced = 0
         """Process number of the writer that restarts know of; 0 if there is none."""
@@ -215,11 +215,12 @@ class Queue:
         with self._changed:
             self._free.append(slot)
 
-    def put(self, slot: int, record: Record) -> None:
-        """Hand a filled slot to the writer.  Blocks until it has taken it: it outlives this process."""
+    def put(self, slot: int, record: Record, leave_bytes: int = 0) -> None:
+        """Hand a filled slot to the writer.  Blocks until it has taken it: it outlives this process.
+        `leave_bytes`: room that records leave on a local disk."""
         with self._changed:
-            self._sent[slot] = record
-            self._tell(w.Put(slot, record))
+            self._sent[slot] = put = w.Put(slot, record, leave_bytes)
+            self._tell(put)
             writer = self._writer
         if writer is not None:
             writer.wait_sent()
@@ -283,8 +284,8 @@ class Queue:
     def _begin(self, writer: WriterProcess) -> None:
         """Send the writer its order, and all records that are not known to be written."""
         writer.begin()
-        for slot, record in sorted(self._sent.items(), key=lambda item: item[1].step):
-            writer.tell(w.Put(slot, record))
+        for put in sorted(self._sent.values(), key=lambda put: put.record.step):
+            writer.tell(put)
         if self._flushing:  # the one before may have died with that order
             writer.tell(w.Flush())
 
@@ -309,7 +310,7 @@ class Queue:
 
     def _wrote(self, message: w.RecordsWrote) -> None:
         if message.error is not None:
-            self.error = message.error.error(step=self._sent[message.slots[0]].step)
+            self.error = message.error.error(step=self._sent[message.slots[0]].record.step)
             return
         self._restarts = 0
         for slot in message.slots:

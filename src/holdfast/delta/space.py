@@ -9,12 +9,12 @@ Torch-free.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from holdfast.checkpoint.names import Saved, committed
 from holdfast.checkpoint.recorded import parse_segment
+from holdfast.checkpoint.room import room_for
 from holdfast.delta.segment import Identity
 from holdfast.errors import HoldfastError, OutOfSpace, UsageError
 from holdfast.sizes import size_text
@@ -34,6 +34,8 @@ class Space:
         """Bytes of a record with its header, as planned."""
         self.save_every: int | None = None
         """Steps between full saves, as far as that is known."""
+        self.save_bytes = 0
+        """Bytes of a full save of all ranks, as far as that is known: records leave room for one."""
         self.notice: HoldfastError | None = None
         """The error to be told to the user, once."""
         self._looked_for = 0
@@ -61,9 +63,17 @@ class Space:
         """True if a full save is under way."""
         done = [one for one in self._saving if one[0].done()]
         self._saving = [one for one in self._saving if one not in done]
-        good = [before for save, before in done if save.error is None and not save.skipped]
-        self._covered = max([self._covered, *good])
+        good = [one for one in done if one[0].error is None and not one[0].skipped]
+        self._covered = max([self._covered, *(before for _, before in good)])
+        sizes = [save.image_bytes * self.num_ranks for save, _ in good]
+        self.save_bytes = max([self.save_bytes, *sizes])
         return bool(self._saving)
+
+    @property
+    def leave_bytes(self) -> int:
+        """Bytes of a local disk that records leave free."""
+        _ = self.is_saving
+        return room_for(self.save_bytes)
 
     @property
     def is_due(self) -> bool:
@@ -94,7 +104,7 @@ class Space:
         if self.record_bytes <= self._looked_for:
             return
         self._looked_for = self.record_bytes * 5 // 4
-        free = free_bytes(store)
+        free = store.free_bytes() if isinstance(store, LocalStore) else None
         step_bytes = self.record_bytes * self.num_ranks
         needs = [n for n in (self.max_bytes, (self.save_every or 0) * step_bytes) if n]
         if free is not None and needs and min(needs) > free:
@@ -146,11 +156,3 @@ def needed_bytes(store: Store) -> int:
     """Bytes that the records after the newest full step take."""
     sizes = weigh(store, newest_of(committed(store)))
     return sum(size for size, _, needed in sizes if needed)
-
-
-def free_bytes(store: Store) -> int | None:
-    """Free bytes of a local disk; None if nobody can tell."""
-    if not isinstance(store, LocalStore):
-        return None
-    room = os.statvfs(store.root)
-    return room.f_bavail * room.f_frsize

@@ -155,8 +155,12 @@ class DeltaTier:
         notice, space.notice = space.notice, None
         return notice
 
-    def begin_from(self, identity: Identity, base: Save | None = None) -> None:
-        """Lead on from the live state, which is this one, known or being saved."""
+    def begin_from(
+        self, identity: Identity, base: Save | None = None, *, save_bytes: int = 0
+    ) -> None:
+        """Lead on from the live state, which is this one, known or being saved.  `save_bytes`: bytes of a
+        full save, if that is known."""
+        self._capture.space.save_bytes = save_bytes or self._capture.space.save_bytes
         self._capture.drop()
         if self._optimizers.follow(self.state()) or self._optimizers.is_stale:
             self._capture.unplan()

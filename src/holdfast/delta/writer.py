@@ -29,9 +29,10 @@ from holdfast.delta.segment import (
     segment_key,
 )
 from holdfast.delta.writer_registry import withdraw
-from holdfast.errors import Exists
+from holdfast.errors import Exists, OutOfSpace
 from holdfast.format.image import ALIGN
-from holdfast.store import Store, Writer, be_patient, open_store
+from holdfast.sizes import size_text
+from holdfast.store import LocalStore, Store, Writer, be_patient, open_store
 from holdfast.store.contract import check_blocks
 from holdfast.wire import WireError
 
@@ -55,7 +56,7 @@ class SegmentWriter:
         digest_chunks(view[: record.table], digests)
         view[record.table : record.bytes] = digests.tobytes()
         done = msgspec.structs.replace(record, digest=hexdigest(digests.tobytes()))
-        return w.Put(put.slot, done)
+        return msgspec.structs.replace(put, record=done)
 
     def write(self, batch: list[w.Put]) -> tuple[int, float]:
         """Write a segment; return its bytes, and the seconds to open and finish the file."""
@@ -85,6 +86,19 @@ class SegmentWriter:
             file.abort()
             raise
         return size, opened - began + time.monotonic() - written
+
+    def check_room(self, batch: list[w.Put]) -> None:
+        """OutOfSpace if all ranks' records like these would take the room for the next full save."""
+        leave = max(put.leave_bytes for put in batch)
+        if not leave or not isinstance(self.store, LocalStore):
+            return
+        free, size = self.store.free_bytes(), sum(aligned(put.record.bytes) for put in batch)
+        if free is not None and free - size * self.order.header.world < leave:
+            raise OutOfSpace(
+                f"{size_text(free)} are free in {self.store.url}, which records leave to the next full "
+                f"save: {size_text(leave)}",
+                hint="free space; records begin again with the next full save",
+            )
 
     def _check_same(self, key: str, header: SegmentHeader) -> None:
         """Accept what a writer wrote that died before it said so; Exists if it is another."""
@@ -175,6 +189,8 @@ class RecordWriter:
         began = time.monotonic()
         slots = tuple(put.slot for put in batch)
         try:
+            if not self._is_alone():  # else nobody makes up for them by a full save
+                segments.check_room(batch)
             size, fixed_s = self._persist(segments, batch)
         except Exception as error:
             failure = WireError.of(error)

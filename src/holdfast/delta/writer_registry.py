@@ -66,6 +66,11 @@ def writers(store: Store, keys: Iterable[str], run: int) -> dict[str, WriterEntr
     return found
 
 
+def ended(store: Store, keys: Iterable[str], run: int) -> list[str]:
+    """Keys that tell of writers of runs before `run` which are not known to be at work."""
+    return [key for key, one in writers(store, keys, run).items() if not one.is_here()]
+
+
 def await_others(others: dict[str, WriterEntry], limit_s: float = WAIT_S) -> list[str]:
     """Wait until none of some writers is at work on this host; return those still so.
 

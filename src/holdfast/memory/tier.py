@@ -305,6 +305,8 @@ class MemoryTier:
         """
         with self.durable.held.because(op.step, "for the snapshot before"):
             self._turns.take(self.saver.deadline_s, self._storing.handed_over)
+        if op.request.durable:
+            self.durable.steps.make_room(op)
         spare = self._spare if op.request.durable else None
         return SlotBuffer(self.slots, lambda size: self.lease(op, "share", size), spare)
 

@@ -17,7 +17,7 @@ import msgspec
 from holdfast.checkpoint.claiming import Claim
 from holdfast.checkpoint.names import step_prefix
 from holdfast.checkpoint.tidying import Keep
-from holdfast.errors import Deadline
+from holdfast.errors import Deadline, OutOfSpace
 from holdfast.events import emit, span
 from holdfast.format.manifest import FileEntry
 from holdfast.patience import slowest
@@ -147,6 +147,7 @@ class Durable:
             emit("save.queued", step=op.step)
             with self.held.because(op.step, "for the one before"):
                 self._await_last(op.request)
+        self.steps.make_room(op)
         self._is_free.clear()
         return self._buffer
 
@@ -242,6 +243,7 @@ class Durable:
         """Rank 0: commit if every rank has written."""
         given = [decode_msgpack(a, Written) for a in answers]
         errors = {r: w.error for r, w in enumerate(given) if w.error is not None}
+        self.steps.was_full = any(e.kind == OutOfSpace.__name__ for e in errors.values())
         if not errors:
             added = op.request.attached
             errors = self.steps.commit(

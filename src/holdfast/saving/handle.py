@@ -23,6 +23,8 @@ class Save:
         """True if the caller of `wait` has been given the failure."""
         self.uploaded = False
         """True once the step lies in the home behind the root, too (`Checkpointer(upload=)`)."""
+        self.image_bytes = 0
+        """Bytes of this rank's image; 0 until that is known."""
         self._future: Future[bool] = Future()
 
     def done(self) -> bool:

@@ -324,6 +324,7 @@ class SaveOperation:
         try:
             moment, exactness = self._moment_to_copy(agreed.plan)
             layout = self.saver.planner.lay_out(agreed, moment.live, self.saver.aside)
+            self.save.image_bytes = layout[0].total_bytes
             return Draft(agreed, moment, filling, layout, exactness)
         except Exception as error:
             self.error = error

@@ -12,13 +12,14 @@ from collections.abc import Callable
 from holdfast.checkpoint.claiming import Claim
 from holdfast.checkpoint.committing import commit
 from holdfast.checkpoint.lineage import Line, Owns, is_in_line
-from holdfast.checkpoint.names import AND_LOG, Known, RootKeys, Saved
+from holdfast.checkpoint.names import AND_LOG, Known, RootKeys, Saved, read_manifest
+from holdfast.checkpoint.room import lacking
 from holdfast.checkpoint.tidying import Keep, discard, sweep
 from holdfast.errors import Deadline, FormatError, HoldfastError, Unavailable
 from holdfast.events import emit, span
 from holdfast.format.manifest import Manifest
 from holdfast.saving.operation import SaveOperation
-from holdfast.store import Store
+from holdfast.store import LocalStore, Store
 from holdfast.threads import Worker
 from holdfast.wire import WireError
 
@@ -49,6 +50,8 @@ class RootSteps:
         """Steps that are being copied to another home: nothing deletes them meanwhile."""
         self.news: list[str] = []
         """Messages that the user is to be told."""
+        self.was_full = False
+        """True if the disk had no room for the last save."""
         self._is_blind = False
 
     @property
@@ -98,6 +101,21 @@ class RootSteps:
                 discard(self.store, op.step, attempt)
             except HoldfastError as error:
                 emit("discard.failed", step=op.step, error=str(error))
+
+    def make_room(self, op: SaveOperation) -> None:
+        """Delete what `keep` lets go, if the disk has no room for the save that is about to begin.  On rank
+        0, for whose answer all others wait; blocks."""
+        keeps_all = self._keep.keeps_all and self.also_tidy is None
+        if self._rank or self.claim is None or keeps_all or op.request.is_rehearsal:
+            return
+        try:
+            if not self.known.save_bytes and isinstance(self.store, LocalStore):
+                for newest in self._keys().saved[-1:]:
+                    self.known.save_bytes = read_manifest(self.store, newest.step).total_bytes
+            if self.was_full or lacking(self.store, self.known.save_bytes):
+                self.worker.submit(self._tidy, -1, op.step, None).result()
+        except Exception as error:
+            emit("tidy.failed", error=str(error))
 
     def tidy(self, op: SaveOperation) -> None:
         """Tidy up after a commit, in the background."""

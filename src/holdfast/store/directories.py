@@ -3,6 +3,10 @@
 Keys know no directories, so they are made when the first object needs one and removed with the
 last.  Several processes do both at once: whoever finds that a directory has just vanished makes it
 again, and whoever cannot remove one leaves it.
+
+Reading may pass links: a step may lie on a larger disk.  Deleting never does (`opened_below`), or one link,
+planted or unpacked, would have us delete whatever it leads to.  A look at each part of a path does not do,
+for any part may be replaced by a link between the look and the call.
 """
 
 from __future__ import annotations
@@ -10,24 +14,63 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 from holdfast.store.oserrors import REFUSED
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY
+
+
+class LinkedFolder(OSError):
+    """A folder below a root is a link; `filename` is its path."""
+
+
+@contextmanager
+def opened_below(directory: str, root: str) -> Iterator[int]:
+    """The descriptor of a directory below `root`, or of that, which alone may be a link.  LinkedFolder if
+    the way there leads through another one."""
+    here, fd = root, os.open(root, _FOLDER)
+    try:
+        for name in os.path.relpath(directory, root).split(os.sep):
+            here = os.path.join(here, name)
+            try:
+                below = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=fd)
+            except OSError:
+                if os.path.islink(here):
+                    raise LinkedFolder(errno.ELOOP, os.strerror(errno.ELOOP), here) from None
+                raise
+            os.close(fd)
+            fd = below
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def unlink_below(path: str, root: str) -> None:
+    """Remove a file, or a link, that lies below `root`.  LinkedFolder if it lies behind a link."""
+    with opened_below(os.path.dirname(path), root) as folder:
+        os.unlink(os.path.basename(path), dir_fd=folder)
 
 
 def fsync_directory(path: str) -> None:
     """Make the names in a directory durable; one that is gone has none left."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        fd = os.open(path, _FOLDER)
     except FileNotFoundError:
         return
+    try:
+        fsync_open(fd)
+    finally:
+        os.close(fd)
+
+
+def fsync_open(fd: int) -> None:
+    """Make the names in an open directory durable."""
     try:
         os.fsync(fd)
     except OSError as error:
         if error.errno not in REFUSED:  # some network file systems: names are durable at once
             raise
-    finally:
-        os.close(fd)
 
 
 def fsync_file(path: str) -> None:
@@ -69,10 +112,12 @@ def make_directory(path: str, *, durable: bool = True) -> None:
 
 def remove_empty_directories(path: str, root: str) -> None:
     """Remove `path` and the directories above it, up to but not `root`, while they are empty."""
-    with suppress(OSError):  # not empty, or another process is doing the same: both fine
+    with suppress(OSError):  # not empty, behind a link, or another does the same: all fine
         while path != root:
-            os.rmdir(path)
-            path = os.path.dirname(path)
+            above, name = os.path.split(path)
+            with opened_below(above, root) as folder:
+                os.rmdir(name, dir_fd=folder)
+            path = above
 
 
 def walk(

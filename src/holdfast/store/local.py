@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from urllib.parse import quote
 
 from holdfast.arguments import flag_of, path_of
-from holdfast.errors import NotFound, UsageError
+from holdfast.errors import NotFound, UsageError, warn_user
 from holdfast.patience import Patience, patient, patient_or
 from holdfast.store.contract import (
     BLOCK_BYTES,
@@ -40,9 +40,11 @@ from holdfast.store.contract import (
     target_view,
 )
 from holdfast.store.directories import (
+    LinkedFolder,
     fsync_directories,
-    fsync_directory,
     fsync_file,
+    fsync_open,
+    opened_below,
     remove_empty_directories,
     walk,
 )
@@ -72,6 +74,8 @@ class LocalStore:
         self.url = "file://" + quote(os.fsencode(self.root))
         self.direct = True
         """True to ask for O_DIRECT; turns False once the file system has refused it."""
+        self._links: set[str] = set()
+        """Links, by path, that the user has been told of."""
 
     def __repr__(self) -> str:
         return f"LocalStore({self.root!r})"
@@ -192,15 +196,42 @@ class LocalStore:
 
     @patient
     def delete(self, key: str) -> None:
-        """Remove an object if it is there, and the directories that this leaves empty."""
+        """Remove an object if it is there, and the directories that this leaves empty.  What lies behind a
+        link below the root stays, and the user is told so; an object that is a link itself goes alone."""
         path = self._path(key)
         directory = os.path.dirname(path)
         with translated("delete", key, path):
-            with suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
-                os.unlink(path)
-            with suppress(NotADirectoryError):
-                fsync_directory(directory)
+            try:
+                with opened_below(directory, self.root) as folder:
+                    with suppress(FileNotFoundError, IsADirectoryError):
+                        os.unlink(os.path.basename(path), dir_fd=folder)
+                    fsync_open(folder)
+            except LinkedFolder as error:
+                self._tell_of(error.filename)
+            except (FileNotFoundError, NotADirectoryError):
+                pass
             remove_empty_directories(directory, self.root)
+
+    @patient
+    def is_behind_link(self, key: str) -> bool:
+        """True if the way to a key leads through a link below the root, of which the user is told once:
+        nothing is deleted there."""
+        try:
+            with opened_below(os.path.dirname(self._path(key)), self.root):
+                return False
+        except LinkedFolder as error:
+            self._tell_of(error.filename)
+            return True
+        except OSError:
+            return False
+
+    def _tell_of(self, link: str) -> None:
+        if link not in self._links:
+            self._links.add(link)
+            warn_user(
+                f"'{link}' is a link: what it leads to is read, and never deleted",
+                hint="delete there by hand what is not needed; the root itself may be a link",
+            )
 
     @patient
     def sync(self, keys: Iterable[str]) -> None:
@@ -213,6 +244,15 @@ class LocalStore:
 
         in_threads(flush, list(paths), SYNC_THREADS)
         in_threads(flush, sorted({os.path.dirname(path) for path in paths}), SYNC_THREADS)
+
+    @patient
+    def free_bytes(self) -> int | None:
+        """Free bytes of the disk, as far as this user may have them; None if nobody can tell."""
+        try:
+            room = os.statvfs(self.root)
+        except OSError:
+            return None
+        return room.f_bavail * room.f_frsize
 
     def place_of(self, key: str) -> str:
         """The path of a key."""

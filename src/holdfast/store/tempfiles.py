@@ -37,6 +37,7 @@ from holdfast.store.directories import (
     fsync_directories,
     make_directory,
     remove_empty_directories,
+    unlink_below,
     walk,
 )
 from holdfast.store.oserrors import REFUSED, obstacle, translated
@@ -76,7 +77,7 @@ def sweep(
         match = _TEMP_NAME.fullmatch(name)
         if match and (_is_stale(match) or is_over(os.path.relpath(directory, top))):
             with suppress(OSError):
-                os.unlink(path)
+                unlink_below(path, top)
                 removed.append(path)
             remove_empty_directories(directory, top)
     return removed

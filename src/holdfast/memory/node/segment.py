@@ -39,6 +39,7 @@ from holdfast.wire import decode_json
 
 _MANIFEST = re.compile(r"manifest-(\d{10,})-([0-9A-Za-z-]+)")
 _NAME = re.compile(r"[a-z]+-\d{5,}-\d+")
+_ANEW = os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
 MIB = 1 << 20
 SOCKET = "agent.sock"
 MOST_SOCKET_BYTES = 107
@@ -76,6 +77,13 @@ def check_home(root: Path) -> None:
         )
 
 
+def make_home(root: Path) -> None:
+    """Make a directory of this user alone, unless it is there.  UsageError if something else is."""
+    with suppress(FileExistsError):
+        root.mkdir(mode=0o700, parents=True)
+    check_home(root)
+
+
 def home() -> Path:
     """The directory of this user's agent of this node: HOLDFAST_MEMORY_DIR, or a folder of
     /dev/shm.  UsageError if it is too long for the path of a socket in it."""
@@ -96,11 +104,9 @@ class Segments:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.jobs = root / "jobs"
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        check_home(root)
-        self.jobs.mkdir(mode=0o700, exist_ok=True)
         self._gone = root / "gone"
-        self._gone.mkdir(mode=0o700, exist_ok=True)
+        for folder in (root, self.jobs, self._gone):
+            make_home(folder)
         self._burying = threading.Lock()
         self._number = self.jobs.stat().st_ino
 
@@ -119,7 +125,7 @@ class Segments:
         that were removed are deleted first, to make room."""
         self.bury()
         (self.jobs / job).mkdir(mode=0o700, exist_ok=True)
-        fd = os.open(self.path(job, name), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        fd = os.open(self.path(job, name), os.O_RDWR | _ANEW, 0o600)
         try:
             os.posix_fallocate(fd, 0, capacity)
         finally:
@@ -158,7 +164,7 @@ class Segments:
         path = self.path(job, name)
         path.parent.mkdir(mode=0o700, exist_ok=True)
         temp = path.with_name(f".{name}.new")
-        fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        fd = os.open(temp, os.O_WRONLY | _ANEW, 0o600)
         with open(fd, "wb") as file:
             file.write(data)
         if at is not None:
@@ -170,14 +176,15 @@ class Segments:
         found = []
         with suppress(FileNotFoundError):
             for entry in os.scandir(self.jobs / job):
-                if match := _MANIFEST.fullmatch(entry.name):
+                match = _MANIFEST.fullmatch(entry.name)
+                if match and entry.is_file(follow_symlinks=False):
                     at = entry.stat().st_mtime_ns
                     found.append((at, int(match[1]), match[2], Path(entry.path)))
         return [(step, attempt, path) for _, step, attempt, path in sorted(found)]
 
     def remove(self, job: str, names: tuple[str, ...], attempts: tuple[str, ...]) -> None:
         for name in names:
-            self.path(job, f"{name}.json").unlink(missing_ok=True)
+            self._put_away(self.path(job, f"{name}.json"))
             self._put_away(self.path(job, name))
         for _, attempt, path in self.manifests(job):
             if attempt in attempts:
@@ -197,7 +204,7 @@ class Segments:
         """Delete what was removed.  Blocks; from any thread."""
         with self._burying, suppress(FileNotFoundError):
             for path in list(self._gone.iterdir()):
-                if path.is_dir():
+                if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path, ignore_errors=True)
                 else:
                     path.unlink(missing_ok=True)
@@ -220,11 +227,16 @@ class Segments:
 
         UnsupportedVersion if a newer one left it: then everything stays as it is.
         """
-        folders = sorted(f for f in self.jobs.iterdir() if f.is_dir())
+        found = sorted(self.jobs.iterdir())
+        folders = [f for f in found if f.is_dir() and not f.is_symlink()]
         for folder in folders:
             self._check_version(folder)
+        for path in {*found} - {*folders}:  # a link may lead anywhere
+            self._put_away(path)
         for folder in folders:
             slots = {}
+            for entry in [e for e in folder.iterdir() if not _is_file(e)]:
+                self._put_away(entry)
             for entry in list(folder.iterdir()):
                 if _NAME.fullmatch(entry.name):
                     slot = self._slot(folder.name, entry)
@@ -251,9 +263,10 @@ class Segments:
         return slot if slot.name == path.name and slot.capacity == size else None
 
     def _check_version(self, folder: Path) -> None:
-        version = VERSION
+        version, note = VERSION, folder / "job.json"
         with suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
-            version = decode_json((folder / "job.json").read_bytes(), _Version).version
+            if _is_file(note):
+                version = decode_json(note.read_bytes(), _Version).version
         if version > VERSION:
             raise UnsupportedVersion(
                 f"{folder} was left by a newer holdfast (version {version}; this one has {VERSION})",
@@ -265,6 +278,13 @@ class Segments:
             return decode_json((folder / "job.json").read_bytes(), JobNote)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError):
             return JobNote("?", 0)
+
+
+def _is_file(path: Path) -> bool:
+    """True for a file of our own kind: no link, which may lead out of the home, no folder, no pipe."""
+    with suppress(OSError):
+        return stat.S_ISREG(path.lstat().st_mode)
+    return False
 
 
 def put_table(view: memoryview, table: int) -> str:
