@@ -99,7 +99,9 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
         """Since when the rendezvous cannot be asked; None: it can be."""
         self._has_ended_well = False
         """The others are still to be told so."""
-        self._door = Door(given.max_nodes, given.local_addr)
+        is_of_node = given.backend == "c10d"  # who meets at loopback then is here
+        meets_at = given.endpoint.rpartition(":")[0].strip("[]") if is_of_node else None
+        self._door = Door(given.max_nodes, given.local_addr or meets_at)
         self._neighbour: Neighbour | None = None
         self._torchs = TorchRendezvous(create, given, self._pause_s)
         self._begin()
