@@ -128,13 +128,13 @@ def test_failures_of_a_rank_that_tells_no_step(
 
 
 def test_a_door_tells_that_its_launcher_has_ended() -> None:
-    mine, door = Door(), Door()
-    here = Introduction("a", 1, ["10.0.0.1"], mine.port)
-    there = Introduction("b", 1, ["127.0.0.1"], door.port)
+    mine, door = Door(2), Door(2)
+    here = Introduction("a", 1, ["10.0.0.1"], mine.port, mine.secret)
+    there = Introduction("b", 1, ["127.0.0.1"], door.port, door.secret)
     neighbour = Neighbour.of([here, there], 0)
     assert neighbour is not None and not neighbour.is_gone()
-    for visitor in door.visitors():
-        visitor.shutdown(socket.SHUT_RDWR)  # the connection breaks, and the launcher lives
+    (visitor,) = door.visitors()
+    visitor.shutdown(socket.SHUT_RDWR)  # the connection breaks, and the launcher lives
     assert not neighbour.is_gone() and not neighbour.is_gone()
     door.close()
     assert neighbour.is_gone()

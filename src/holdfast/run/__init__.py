@@ -15,7 +15,8 @@ A script without a recoverable function is started again as a whole, from the fo
     command     options, the fork server, the status at the end
     agent       of a node: when an attempt ends, and how the next begins; `again`, `nodes` and `rendezvous`
                 are what it knows of failures before, of other nodes, and of where they meet
-                (`torch_rendezvous`, `etcd_store`, `door`) and what they say there in a `round`
+                (`torch_rendezvous`, `meeting_state`, `etcd_store`, `door`, `sockets`) and what they say
+                there in a `round`
     workers     the processes of a node, over their `channel`; `hangs` says when they make no progress
     recovery    in a worker: leaving and entering; `cutting` and `leftovers` are what it does between
 """

@@ -43,7 +43,7 @@ from holdfast.run.nodes import (
 )
 from holdfast.run.rendezvous import Rendezvous, quick
 from holdfast.run.round import Round
-from holdfast.run.workers import Launch, Workers
+from holdfast.run.workers import SETTLE_S, Launch, Workers
 
 UNSAVED_S = 60.0
 """Seconds that what can wait for a snapshot waits for a script that tells no step and saves nothing."""
@@ -121,6 +121,7 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
         for name in ("_shared_tcp_store_server", "_bootstrap_store_info"):
             if hasattr(self._rdzv_handler, name):
                 setattr(self._rdzv_handler, name, None)
+        self._launch.spare_files.free()
         if self.workers is not None:
             worker_group.spec.local_world_size = self.workers.choose_slots()
         if self._nodes is not None:
@@ -211,6 +212,8 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
                 self._begins_anew = False
                 self._failed_at = self._failed_at or time.monotonic()
                 self._restart_workers(worker_group)
+            if workers.entered_s > SETTLE_S:
+                self._launch.spare_files.hold()
             workers.pause(worker_group.spec.monitor_interval)
         return result
 

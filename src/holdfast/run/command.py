@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.run.forkserver import ForkServer
+from holdfast.run.sockets import raise_limit
 from holdfast.suggest import did_you_mean
 
 if TYPE_CHECKING:
@@ -123,6 +124,7 @@ def _run(given: argparse.Namespace, launch: Launch) -> int:
 
     from holdfast.run.agent import in_place_of_torchs
 
+    raise_limit()  # of the launcher alone: workers are forked by the server
     try:
         with _log_dir(given), in_place_of_torchs(launch):
             _check_by_torch(given)

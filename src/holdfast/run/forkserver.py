@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import select
 import signal
 import socket
 import threading
@@ -23,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.errors import AgentError
+from holdfast.run.sockets import readable
 from holdfast.wire import decode_json
 
 PACKET = 1 << 20
@@ -112,7 +112,7 @@ class ForkServer:
     def ended(self) -> dict[int, int]:
         """Return the exit status of every worker that is over, by process, once each.  AgentError."""
         try:
-            while select.select([self._socket], [], [], 0)[0]:
+            while readable([self._socket]):
                 answer = self._receive()
                 if isinstance(answer, Ended):
                     self._ended[answer.pid] = answer.status
@@ -131,7 +131,7 @@ class ForkServer:
         )
 
     def _receive(self) -> Started | Ended:
-        if not select.select([self._socket], [], [], ANSWER_S)[0]:
+        if not readable([self._socket], ANSWER_S):
             raise OSError(f"it has not answered for {ANSWER_S:g} s")
         packet = self._socket.recv(PACKET)
         if not packet:
@@ -179,7 +179,7 @@ def _serve(
     signal.signal(signal.SIGCHLD, lambda *_: None)
     workers: set[int] = set()
     while True:
-        ready, _, _ = select.select([launcher.fileno(), wakes], [], [])
+        ready = readable([launcher, wakes], None)
         if wakes in ready:
             with suppress(BlockingIOError):
                 os.read(wakes, 4096)

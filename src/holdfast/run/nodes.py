@@ -39,6 +39,8 @@ class Introduction(msgspec.Struct, frozen=True):
     addresses: list[str]
     door: int = 0
     """Port at which nobody is refused while the agent lives."""
+    secret: str = ""
+    """With this a visitor of the door begins."""
     role: str = ""
 
 

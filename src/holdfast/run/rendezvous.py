@@ -38,6 +38,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStateError,
+    c10d_rendezvous_backend,
     dynamic_rendezvous,
     registry,
 )
@@ -46,7 +47,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from holdfast.run.door import Door, Neighbour
 from holdfast.run.nodes import EndOfRound, Introduction
 from holdfast.run.round import Round, RoundView
-from holdfast.run.torch_rendezvous import SILENT_S, TIMER, TorchRendezvous
+from holdfast.run.sockets import store_at
+from holdfast.run.torch_rendezvous import SILENT_S, TIMER, TorchRendezvous, alone
 from holdfast.threads import result_of
 from holdfast.wire import decode_json
 
@@ -97,7 +99,9 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
         """Since when the rendezvous cannot be asked; None: it can be."""
         self._has_ended_well = False
         """The others are still to be told so."""
-        self._door = Door()
+        is_of_node = given.backend == "c10d"  # who meets at loopback then is here
+        meets_at = given.endpoint.rpartition(":")[0].strip("[]") if is_of_node else None
+        self._door = Door(given.max_nodes, given.local_addr or meets_at)
         self._neighbour: Neighbour | None = None
         self._torchs = TorchRendezvous(create, given, self._pause_s)
         self._begin()
@@ -241,7 +245,8 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
         me = self._torchs.node
         if len(members) != info.world_size or members[info.rank] != me:  # struck off meanwhile
             return None
-        store, mine = info.store, msgspec.structs.replace(self.introduction, door=self._door.port)
+        store, door = info.store, self._door
+        mine = msgspec.structs.replace(self.introduction, door=door.port, secret=door.secret)
         store.set(f"holdfast/node/{info.rank}", msgspec.json.encode(mine))
         keys = [f"holdfast/node/{n}" for n in range(info.world_size)]
         while not store.check(keys):
@@ -443,8 +448,10 @@ def watched(
     say: Callable[[str], None],
 ) -> RendezvousHandler:
     """Return the rendezvous that `given` asks for: a `Rendezvous` where several nodes may meet."""
-    if given.max_nodes == 1 or given.backend not in ("c10d", "etcd-v2"):
+    if given.backend not in ("c10d", "etcd-v2"):
         return create(given)
+    if given.max_nodes == 1:
+        return alone(given)
     given.config.setdefault("keep_alive_interval", KEEP_ALIVE_S)
     attempts = KEEP_ALIVES_OF_SEVERAL if "," in given.endpoint else KEEP_ALIVES
     given.config.setdefault("keep_alive_max_attempt", attempts)
@@ -466,7 +473,9 @@ def quick(say: Callable[[str], None]) -> Iterator[None]:
         return watched(create, given, say)
 
     dynamic_rendezvous._delay, registry.get_rendezvous_handler = shorter, watched_here
+    store, c10d_rendezvous_backend.TCPStore = c10d_rendezvous_backend.TCPStore, store_at
     try:
         yield
     finally:
         dynamic_rendezvous._delay, registry.get_rendezvous_handler = delay, create
+        c10d_rendezvous_backend.TCPStore = store

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from typing import Any, TypeVar
 from uuid import uuid4
 from weakref import WeakSet
@@ -34,10 +35,15 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
     dynamic_rendezvous,
 )
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     RendezvousTimeout,
+    create_handler,
 )
+
+from holdfast.run.meeting_state import RUN, as_json, as_pickle
+from holdfast.run.sockets import store_at
 
 T = TypeVar("T")
 
@@ -47,10 +53,10 @@ SILENT_S = 10.0
 """Seconds without an answer after which a connection is given up, while the nodes are to meet."""
 MOVE_S = 2.0
 """The same where there is another endpoint, and at any time."""
+STORE_OF_RANKS = partial(store_at, is_master=True, multi_tenant=True)
+"""The store at MASTER_ADDR, as torch makes it, but for where it listens."""
 TIMER = "RendezvousKeepAliveTimer"
 """The names of torch's threads that give signs of life begin so."""
-RUN = "holdfast_run"
-"""An attribute of the state of torch's rendezvous: which run it is, of all that had its name."""
 
 
 @contextmanager
@@ -90,7 +96,10 @@ def _leave(asked: Any, deadline: float) -> Any:
 
 
 class _Backend:
-    """torch's backend, whose questions are `asked` in a context, and which can be given up."""
+    """torch's backend, whose questions are `asked` in a context, and which can be given up.
+
+    The state is JSON to it, and a pickle to torch.
+    """
 
     def __init__(self, backend: Any, asked: Callable[[], AbstractContextManager[None]]) -> None:
         self._backend, self._asked = backend, asked
@@ -101,16 +110,29 @@ class _Backend:
         return str(self._backend.name)
 
     def get_state(self) -> Any:
-        return self._ask(self._backend.get_state)
+        return self._of_torch(self._ask(self._backend.get_state))
 
     def set_state(self, state: bytes, token: Any = None) -> Any:
-        return self._ask(lambda: self._backend.set_state(state, token))
+        data = as_json(state)
+        return self._of_torch(self._ask(lambda: self._backend.set_state(data, token)))
+
+    def _of_torch(self, answer: Any) -> Any:
+        return answer and (as_pickle(answer[0]), *answer[1:])
 
     def _ask(self, question: Callable[[], T]) -> T:
         if self.is_given_up:
             raise RendezvousConnectionError("this connection was given up")
         with self._asked():
             return question()
+
+
+def alone(given: RendezvousParameters) -> DynamicRendezvousHandler:
+    """Return the rendezvous of one node, which meets nobody: its store is in this process, at no port."""
+    given.local_addr = given.local_addr or "127.0.0.1"  # where the ranks meet
+    store = dist.HashStore()
+    handler = create_handler(store, C10dRendezvousBackend(store, given.run_id), given)
+    handler._create_tcp_store_server = STORE_OF_RANKS
+    return handler
 
 
 class TorchRendezvous:
@@ -256,6 +278,7 @@ class TorchRendezvous:
 
         executor._add_to_participants = add_and_begin
         handler._get_store = store_of_new_round
+        handler._create_tcp_store_server = STORE_OF_RANKS
         if self._given.get("last_call_timeout") is None:
             calls = _Calls(handler.settings.timeout, lambda: int(holder.state.round))
             object.__setattr__(handler.settings, "timeout", calls)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -39,6 +38,7 @@ from holdfast.run.channel import (
 from holdfast.run.forkserver import ForkServer, Start
 from holdfast.run.hangs import SURE_S, Progress, StepPace
 from holdfast.run.nodes import may_be_of_a_peer
+from holdfast.run.sockets import SpareFiles, readable
 from holdfast.run.worker import STACKS
 
 GRACE_S = 0.25
@@ -70,6 +70,7 @@ class Launch:
     hang_s: float | None = None
     leave_s: float = 10.0
     say: Callable[[str], None] = print
+    spare_files: SpareFiles = field(default_factory=SpareFiles)
 
 
 @dataclass
@@ -384,6 +385,7 @@ class Workers(PContext):  # type: ignore[misc]
         }
 
     def _fork(self, rank: int, *, is_spare: bool = False) -> RankProcess:
+        self.launch.spare_files.free()
         end = LauncherEnd()
         known = {} if is_spare else {"local_rank": str(rank)}
         start = Start(
@@ -501,8 +503,8 @@ class Workers(PContext):  # type: ignore[misc]
 
     def _wait(self, limit_s: float) -> None:
         """Wait until anybody says something."""
-        ends = [w.end.fileno() for w in self.everyone if w.status is None]
-        select.select([self.launch.server.fileno(), *ends], [], [], limit_s)
+        ends = [w.end for w in self.everyone if w.status is None]
+        readable([self.launch.server, *ends], limit_s)
 
     def pause(self, limit_s: float) -> None:
         """Wait until a worker has ended or said something, but no longer than `limit_s`."""
