@@ -90,7 +90,9 @@ def measure(kind: str, small: bool, root: str) -> dict[str, Any]:
             began = time.perf_counter()
             save = ckpt.save(number)
             called = time.perf_counter() - began
-            time.sleep(0.3 if small else 1.5)  # less than forward and backward take, beside which it copies
+            time.sleep(
+                0.3 if small else 1.5
+            )  # less than forward and backward take, beside which it copies
             step()
             held.append(called + sum(waits))
             save.wait()
