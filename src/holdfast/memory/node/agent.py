@@ -41,7 +41,7 @@ from holdfast.memory.node.jobs import Job, Slot
 from holdfast.memory.node.persist import commit_late, persist
 from holdfast.memory.node.protect import Encoding, protect
 from holdfast.memory.node.requests import Requests
-from holdfast.memory.node.segment import SOCKET, Segments, check_home, home
+from holdfast.memory.node.segment import SOCKET, Segments, home, make_home
 from holdfast.memory.node.servers import local_app, peer_app
 from holdfast.memory.node.throttle import Throttle
 from holdfast.memory.node.tls import serving
@@ -418,8 +418,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--tls", action="store_true", help="serve other nodes by TLS")
     args = p.parse_args(argv)
     root = home()
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    check_home(root)
+    make_home(root)
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
     )

@@ -21,7 +21,7 @@ from holdfast.errors import AgentUnreachable, UsageError
 from holdfast.events import emit
 from holdfast.host import process_state
 from holdfast.memory.node import messages as w
-from holdfast.memory.node.segment import SOCKET, check_home, home
+from holdfast.memory.node.segment import SOCKET, check_home, home, make_home
 from holdfast.store.oserrors import translated
 from holdfast.wire import decode_error, decode_msgpack
 
@@ -249,8 +249,7 @@ class Client:
             raise self._was_silent()
         check_can_serve()
         with translated("make", "", str(self.root)):
-            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            check_home(self.root)
+            make_home(self.root)
         options = [f"--host={host}"] + [f"--budget={budget}"] * bool(budget)
         options += ["--stay"] * stay + ["--tls"] * tls
         process, again = self._spawn(options), time.monotonic() + RESTART_S

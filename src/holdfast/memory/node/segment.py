@@ -76,6 +76,13 @@ def check_home(root: Path) -> None:
         )
 
 
+def make_home(root: Path) -> None:
+    """Make the directory of an agent; UsageError, as `check_home`, if something else is there."""
+    with suppress(FileExistsError):
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_home(root)
+
+
 def home() -> Path:
     """The directory of this user's agent of this node: HOLDFAST_MEMORY_DIR, or a folder of
     /dev/shm.  UsageError if it is too long for the path of a socket in it."""
@@ -96,8 +103,7 @@ class Segments:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.jobs = root / "jobs"
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        check_home(root)
+        make_home(root)
         self.jobs.mkdir(mode=0o700, exist_ok=True)
         self._gone = root / "gone"
         self._gone.mkdir(mode=0o700, exist_ok=True)

@@ -19,6 +19,9 @@ from typing import Any
 
 FIRST_S = 5.0
 """Seconds for the first request that has a token, TLS included."""
+LOOKS = 5
+"""Number of times that it is looked within `FIRST_S`: an agent that was held up itself, and has not read
+what has come, does not count that time."""
 MOST_STRANGERS = 1024
 """Number of strangers at once; of one address half as many.  Never more than a quarter of the files that
 the process may open."""
@@ -97,22 +100,28 @@ class Visitors:
         self, line: socket.socket, serve: Serve, context: ssl.SSLContext | None
     ) -> None:
         """Serve a connection; return when it is known, and close it if it is not in time."""
-        with suppress(OSError, asyncio.TimeoutError):
-            await asyncio.wait_for(self._served(line, serve, context), FIRST_S)
+        served = asyncio.ensure_future(self._served(line, serve, context))
+        try:
+            for _ in range(LOOKS):
+                if served in (await asyncio.wait([served], timeout=FIRST_S / LOOKS))[0]:
+                    break
+        finally:
+            served.cancel()
 
     async def _served(
         self, line: socket.socket, serve: Serve, context: ssl.SSLContext | None
     ) -> None:
-        loop = asyncio.get_running_loop()
-        transport, _ = await loop.connect_accepted_socket(serve, line, ssl=context)
-        self._unknown[transport] = known = loop.create_future()
-        try:
-            await known
-        except asyncio.CancelledError:
-            transport.abort()
-            raise
-        finally:
-            del self._unknown[transport]
+        with suppress(OSError):  # it does not speak TLS, or has gone
+            loop = asyncio.get_running_loop()
+            transport, _ = await loop.connect_accepted_socket(serve, line, ssl=context)
+            self._unknown[transport] = known = loop.create_future()
+            try:
+                await known
+            except asyncio.CancelledError:
+                transport.abort()
+                raise
+            finally:
+                del self._unknown[transport]
 
 
 def most_strangers() -> int:
