@@ -33,6 +33,7 @@ from holdfast.errors import (
 from holdfast.group.board import Board
 from holdfast.group.exchange import Exchange
 from holdfast.group.line import StoreLine
+from holdfast.group.seal import Seal
 from holdfast.memory.decision import Decision
 from holdfast.memory.node import effects, machine
 from holdfast.memory.node import messages as w
@@ -82,7 +83,7 @@ def both(work: Callable[[int], object]) -> list[Any]:
 
 def boards() -> list[Board]:
     store = dist.HashStore()
-    made = [Board(rank, 2, 30.0) for rank in range(2)]
+    made = [Board(rank, 2, 30.0, Seal(b"key")) for rank in range(2)]
     for board in made:
         board._line = StoreLine(lambda: store, "rank 0", 0)
     return made

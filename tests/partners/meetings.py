@@ -5,10 +5,14 @@ Each function is a case; an assertion that fails is a rank that fails.
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +23,13 @@ from torch import nn
 
 import holdfast
 from distributed.cases import Case, run_all
-from holdfast.errors import Deadline, UsageError
+from holdfast.errors import Deadline, HoldfastError, HoldfastWarning, OutOfSpace, UsageError
+from holdfast.group import Group, exchange
 from holdfast.group.meeting import meeting_of_job, meeting_over
+from holdfast.group.seal import Seal
+from holdfast.memory.node import messages
+from holdfast.memory.node.client import Client
+from holdfast.wire import encode_error
 
 DEADLINE_S = 2.0
 LONG_S = 60.0
@@ -209,6 +218,88 @@ def those_of_nodes_that_count_attempts_otherwise_do_too(root: Path) -> None:
     assert started.returncode == 0, text
 
 
+# -- strangers at the stores, which have no password ----------------------------------------------
+
+
+def a_stranger_at_the_board_decides_nothing(root: Path) -> None:
+    group = Group(LONG_S, "a call")
+    assert group._line is not None
+    host, port = group._line.ask("where", lambda board: (board.host, board.port), LONG_S)
+    assert host == "127.0.0.1"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), LONG_S)
+    mine = "x/1/answer" if dist.get_rank() else "x/1/1"
+    stranger = dist.TCPStore(host, port, None, False, wait_for_workers=False)
+    stranger.set(mine, b"\1" + encode_error(OutOfSpace("forged")))
+    with pytest.warns(HoldfastWarning, match="was not written by a rank of this run"):
+        assert group.peek(mine) is None
+    dist.barrier()
+    assert group.ask("x/1", b"%d" % dist.get_rank(), b"".join) == b"01"
+    dist.barrier()
+    group.close()
+
+
+def nor_does_one_who_says_where_the_board_is(root: Path) -> None:
+    store = dist.PrefixStore("holdfast", dist.distributed_c10d._get_default_store())
+    with socket.create_server(("127.0.0.1", 0)) as elsewhere:
+        forged = json.dumps(["127.0.0.1", elsewhere.getsockname()[1], ""])
+        store.set(f"{store.add('now', 0)}/board", forged)
+        dist.barrier()
+        group = Group(LONG_S, "a call")
+        assert group.ask("x/1", b"%d" % dist.get_rank(), b"".join) == b"01"
+        group.close()
+
+
+def ranks_without_gloo_have_one_key_too(root: Path) -> None:
+    meeting = meeting_of_job()
+    assert meeting is not None
+    keys = []
+    for find in (exchange.gloo_of_torch, lambda: None):
+        meeting.key = None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(exchange, "gloo_of_torch", find)
+            group = Group(LONG_S, "a call")
+        assert group.ask("x/1", b"%d" % dist.get_rank(), b"".join) == b"01"
+        group.close()
+        keys.append(meeting.key[1])
+        theirs: list[Any] = [None, None]
+        dist.all_gather_object(theirs, keys)
+        assert theirs == [keys, keys]
+    assert len({*keys}) == 2
+
+
+def no_message_has_the_token_of_an_agent(root: Path) -> None:
+    home = Path(f"/tmp/holdfast-tokens-{os.getppid()}")
+    said: list[bytes] = []
+    close = Seal.close
+
+    def recorded(seal: Seal, name: str, message: bytes) -> bytes:
+        said.append(close(seal, name, message))
+        return said[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOLDFAST_MEMORY_DIR", str(home))
+        patch.setattr(Seal, "close", recorded)
+        memory = holdfast.Memory("none", budget="16MiB")
+        every = holdfast.Every(memory=1)
+        with holdfast.Checkpointer(root, state_of(), every=every, memory=memory) as ckpt:
+            ckpt.restore()
+            for step in (1, 2):
+                ckpt.step(step)
+                ckpt.wait()
+            assert ckpt._tiers.memory is not None
+            token = ckpt._tiers.memory.agent.card.token.encode()
+        assert len(token) == 64
+        assert any(b"agent" in one or b"127.0.0.1" in one or b":" in one for one in said)
+        assert not [one for one in said if token in one]
+        dist.barrier()
+        if dist.get_rank() == 0:
+            with suppress(HoldfastError):  # it has left by itself
+                Client(home).ask(messages.Stop(free=True))
+            shutil.rmtree(home, ignore_errors=True)
+    dist.barrier()
+
+
 CASES: list[Case] = [
     keys_may_have_another_order_on_each_rank,
     so_may_keys_of_dicts_inside,
@@ -221,6 +312,10 @@ CASES: list[Case] = [
     a_process_of_one_rank_says_for_whom_it_waits_and_ends,
     processes_of_all_ranks_convert_together,
     those_of_nodes_that_count_attempts_otherwise_do_too,
+    a_stranger_at_the_board_decides_nothing,
+    nor_does_one_who_says_where_the_board_is,
+    ranks_without_gloo_have_one_key_too,
+    no_message_has_the_token_of_an_agent,
 ]
 
 if __name__ == "__main__":

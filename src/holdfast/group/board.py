@@ -8,6 +8,7 @@ keeps nobody longer: the board is asked on a `StoreLine`.
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,9 +19,10 @@ from typing import Any, TypeVar
 import msgspec
 import torch.distributed as dist
 
-from holdfast.errors import AgentError, Deadline
+from holdfast.errors import AgentError, Deadline, warn_user
 from holdfast.group.line import StoreLine
 from holdfast.group.meeting import Meeting, Met, named
+from holdfast.group.seal import Seal
 from holdfast.wire import decode_error, decode_json, encode_error
 
 T = TypeVar("T")
@@ -42,6 +44,7 @@ class Board:
         rank: int,
         size: int,
         deadline_s: float,
+        seal: Seal,
         meeting: Meeting | None = None,
         met: Met | None = None,
     ) -> None:
@@ -51,6 +54,9 @@ class Board:
         self._line: StoreLine | None = None
         """The line to the board; None with one rank, and when this rank has left."""
         self._lost = ""
+        self._seal = seal
+        self._has_told = False
+        """The user was told of a stranger's message."""
         if meeting is not None and met is not None:
             self._line = self._open(meeting, met)
         self._local: dict[str, bytes] = {}
@@ -77,7 +83,7 @@ class Board:
         timeout = timedelta(seconds=self.deadline_s)
         if self.rank == 0:
             return self._host(meeting, met, timeout)
-        data = meeting.hear(met, "board", self.deadline_s)
+        data = meeting.hear(met, "board", self.deadline_s, self._seal)
         if data is None:
             raise Deadline(
                 f"rank 0 has not begun {met.call} within {self.deadline_s:g} s",
@@ -102,17 +108,16 @@ class Board:
     def _host(self, meeting: Meeting, met: Met, timeout: timedelta) -> StoreLine:
         host, port, problem, failed = "", 0, "", None
         try:
-            from holdfast.address import own_address
-
-            host = os.environ.get("HOLDFAST_HOST") or own_address()
+            host, port, listener = _place(self.size)
             board = dist.TCPStore(
-                host, 0, None, True, timeout=timeout, wait_for_workers=False, use_libuv=True
-            )
+                host, port, None, True, timeout=timeout, wait_for_workers=False, use_libuv=True,
+                master_listen_fd=listener,
+            )  # fmt: skip
             port = board.port
         except Exception as error:
             failed, problem = error, f"{type(error).__name__}: {error}"
         place = msgspec.json.encode((host, port, problem))
-        meeting.post(met, "board", place, self.deadline_s)
+        meeting.post(met, "board", place, self.deadline_s, self._seal)
         if problem:
             raise _closed(host, problem) from failed
         return StoreLine(lambda: board, "rank 0", 0)
@@ -130,14 +135,38 @@ class Board:
         if self.size == 1:
             self._local[key] = value
             return
-        self._ask(f"post {key}", lambda board: board.set(key, value), limit_s)
+        closed = self._seal.close(key, value)
+        self._ask(f"post {key}", lambda board: board.set(key, closed), limit_s)
 
     def post_first(self, key: str, value: bytes) -> None:
         """Pin a message to the board, unless there is one under this key."""
         if self.size == 1:
             self._local.setdefault(key, value)
             return
-        self._ask(f"post {key}", lambda board: board.compare_set(key, "", value.decode()))
+        closed = self._seal.close(key, value)
+        self._ask(f"post {key}", lambda board: board.compare_set(key, b"", closed))
+
+    def hide(self, text: str) -> str:
+        """Return a text as it may stand in a message, where strangers read it."""
+        return self._seal.hide(text)
+
+    def reveal(self, hidden: str) -> str:
+        """Return a text that another rank has hidden."""
+        return self._seal.reveal(hidden)
+
+    def _read(self, board: Any, key: str) -> bytes | None:
+        """The message under `key`; None if there is none of a rank of this run."""
+        if not board.check([key]):
+            return None
+        message = self._seal.open(key, bytes(board.get(key)))
+        if message is None and not self._has_told:
+            self._has_told = True
+            warn_user(
+                f"{key} on rank 0's board was not written by a rank of this run, and does not count: a "
+                "stranger reaches rank 0's ports",
+                hint="have a firewall keep the nodes' ports from others",
+            )
+        return message
 
     def _wait(self, key: str, limit: float, awaited: str) -> bytes:
         """Rank 0's answer to `key`, as soon as it is there.
@@ -146,13 +175,10 @@ class Board:
         """
         until, alive = time.monotonic() + limit, False
 
-        def look(board: Any) -> bytes | None:
-            name = f"{key}/answer"
-            return bytes(board.get(name)) if board.check([name]) else None
-
         for pause in self._pauses():
             what, left = f"wait for {key}", until - time.monotonic()
-            answer = self._ask(what, look, min(left, self.deadline_s))
+            limit_s = min(left, self.deadline_s)
+            answer = self._ask(what, lambda board: self._read(board, f"{key}/answer"), limit_s)
             if answer is not None:
                 return answer
             late = self._leaving or left < 0
@@ -188,11 +214,7 @@ class Board:
         """The message under `key`, or None if there is none now."""
         if self.size == 1:
             return self._local.get(key)
-
-        def look(board: Any) -> bytes | None:
-            return bytes(board.get(key)) if board.check([key]) else None
-
-        return self._ask(f"look for {key}", look)
+        return self._ask(f"look for {key}", lambda board: self._read(board, key))
 
     def count(self, keys: list[str], number: int = 0) -> list[int]:
         """Add to counters on the board; return what they say then."""
@@ -242,8 +264,8 @@ class Board:
         found = False
         for rank in range(self.size):
             name = f"{key}/{rank}"
-            if rank not in answers and board.check([name]):
-                answers[rank] = bytes(board.get(name))
+            if rank not in answers and (answer := self._read(board, name)) is not None:
+                answers[rank] = answer
                 board.delete_key(name)
                 found = True
         return found
@@ -328,6 +350,20 @@ class Board:
         self._lost = self._line.lost
         self._line.close()
         self._line = None
+
+
+def _place(size: int) -> tuple[str, int, int | None]:
+    """Address and port for a board, and the socket that listens there; None: torch's own, at all addresses.
+
+    Where the launcher says that all ranks are on this node, nobody else can connect.
+    """
+    from holdfast.address import own_address
+
+    if os.environ.get("LOCAL_WORLD_SIZE") != str(size):
+        return os.environ.get("HOLDFAST_HOST") or own_address(), 0, None
+    listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, size))
+    host, port = listener.getsockname()
+    return host, port, listener.detach()
 
 
 def _closed(host: str, problem: str) -> AgentError:

@@ -7,6 +7,7 @@ ranks that are left tell each other so: the error names those that do not.
 
 from __future__ import annotations
 
+import secrets
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from holdfast.errors import AgentError, Deadline
-from holdfast.group.gloo import Gloo
+from holdfast.group.gloo import Gloo, broadcast, gloo_of_torch
 from holdfast.group.line import bounded
 from holdfast.group.meeting import Meeting, Met, named
+from holdfast.group.seal import KEY_BYTES
 from holdfast.wire import decode_error, encode_error
 
 SHARE_BYTES = 1 << 10
@@ -176,9 +178,33 @@ class Exchange:
 
     @property
     def holds(self) -> str:
-        """The gloo group that this rank has for its collectives, in a word; all must have the same."""
-        held = self.meeting.held.get(self.deadline_s) if self.meeting is not None else None
-        return "" if held is None else str(held[0])
+        """The key and the gloo group that this rank has, in a word; all must have the same."""
+        if self.meeting is None:
+            return ""
+        held, key = self.meeting.held.get(self.deadline_s), self.meeting.key
+        return f"{key[0] if key else ''} {held[0] if held else ''}"
+
+    def _shared_key(self, meeting: Meeting, met: Met) -> bytes:
+        """Return a key that rank 0 draws, and only the ranks of this job learn.  Collective.
+
+        It goes over connections that torch made when the process group began, so a stranger who comes to a
+        store later cannot get between.  Where torch's group has no gloo (NCCL alone), or there is none, it
+        goes over a gloo group of ours, whose ranks find each other by the job's store: a stranger who
+        changes addresses there at this very moment could, as he could when torch's group began.
+        """
+        drawn = bytearray(secrets.token_bytes(KEY_BYTES))
+        if (torchs := gloo_of_torch()) is None:
+            return self.broadcast(bytes(drawn))
+
+        def late() -> Exception:
+            return RuntimeError("not all ranks have answered")
+
+        key = torch.frombuffer(drawn, dtype=torch.uint8)
+        try:
+            bounded(lambda: broadcast(torchs, key, 0), max(self.deadline_s, 1.0), late)
+        except (RuntimeError, dist.DistError) as error:
+            raise self._explained(meeting, met, "agree on a key", error) from error
+        return bytes(drawn)
 
     def _gloo_group(self, meeting: Meeting, met: Met, what: str) -> Gloo:
         kept = meeting.held.get(self.deadline_s)

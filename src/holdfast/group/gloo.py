@@ -68,13 +68,29 @@ class Gloo:
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """One rank's elements become all ranks'."""
-        options = c10d.BroadcastOptions()
-        options.rootRank, options.rootTensor = source, 0
-        self._group.broadcast([tensor], options).wait()
+        broadcast(self._group, tensor, source)
 
     def end(self) -> None:
         """Close every connection."""
         self._group = None
+
+
+def broadcast(group: Any, tensor: torch.Tensor, source: int) -> None:
+    """Over a group of torch's: one rank's elements become all ranks'."""
+    options = c10d.BroadcastOptions()
+    options.rootRank, options.rootTensor = source, 0
+    group.broadcast([tensor], options).wait()
+
+
+def gloo_of_torch() -> Any:
+    """The gloo backend of the default process group; None if it has none."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    try:
+        found: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
+    except (RuntimeError, dist.DistError):
+        return None
+    return found if isinstance(found, dist.ProcessGroupGloo) else None
 
 
 def _end_all() -> None:

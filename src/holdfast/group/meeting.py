@@ -36,6 +36,7 @@ import torch.distributed as dist
 from holdfast.errors import AgentError, Deadline, UsageError, warn_user
 from holdfast.group.gloo import Gloo
 from holdfast.group.line import StoreLine
+from holdfast.group.seal import Seal
 from holdfast.wire import decode_json
 
 COUNT = 20
@@ -93,6 +94,8 @@ class Meeting:
         """True once a meeting has taken place, so that all who will be counted are alive."""
         self.held: dict[float, tuple[int, Gloo]] = {}
         """Process groups of our own, by deadline, with the number of the meeting at which each was made."""
+        self.key: tuple[int, bytes] | None = None
+        """The key of the ranks' messages, with the number of the meeting at which it was drawn."""
 
     def meet(
         self, call: str, limit_s: float, *, holds: str = "", tell_after_s: float | None = None
@@ -127,17 +130,19 @@ class Meeting:
 
     # -- within a call that has begun -------------------------------------------------------------
 
-    def post(self, met: Met, name: str, value: bytes, limit_s: float) -> None:
+    def post(self, met: Met, name: str, value: bytes, limit_s: float, seal: Seal) -> None:
         """Leave a message for the other ranks of this call."""
+        value = seal.close(name, value)
         self.line.ask(f"post {name}", lambda s: s.set(f"{met.number}/{name}", value), limit_s)
 
-    def hear(self, met: Met, name: str, limit_s: float) -> bytes | None:
+    def hear(self, met: Met, name: str, limit_s: float, seal: Seal) -> bytes | None:
         """The message of that name, as soon as it is there; None if it is not within `limit_s`."""
         until, key = time.monotonic() + limit_s, f"{met.number}/{name}"
         for pause in self._pauses():
             found: bytes | None = self._ask(met.call, lambda s: _look(s, key), until)
-            if found is not None or time.monotonic() > until:
-                return found
+            said = None if found is None else seal.open(name, found)
+            if said is not None or time.monotonic() > until:
+                return said
             time.sleep(pause)
         raise AssertionError
 

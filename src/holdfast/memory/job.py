@@ -10,7 +10,7 @@ from contextlib import suppress
 import msgspec
 
 from holdfast.checkpoint.claiming import newest_claim
-from holdfast.errors import AgentUnreachable, Exists, FormatError, HoldfastError
+from holdfast.errors import AgentUnreachable, Exists, FormatError, HoldfastError, StoreError
 from holdfast.events import emit
 from holdfast.group import Group
 from holdfast.memory.node import messages as w
@@ -40,7 +40,7 @@ def job_of(store: Store, group: Group, *, anew: bool = False) -> str:
         fresh = msgspec.json.encode(JobFile(secrets.token_hex(8), _identity(store)))
         with suppress(Exists):
             store.put(JOB_KEY, fresh, if_absent=True)
-        seen = store.get(JOB_KEY)
+        seen = _own_file(store, fresh)
         if anew or _read_job(store).root != _identity(store):
             emit("job.redrawn", root=store.url)
             with suppress(Exists):  # another process has just drawn one
@@ -69,6 +69,23 @@ def is_anothers(client: Client, job: str, store: Store) -> bool:
             other = open_store(root)
             return _read_job(other).job == job and newest_claim(other) != newest_claim(store)
     return False
+
+
+def _own_file(store: Store, fresh: bytes) -> bytes:
+    """The content of `job.json`, which no other user may read.  One that this user may not read is of a
+    training by another, whose agents keep nothing for this one: `fresh` takes its place."""
+    if not isinstance(store, LocalStore):
+        return store.get(JOB_KEY)
+    with suppress(PermissionError):
+        os.chmod(os.path.join(store.root, JOB_KEY), 0o600)
+    try:
+        return store.get(JOB_KEY)
+    except StoreError as error:
+        if not isinstance(error.__cause__, PermissionError):
+            raise
+    store.delete(JOB_KEY)
+    store.put(JOB_KEY, fresh, if_absent=True)
+    return _own_file(store, fresh)
 
 
 def _read_job(store: Store) -> JobFile:

@@ -407,7 +407,7 @@ class MemoryTier:
         return w.encode(
             Filled(
                 given,
-                agent.card,
+                _with_secrets(agent.card, self.saver.group.hide),
                 holding,
                 size,
                 agent.budget_bytes,
@@ -436,7 +436,8 @@ class MemoryTier:
         if decision.errors:
             text = f"{op.kind} of step {op.step}"
             raise rank_errors(text, decision.errors, op.step) from op.error
-        return decision
+        cards = tuple(_with_secrets(card, self.saver.group.reveal) for card in decision.cards)
+        return msgspec.structs.replace(decision, cards=cards)
 
     def _decide(self, op: SaveOperation, draft: Draft, answers: list[bytes]) -> Decision:
         """Decide, on rank 0: the manifest, if every rank has its image."""
@@ -508,6 +509,12 @@ class MemoryTier:
             self.durable.steps.let_go(op, error)
         if op.request.durable and not op.save.skipped:
             self._last_save = max(self._last_save, (op.number, error is not None))
+
+
+def _with_secrets(card: w.Card, changed: Callable[[str], str]) -> w.Card:
+    """Return a card whose token and fingerprint are hidden, or revealed."""
+    token, fingerprint = changed(card.token), changed(card.fingerprint)
+    return msgspec.structs.replace(card, token=token, fingerprint=fingerprint)
 
 
 def _refusal(draft: Draft) -> WireError | None:

@@ -45,6 +45,7 @@ from holdfast.memory.node.segment import SOCKET, Segments, home, make_home
 from holdfast.memory.node.servers import local_app, peer_app
 from holdfast.memory.node.throttle import Throttle
 from holdfast.memory.node.tls import serving
+from holdfast.memory.node.visitors import Visitors, most_strangers
 from holdfast.memory_limit import memory_bytes
 from holdfast.wire import WireError
 
@@ -365,17 +366,21 @@ class Agent:
 
 async def serve(root: Path, host: str, budget: int, *, stay: bool, tls: bool) -> None:
     """Run the agent until it is told to stop, or no longer needed."""
-    agent = Agent(Segments(root), host, budget, stay=stay)
+    agent, visitors = Agent(Segments(root), host, budget, stay=stay), Visitors(most_strangers())
+    peers = peer_app(agent, visitors.is_known)
     runners = [
         web.AppRunner(app, access_log=None, shutdown_timeout=1.0, keepalive_timeout=idle_s)
-        for app, idle_s in ((local_app(agent), 3600.0), (peer_app(agent), IDLE_S))
+        for app, idle_s in ((local_app(agent), 3600.0), (peers, IDLE_S))
     ]
     for runner in runners:
         await runner.setup()
     context, fingerprint = serving(root) if tls else (None, "")
-    await web.TCPSite(runners[1], "0.0.0.0", 0, ssl_context=context).start()
-    address = f"{host}:{runners[1].addresses[0][1]}"
-    agent.card = msgspec.structs.replace(agent.card, address=address, fingerprint=fingerprint)
+    server = runners[1].server
+    assert server is not None  # it is set up
+    port = visitors.let_in(server, context)
+    agent.card = msgspec.structs.replace(
+        agent.card, address=f"{host}:{port}", fingerprint=fingerprint
+    )
     path = root / SOCKET
     path.unlink(missing_ok=True)
     await web.UnixSite(runners[0], str(path)).start()
@@ -388,6 +393,7 @@ async def serve(root: Path, host: str, budget: int, *, stay: bool, tls: bool) ->
     log.info("agent %s at %s, budget %d bytes", agent.card.agent, agent.card.address, budget)
     await agent.watch()
     path.unlink(missing_ok=True)
+    visitors.close()
     for runner in runners:
         await runner.cleanup()
     agent.segments.bury()

@@ -11,7 +11,7 @@ import os
 import socket
 import struct
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web, web_response
@@ -54,14 +54,17 @@ def local_app(agent: Agent) -> web.Application:
     return app
 
 
-def peer_app(agent: Agent) -> web.Application:
+def peer_app(agent: Agent, is_known: Callable[[Any], None]) -> web.Application:
     """The server for other nodes: it tells what a job has, gives ranges of images, checks if one is
-    sound, and takes rank 0's last word."""
+    sound, and takes rank 0's last word.  `is_known` is given the transport of who has a token."""
 
     @web.middleware
     async def with_token(request: web.Request, handler: Handler) -> web.StreamResponse:
         if not _knows(agent, request):
-            return web.Response(status=401)
+            refused = web.Response(status=401)
+            refused.force_close()
+            return refused
+        is_known(request.transport)
         return await handler(request)
 
     async def about(request: web.Request) -> web.Response:
