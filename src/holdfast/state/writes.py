@@ -41,6 +41,10 @@ from holdfast.state.placed import local_of, memory_of
 
 SAMPLES = 1 << 10
 """Number of elements in a sample, about."""
+WHOLE = 1 << 10
+"""Number of elements of an array of which all are looked at (`corner`): to copy them takes no time."""
+SPREAD = 64
+"""Number of elements that are looked at of a larger one, about."""
 _KNOWN = PLAIN | {DTensor}
 
 
@@ -69,10 +73,14 @@ def count_and_address(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def corner(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """A view of a few elements from all over an array, two along each dim: a write to all of it, however it
-    is made, changes some of them.  Of two arrays of one shape, it has the same elements."""
-    halves: list[Any] = [slice(None, None, max(1, -(-n // 2))) for n in values.shape]
-    return values[tuple([*halves, ...])]
+    """A view of a few elements from all over an array, two along each dim but the last: a write to all of it,
+    however it is made, changes some of them.  A small step in 16 bits rounds to none for most, hence some
+    dozens.  A small array is seen whole.  Of two arrays of one shape, it has the same elements."""
+    if values.size <= WHOLE:
+        return values[...]
+    numbers = [2] * (values.ndim - 1) + [max(2, SPREAD >> (values.ndim - 1))]
+    parts: list[Any] = [slice(None, None, -(-n // k) or 1) for n, k in zip(values.shape, numbers)]
+    return values[tuple([*parts, ...])]
 
 
 def address_and_strides(memory: torch.Tensor) -> tuple[int, ...]:
