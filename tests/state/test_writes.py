@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.state.writes import Mark, Marks, Origin, address_and_strides, count_and_address
+from holdfast.state.writes import (
+    Mark,
+    Marks,
+    Origin,
+    address_and_strides,
+    corner,
+    count_and_address,
+)
 
 
 def other_memory(t: torch.Tensor) -> None:
@@ -80,3 +87,21 @@ def test_where_a_tensor_was_placed() -> None:
     assert not origin.still_has(t.view(4, 6))
     other_memory(t)
     assert not origin.still_has(t)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (8,), (5, 7), (1024,), (0, 3)])
+def test_a_small_array_is_looked_at_whole(shape: tuple[int, ...]) -> None:
+    """A soft update in 16 bits may round to nothing for all elements but one."""
+    values = np.zeros(shape, np.uint16)
+    for place in np.ndindex(shape):
+        before = corner(values).tobytes()
+        values[place] += 1
+        assert corner(values).tobytes() != before
+
+
+@pytest.mark.parametrize("shape", [(5000,), (64, 100), (3, 2, 40, 40), (2000, 1), (1, 2000)])
+def test_some_dozens_of_elements_of_a_large_one(shape: tuple[int, ...]) -> None:
+    values = np.arange(np.prod(shape)).reshape(shape)
+    seen = corner(values)
+    assert 2 <= seen.size <= 128 and seen.max() >= values.max() // 3
+    assert np.array_equal(corner(values + 1), seen + 1)

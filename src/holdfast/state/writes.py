@@ -73,9 +73,9 @@ def count_and_address(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def corner(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """A view of a few elements from all over an array, two along each dim but the last: a write to all of it,
-    however it is made, changes some of them.  A small step in 16 bits rounds to none for most, hence some
-    dozens.  A small array is seen whole.  Of two arrays of one shape, it has the same elements."""
+    """A view of a few elements from all over an array, two along each dim but the last: a write to all of
+    it, however it is made, changes some of them.  A small step in 16 bits rounds to none for most, hence
+    some dozens.  A small array is seen whole.  Of two arrays of one shape, it has the same elements."""
     if values.size <= WHOLE:
         return values[...]
     numbers = [2] * (values.ndim - 1) + [max(2, SPREAD >> (values.ndim - 1))]
