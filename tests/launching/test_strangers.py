@@ -104,7 +104,10 @@ def listening() -> set[str]:
 
 
 @pytest.mark.parametrize("max_nodes", [1, 2])
-def test_who_meets_at_loopback_listens_nowhere_else(max_nodes: int) -> None:
+def test_who_meets_at_loopback_listens_nowhere_else(
+    max_nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
     before = listening()
     local_addr = None if max_nodes == 1 else "127.0.0.1"  # by default several have a name
     with met(max_nodes, free_port(), [], local_addr) as info:
