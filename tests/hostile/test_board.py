@@ -46,7 +46,11 @@ def asked(pair: list[Board], key: str) -> list[bytes]:
         return [one.result() for one in said]
 
 
-@pytest.mark.parametrize("forged", [FORGED, b"", b"\0" * MARK_BYTES, Seal(b"").close("x/1", b"no")])
+@pytest.mark.parametrize(
+    "forged",
+    [FORGED, b"", b"\0" * MARK_BYTES, Seal(b"").close("x/1", b"no")],
+    ids=["unmarked", "empty", "zeros", "another key"],
+)
 @pytest.mark.parametrize("place", ["x/1/answer", "x/1/1"])
 def test_what_a_stranger_has_written_first_does_not_count(
     pair: list[Board], store: dist.Store, place: str, forged: bytes

@@ -29,10 +29,12 @@ class Seal:
 
     def __init__(self, key: bytes, board: int = 0) -> None:
         """`board`: its number; a message of one board is none on another."""
-        self._marking, self._hiding, self._masking = (
+        marking, hiding, self._masking = (
             hashlib.blake2b(b"%s%d" % (key, board), digest_size=KEY_BYTES, person=use).digest()
             for use in (b"mark", b"hide", b"mask")
         )
+        self._marks = hashlib.blake2b(key=marking, digest_size=MARK_BYTES)
+        self._hides = hashlib.blake2b(key=hiding, digest_size=MARK_BYTES)
 
     def close(self, name: str, message: bytes) -> bytes:
         """Return a message with its mark, for the place of that name."""
@@ -46,7 +48,7 @@ class Seal:
     def hide(self, text: str) -> str:
         """Return what tells nothing of a text but its length, and whether it equals another."""
         data = text.encode()
-        mark = _digest(self._hiding, data)
+        mark = _digest(self._hides, data)
         return base64.b64encode(mark + self._masked(mark, data)).decode()
 
     def reveal(self, hidden: str) -> str:
@@ -54,21 +56,21 @@ class Seal:
         data = base64.b64decode(hidden)
         mark = data[:MARK_BYTES]
         text = self._masked(mark, data[MARK_BYTES:])
-        if not hmac.compare_digest(mark, _digest(self._hiding, text)):
+        if not hmac.compare_digest(mark, _digest(self._hides, text)):
             raise ValueError("hidden with another key")
         return text.decode()
 
     def _mark(self, name: str, message: bytes) -> bytes:
-        place = name.encode()
-        return _digest(self._marking, len(place).to_bytes(4, "little"), place, message)
+        return _digest(self._marks, f"{len(name)} {name}".encode(), message)
 
     def _masked(self, nonce: bytes, data: bytes) -> bytes:
         stream = hashlib.shake_256(self._masking + nonce).digest(len(data))
         return bytes(a ^ b for a, b in zip(data, stream))
 
 
-def _digest(key: bytes, *parts: bytes) -> bytes:
-    digest = hashlib.blake2b(key=key, digest_size=MARK_BYTES)
+def _digest(keyed: hashlib.blake2b, *parts: bytes) -> bytes:
+    """Return the digest of parts by a digest that has its key already."""
+    digest = keyed.copy()
     for part in parts:
         digest.update(part)
     return digest.digest()
