@@ -105,7 +105,8 @@ def convert(
     `deepspeed`: its universal format.  `dcp`: torch.distributed.checkpoint.  `huggingface`, `torch`: the
     weights under `key`, cast to `dtype`, renamed by `rename`; safetensors, or one file of torch.save.
     Any other target must not exist.  Blocks; `memory_bytes` bounds buffers; `verify` checks the CRC-32 of
-    foreign files first, and reads everything back.  UsageError, FormatError, StoreError, Corrupt: then there is no target.
+    foreign files first, and reads everything back.  UsageError, FormatError, StoreError, Corrupt: then
+    there is no target.
     """
     call = "convert"
     source = source if isinstance(source, Checkpoint) else path_of(source, call, "source")

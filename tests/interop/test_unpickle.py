@@ -335,8 +335,8 @@ ALIKE = [number(k * ((1 << 61) - 1)) for k in range(1, 500)]
         ),
         ("makes more than", b"](" + b"\x8f" * 2_000_000 + b"e."),
         ("makes more than", b"](" + b"}" * 2_000_000 + b"e."),
-        ("of more than", b"cm\nKind\nq\0](" + b"h\0)R" * 300_000 + b"e."),
-        ("of more than", b"](" + b"N" * 2000 + b"eq\0](" + b"h\0" * 2000 + b"e."),
+        ("of more than", b"cm\nKind\nq\0" + b"0](" + b"h\0)R" * 300_000 + b"e."),
+        ("of more than", b"](" + b"N" * 2000 + b"eq\0" + b"0](" + b"h\0" * 2000 + b"e."),
     ],
     ids=lambda value: value if isinstance(value, str) else str(len(value)),
 )

@@ -20,6 +20,7 @@ from holdfast.delta.replay import Replay, merged_groups
 from holdfast.delta.segment import Identity
 from holdfast.errors import NotFound, NotRecoverable, UsageError
 from holdfast.group import Group
+from holdfast.interop.unpickle import understood
 from holdfast.restore.reading import tell_exactness
 from holdfast.restore.targets import RestoreOptions
 from holdfast.restore.transaction import restore
@@ -88,6 +89,11 @@ class OpaqueState:
 def replay_to(store: Store, step: int) -> tuple[State, int, list[str]]:
     """The state after a recorded step, the full step that it was replayed from, and what could not come:
     keys of state that each rank kept for itself.  NotFound if no records lead there."""
+    with understood("recorded", store.url):
+        return _replay_to(store, step)
+
+
+def _replay_to(store: Store, step: int) -> tuple[State, int, list[str]]:
     log, _ = open_log(store)
     base, steps = _way(store, log, step)
     checkpoint = Checkpoint.open(store.url, base)

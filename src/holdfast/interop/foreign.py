@@ -52,7 +52,7 @@ Ints = NDArray[np.int64]
 
 MAX_CORNERS = 1 << 24
 FREE_BYTES, MAX_SHARED = 1 << 26, 16
-"""Bytes that tensors of any checkpoint may have together, and how often they may share those of its files."""
+"""Bytes that tensors of any checkpoint may have together, and how often they may share those of files."""
 
 
 @dataclass(frozen=True)

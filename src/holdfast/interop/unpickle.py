@@ -49,7 +49,7 @@ COST_PER_BYTE, PART_COST = 64, 16
 MALFORMED = (
     TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RuntimeError, struct.error,
 )  # fmt: skip
-"""Errors that Python raises for a value that is not what a reader expects (RecursionError is among them)."""
+"""Errors that Python raises for a value that is not what a reader expects, RecursionError among them."""
 
 
 @contextmanager
@@ -360,8 +360,8 @@ def _length(value: str | bytes | bytearray | int) -> int:
 
 
 def check_size(value: Any, most: int, most_text: int | None = None) -> None:
-    """FormatError for a value of more parts than `most`, or texts and numbers of more bytes than `most_text`
-    together, shared ones counted as often as they are met."""
+    """FormatError for a value of more parts than `most`, or of texts and numbers of more bytes than
+    `most_text` together, shared ones counted as often as they are met."""
     count, length, todo = 1, 0, [value]
     seen: set[int] = set()
     while todo:
