@@ -58,7 +58,7 @@ from holdfast.version import __version__
 from holdfast.wire import decode_json
 from holdfast.writers.bucket import ATTEMPT, BucketTarget, bucket_for
 from holdfast.writers.planned import Planned, Rename, WriteOptions, weights, with_attached
-from holdfast.writers.ranks import converting_ranks
+from holdfast.writers.ranks import Ranks, converting_ranks
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -104,8 +104,9 @@ def convert(
     `universal`: a root of holdfast's, each tensor whole; a root that is there gets one more step.
     `deepspeed`: its universal format.  `dcp`: torch.distributed.checkpoint.  `huggingface`, `torch`: the
     weights under `key`, cast to `dtype`, renamed by `rename`; safetensors, or one file of torch.save.
-    Any other target must not exist.  Blocks; `memory_bytes` bounds buffers; `verify` reads everything
-    back.  UsageError, FormatError, StoreError, Corrupt: then there is no target.
+    Any other target must not exist.  Blocks; `memory_bytes` bounds buffers; `verify` checks the CRC-32 of
+    foreign files first, and reads everything back.  UsageError, FormatError, StoreError, Corrupt: then
+    there is no target.
     """
     call = "convert"
     source = source if isinstance(source, Checkpoint) else path_of(source, call, "source")
@@ -193,6 +194,9 @@ class _Conversion:
             plan = self._plan()
             files = plan.outfiles if isinstance(plan, Consolidation) else list(plan.files)
             there = len(files)
+            if self.verify and isinstance(self.source.store, Sections):
+                with ranks.all("checked"):
+                    self._check_sums(ranks, self.source.store.origin)
             with ExitStack() as held:
                 if not ranks.first("begin", partial(self._on_disk, self._begin, plan, files, held)):
                     with ranks.all("written"):
@@ -364,6 +368,15 @@ class _Conversion:
         if self.verify:
             check_files(work, written, progress=self._progress("verify", files))
         return len(there)
+
+    def _check_sums(self, ranks: Ranks, origin: Store) -> None:
+        """Check the CRC-32 of foreign files, which reading ranges of them does not: each rank some of them,
+        before anything is written."""
+        from holdfast.interop.verifying import archives_of, check_sums
+
+        archived = [Outfile(file, origin.size(file), (), ()) for file in archives_of(self.source)]
+        if mine := ranks.share(archived):
+            check_sums(self.source, [f.path for f in mine], self._progress("check", mine))
 
     def _missing(self, files: Sequence[Outfile]) -> list[Outfile]:
         if self.bucket is not None:

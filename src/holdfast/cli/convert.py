@@ -27,7 +27,7 @@ def run(
     rules: Annotated[str | None, Option("Rules that rename the weights.", "FILE")] = None,
     max_file: Annotated[str, Option("Largest size of one file.", "SIZE")] = "5GB",
     memory: Annotated[str, Option("For buffers, at most.", "SIZE")] = "2GiB",
-    no_verify: Annotated[bool, Option("Do not read the result back.")] = False,
+    no_verify: Annotated[bool, Option("No CRC-32 of the source, no reading back.")] = False,
 ) -> Result:
     """Rewrite a checkpoint in another format.  Interrupted, the same command goes on where it was.
 

@@ -20,6 +20,7 @@ from holdfast.delta.replay import Replay, merged_groups
 from holdfast.delta.segment import Identity
 from holdfast.errors import NotFound, NotRecoverable, UsageError
 from holdfast.group import Group
+from holdfast.interop.unpickle import understood
 from holdfast.restore.reading import tell_exactness
 from holdfast.restore.targets import RestoreOptions
 from holdfast.restore.transaction import restore
@@ -88,6 +89,11 @@ class OpaqueState:
 def replay_to(store: Store, step: int) -> tuple[State, int, list[str]]:
     """The state after a recorded step, the full step that it was replayed from, and what could not come:
     keys of state that each rank kept for itself.  NotFound if no records lead there."""
+    with understood("recorded", store.url):
+        return _replay_to(store, step)
+
+
+def _replay_to(store: Store, step: int) -> tuple[State, int, list[str]]:
     log, _ = open_log(store)
     base, steps = _way(store, log, step)
     checkpoint = Checkpoint.open(store.url, base)
@@ -215,7 +221,8 @@ def _optimizer(
     """Make an optimizer over these parameters, as `step` has recorded it."""
     kinds = {segment.header.kinds.get(key, "") for segment in step.segments}
     module, _, name = kinds.pop().partition(":")
-    if not module.startswith("torch.optim"):
+    kind = _class(module, name)
+    if kind is None:
         raise UsageError(
             f"{key!r} is a {module}.{name}, which cannot be made without the training script",
             hint=IN_THE_SCRIPT,
@@ -226,7 +233,6 @@ def _optimizer(
             f"{key!r} had hooks after its steps, which may have written to weights",
             hint=IN_THE_SCRIPT,
         )
-    kind = getattr(importlib.import_module(module), name)
     served = [segment.header.modules.get(key) for segment in step.segments]
     modules = list(state) if None in served else [m for one in served for m in one or ()]
     keys = dict.fromkeys([key, *modules])
@@ -249,6 +255,18 @@ def _optimizer(
         mine["param_names"] = list(saved["params"])
     in_saved_order.add(made)
     return made
+
+
+def _class(module: str, name: str) -> type[Optimizer] | None:
+    """Return the optimizer of torch that records name; None for anything else, which is not looked up."""
+    if module != "torch.optim" and not module.startswith("torch.optim."):
+        return None
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except (ImportError, ValueError):
+        return None
+    is_optimizer = isinstance(found, type) and issubclass(found, Optimizer)
+    return found if is_optimizer and found is not Optimizer else None
 
 
 def _way_of(hyper: dict[str, Any]) -> dict[str, bool]:

@@ -21,6 +21,8 @@ whole tensors need the layout of the recording.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -428,7 +430,7 @@ class Replay:
             groups = [(g, g["params"]) for g in one.optimizer.param_groups]
             put_groups(one.key, groups, saved, one.groups, decode_value, as_recorded=True)
             amp = _amp(one.optimizer, first.found_inf, first.grad_scale)
-            with amp, without_hooks_before(one.optimizer):
+            with amp, without_hooks_before(one.optimizer), _recorded(step, key):
                 _make_step(one.optimizer, self._blockwise[one.key])
 
     def _skips(self, step: RecordedStep, one: NamedOptimizer) -> bool:
@@ -451,6 +453,20 @@ class Replay:
         read_together(checkpoint.images, plan.wants, self.group if self.group.size > 1 else None)
         with raise_on_all(self.group, step.step):
             plan.put()
+
+
+@contextmanager
+def _recorded(step: RecordedStep, key: str) -> Iterator[None]:
+    """FormatError if an optimizer cannot make a step with what was recorded of it; what devices and other
+    ranks have to say goes on as it is."""
+    try:
+        yield
+    except (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError) as error:
+        is_plain = type(error).__module__ == "builtins" and not isinstance(error, OSError)
+        if not is_plain or isinstance(error, NotImplementedError):
+            raise
+        what = f"step {step.step}: {key!r} cannot make it as it is recorded"
+        raise FormatError(f"{what}: {type(error).__name__}: {error}"[:500]) from error
 
 
 def _late(step: RecordedStep) -> set[str] | None:

@@ -172,4 +172,18 @@ def read_header(reader: Reader, key: str) -> tuple[SegmentHeader, int]:
         header = decode_json(body, SegmentHeader)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"malformed header: {error}", key=key) from None
+    _check(header, key)
     return header, aligned(HEAD_BYTES + size)
+
+
+def _check(header: SegmentHeader, key: str) -> None:
+    """FormatError for what no writer writes, and ranks could not tell each other."""
+    try:
+        msgspec.msgpack.encode(header)
+    except OverflowError:
+        raise FormatError("a header with a number of more than 64 bits", key=key) from None
+    for record in header.records:
+        for one in record.applied:
+            groups = header.groups.get(one.key, one.hyper)
+            if len(one.hyper) != len(groups) or not all(isinstance(h, dict) for h in one.hyper):
+                raise FormatError(f"the groups of {one.key!r} are not those of its steps", key=key)

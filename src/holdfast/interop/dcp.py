@@ -23,7 +23,7 @@ from holdfast.interop.sections import Archive, Place, Strided
 from holdfast.interop.stepnumber import step_in
 from holdfast.interop.torchfile import More, PartFile, TensorRef, kind_of, read_tree, table
 from holdfast.interop.unknown import is_needed, not_data, tell, unknown_in
-from holdfast.interop.unpickle import UnknownInstance, check_size, record, unpickle
+from holdfast.interop.unpickle import MALFORMED, UnknownInstance, record, unpickle
 from holdfast.layout import Box
 from holdfast.store import Store
 
@@ -98,13 +98,12 @@ def read_contents(store: Store, folder: str = "", more: More | None = None) -> C
     key = folder + METADATA
     data = store.get(key)
     try:
-        return _contents(
-            store, folder, unpickle(data, ChainMap(_KNOWN, TABLE, table(), more or {}))
-        )
+        known = ChainMap(_KNOWN, TABLE, table(), more or {})
+        return _contents(store, folder, unpickle(data, known, most=len(data)))
     except FormatError as error:
         error.key = error.key or key
         raise
-    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+    except MALFORMED as error:
         raise FormatError(f"malformed metadata: {error}", key=key) from None
 
 
@@ -210,7 +209,6 @@ def _values(store: Store, objects: dict[str, UnknownInstance]) -> dict[str, Any]
     found, strange = {}, {}
     for flat, info in objects.items():
         value = section_tree(store, info, TABLE, lenient=True)
-        check_size(value)
         path = str(info["relative_path"])
         name = unknown_in(value, path, set())
         if name is None:

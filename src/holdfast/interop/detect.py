@@ -18,6 +18,7 @@ from holdfast.interop.folder import MARK, ListedFolder, OneFile, open_place, top
 from holdfast.interop.huggingface import holds_safetensors, is_huggingface, open_huggingface
 from holdfast.interop.megatron.opening import is_megatron, open_megatron, steps_of_megatron
 from holdfast.interop.torchfiles import holds_torch, is_torch
+from holdfast.interop.unpickle import understood
 from holdfast.store import SCHEMES, LocalStore, Store, open_store, split_prefix
 from holdfast.store.oserrors import obstacle
 from holdfast.suggest import did_you_mean
@@ -174,14 +175,18 @@ def _root_above(place: str) -> str | None:
 
 def open_as(name: str, url: str | os.PathLike[str], step: int | None = None) -> Checkpoint:
     """Open what `detect` has found.  NotFound if there is no step `step`."""
-    found = FORMATS[name].open(open_place(split(os.fspath(url))[1]), step)
+    store = open_place(split(os.fspath(url))[1])
+    with understood(name, store.url):
+        found = FORMATS[name].open(store, step)
     found.format = name
     return found
 
 
 def steps_as(name: str, url: str | os.PathLike[str]) -> list[int]:
     """The steps of what `detect` has found, ascending."""
-    return FORMATS[name].steps(open_place(split(os.fspath(url))[1]))
+    store = open_place(split(os.fspath(url))[1])
+    with understood(name, store.url):
+        return FORMATS[name].steps(store)
 
 
 def split(text: str) -> tuple[str, str]:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from holdfast.checkpoint.files import Files
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.codec.digest import ALGORITHM, CHUNK_BYTES
-from holdfast.errors import FormatError, LayoutError
+from holdfast.errors import FormatError, LayoutError, NotFound
 from holdfast.format.checking import MAX_DIMS
 from holdfast.format.dtypes import DTYPES, numpy_dtype
 from holdfast.format.manifest import (
@@ -51,6 +51,8 @@ from holdfast.store import Store
 Ints = NDArray[np.int64]
 
 MAX_CORNERS = 1 << 24
+FREE_BYTES, MAX_SHARED = 1 << 26, 16
+"""Bytes that tensors of any checkpoint may have together, and how often they may share those of files."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,7 @@ def foreign(
     `aliases`: further names of tensors.
     """
     manifest, sections = _listed(tensors, step, software, extras, aliases or {})
+    _check_cost(store, tensors)
     files = Sections(store, sections, tuple(archives))
     found = Checkpoint(files, manifest, verify=False)
     found.images = Files(files, "", manifest, verify=False)
@@ -229,12 +232,34 @@ def _stored(t: Foreign, part: StoredPart) -> Stored | None:
         raise FormatError(f"{t.name!r}: {error}", key=part.path) from None
 
 
+def _check_cost(store: Store, tensors: Sequence[Foreign]) -> None:
+    """FormatError if tensors are many times as large as the files that hold them: by `expand`, or many over
+    one storage.  Asks for the sizes of as few files as prove that they are not."""
+    wanted = sum(prod(t.shape) * DTYPES[t.dtype].bytes for t in tensors if t.dtype in DTYPES)
+    have, missing = FREE_BYTES, None
+    for path in dict.fromkeys(part.path for t in tensors for part in t.parts):
+        if wanted <= have:
+            return
+        try:
+            have += MAX_SHARED * store.size(path)
+        except NotFound as error:
+            missing = error
+    if wanted > have:
+        raise missing or FormatError(
+            f"tensors of {wanted} bytes share those of files that are far smaller",
+            key=store.url,
+            hint="save tensor.contiguous()",
+        )
+
+
 def _check(t: Foreign) -> None:
     if t.dtype not in DTYPES:
         raise FormatError(f"{t.name!r}: unknown dtype {t.dtype!r}")
     plain = len(t.shape) <= MAX_DIMS and all(type(n) is int and n >= 0 for n in t.shape)
     if not plain or prod(max(n, 1) for n in t.shape) * DTYPES[t.dtype].bytes >= 1 << 60:
         raise FormatError(f"{t.name!r}: a tensor of shape {t.shape}"[:200])
+    if any(p.fragment.offset < 0 for p in t.parts):
+        raise FormatError(f"{t.name!r}: a part that begins before its storage")
     boxes = [p.fragment.box for p in t.parts]
     inside = all(
         len(b.start) == len(b.stop) == len(t.shape)

@@ -15,7 +15,7 @@ import numpy as np
 
 from holdfast.errors import FormatError
 from holdfast.format.extras import NUMBERS, file_of
-from holdfast.interop.unpickle import UnknownInstance, new_set, record
+from holdfast.interop.unpickle import MALFORMED, UnknownInstance, new_dict, new_set, record
 
 
 def text(value: Any) -> str:
@@ -69,7 +69,7 @@ TABLE: dict[tuple[str, str], Any] = {
     ("types", "SimpleNamespace"): record("Namespace"),
     ("collections", "defaultdict"): lambda *_: {},
     ("collections", "deque"): lambda *_: [],
-    ("collections", "Counter"): lambda counts=(): dict(counts),
+    ("collections", "Counter"): new_dict,
     ("_io", "BytesIO"): record("BytesIO"),
     ("io", "BytesIO"): record("BytesIO"),
     ("numpy", "ndarray"): "ndarray",
@@ -109,7 +109,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, UnknownInstance) and value.name in _OF_NUMPY:
         try:
             return _numpy(value)
-        except (TypeError, ValueError, IndexError, LookupError, AttributeError) as error:
+        except MALFORMED as error:
             raise FormatError(f"malformed {value.name} of numpy: {error}") from None
     kind = value.name if isinstance(value, UnknownInstance) else type(value).__name__
     raise FormatError(f"a {kind}, which is not known to be data")

@@ -112,7 +112,7 @@ def _mesh_shape(mesh: UnknownInstance) -> tuple[int, ...]:
 
 
 def _flat(sizes: Any) -> tuple[int, ...]:
-    check_size(sizes, 64)
+    check_size(sizes, 1 << 9)
     if isinstance(sizes, int):
         return (sizes,)
     return tuple(n for part in sizes for n in _flat(part))
@@ -125,8 +125,8 @@ def _order(spec: UnknownInstance, sizes: tuple[int, ...]) -> list[tuple[int, int
     `split_factor` parts.  FormatError where the file states another order, or a pending reduction.
     """
     order: list[tuple[int, int]] = []
-    check_size(spec["placements"], 1 << 10)
-    check_size(spec.get("shard_order"), 1 << 10)
+    check_size(spec["placements"], 1 << 13)
+    check_size(spec.get("shard_order"), 1 << 13)
     for mesh_dim, p in reversed(list(enumerate(spec["placements"]))):
         kind = p.name.rpartition(".")[2]
         if kind == "Replicate":

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from holdfast.errors import Corrupt, FormatError
 from holdfast.format.dtypes import numpy_dtype
+from holdfast.interop.unpickle import understood
 from holdfast.store import Reader, Store
 from holdfast.store.contract import reads_of
 from holdfast.store.views import PartReader, ViewStore
@@ -111,7 +112,8 @@ class Sections(ViewStore):
     def open(self, key: str) -> Reader:
         """See `Store.open`."""
         section = self._sections[key]
-        places = [source() for source in section.sources]
+        with understood("foreign", key):
+            places = [source() for source in section.sources]
         if isinstance(places[0], Strided):
             return _StridedReader(self, key, places[0])
         readers: list[Reader] = []

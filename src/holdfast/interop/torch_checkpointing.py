@@ -26,7 +26,7 @@ from holdfast.interop.ranks import Shards, box_of, merged
 from holdfast.interop.torchfile import TensorRef
 from holdfast.interop.torchfiles import files_trees
 from holdfast.interop.torchsave import open_trees
-from holdfast.interop.unpickle import UnknownInstance, check_size, unpickle
+from holdfast.interop.unpickle import MALFORMED, UnknownInstance, unpickle
 from holdfast.layout import Box
 from holdfast.store import Store
 
@@ -57,7 +57,14 @@ def open_torch_checkpointing(store: Store, step: int | None = None) -> Checkpoin
         layouts = known["rank_to_layout_info"]
         given = {int(r): _file(item, at) for r, at in layouts.items() if at is not None}
         items[item] = items.get(item, {}) | given
-    num_ranks = world or 1 + max((rank for files in items.values() for rank in files), default=-1)
+    last = max((rank for files in items.values() for rank in files), default=-1)
+    if world is not None and last >= world:
+        raise FormatError(
+            f"files of rank {last}, and the metadata is of {world} ranks",
+            key=METADATA,
+            hint="files of two saves do not belong together",
+        )
+    num_ranks = 1 + last if world is None else world
     tree = {
         item: _of_ranks(store, item, files, metadata.get(item), num_ranks)
         for item, files in items.items()
@@ -93,7 +100,6 @@ def _metadata(store: Store) -> tuple[Metadata, int]:
     """The metadata by item, and the number of ranks."""
     try:
         tree = unpickle(store.get(METADATA), {})
-        check_size(tree)
         if text(tree["version"]) not in ("2.0", "3.0"):
             raise FormatError(f"metadata of version {tree['version']!r}")
         return {text(item): dict(known) for item, known in tree["metadata"].items()}, int(
@@ -102,7 +108,7 @@ def _metadata(store: Store) -> tuple[Metadata, int]:
     except FormatError as error:
         error.key = error.key or METADATA
         raise
-    except (TypeError, ValueError, LookupError, AttributeError) as error:
+    except MALFORMED as error:
         raise FormatError(f"malformed metadata: {error}", key=METADATA) from None
 
 
@@ -110,10 +116,10 @@ def _of_ranks(
     store: Store, item: str, files: dict[int, str], known: Mapping[str, Any] | None, num_ranks: int
 ) -> Any:
     """One tree of all ranks' files of an item; an item of rank 0 alone is what that has."""
-    missing = [rank for rank in range(num_ranks) if rank not in files]
-    if missing and (set(files) != {0} or known is not None):
+    missing = next((rank for rank in range(num_ranks) if rank not in files), None)
+    if missing is not None and (set(files) != {0} or known is not None):
         raise NotFound(
-            f"no file of rank {missing[0]} of item {item!r}",
+            f"no file of rank {missing} of item {item!r}",
             key=next(iter(files.values()), item),
             hint="open the directory that holds the file of every rank",
         )
@@ -133,7 +139,7 @@ def _groups(paths: Any) -> dict[tuple[Any, ...], dict[int, Any]]:
             }
             for path, groups in paths.items()
         }
-    except (TypeError, ValueError, LookupError, AttributeError) as error:
+    except MALFORMED as error:
         raise FormatError(f"malformed metadata: {error}", key=METADATA) from None
 
 
@@ -148,7 +154,7 @@ def _placed(value: Any, path: tuple[Any, ...], groups: Any, rank: int) -> Any:
         return value
     try:
         return _shards(value, said["type"], said["data"], rank)
-    except (TypeError, ValueError, LookupError, AttributeError) as error:
+    except MALFORMED as error:
         raise FormatError(f"malformed metadata of {path}: {error}", key=METADATA) from None
 
 
@@ -190,7 +196,7 @@ def _part(
     local: TensorRef, start: tuple[int, ...], inside: tuple[int, ...], sizes: tuple[int, ...]
 ) -> tuple[Box, TensorRef]:
     """A box of the whole, and the region of a local tensor that holds it."""
-    if any(a + n > size for a, n, size in zip(inside, sizes, local.shape, strict=True)):
+    if any(a < 0 or n < 0 or a + n > m for a, n, m in zip(inside, sizes, local.shape, strict=True)):
         raise FormatError(f"a part that leaves its tensor of {local.shape}", key=local.path)
     skip = sum(a * s for a, s in zip(inside, local.strides)) * DTYPES[local.dtype].bytes
     tensor = TensorRef(local.dtype, sizes, local.strides, local.path, local.offset + skip)

@@ -23,7 +23,7 @@ from holdfast.errors import Corrupt, FormatError, HoldfastError
 from holdfast.format.dtypes import DTYPES
 from holdfast.interop.foreign import StoredPart
 from holdfast.interop.sections import Source, at_place
-from holdfast.interop.unpickle import UnknownInstance, check_size, new_set, unpickle
+from holdfast.interop.unpickle import UnknownInstance, new_dict, new_set, unpickle
 from holdfast.layout import Box, Fragment, whole
 from holdfast.store import Reader, Store
 from holdfast.store.contract import reads_of
@@ -32,7 +32,7 @@ from holdfast.threads import in_threads
 More = MutableMapping[tuple[str, str], Any]
 """Globals that a file may name besides those that all may; they are looked up first."""
 
-MAX_TREE_BYTES = 1 << 30
+MAX_TREE_BYTES = 1 << 29
 MAX_PARTS = 1 << 12
 """Most parts into which an expanded tensor is divided."""
 
@@ -234,6 +234,8 @@ class ArchiveMember:
     header: int
     bytes: int
     crc: int
+    recorded: bytes
+    """Its name as the header has it."""
 
 
 @dataclass(frozen=True)
@@ -293,17 +295,19 @@ def _member(section: PartFile, info: zipfile.ZipInfo, top: str, path: str) -> Ar
         raise FormatError(f"member {info.filename!r} is {kind}", key=path, hint=RESAVE)
     if info.file_size < 0 or info.file_size != info.compress_size:
         raise Corrupt(f"member {info.filename!r} has two lengths", key=path)
-    return ArchiveMember(
-        info.filename.removeprefix(top), info.header_offset, info.file_size, info.CRC
-    )
+    recorded = info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437")
+    name, at = info.filename.removeprefix(top), info.header_offset
+    return ArchiveMember(name, at, info.file_size, info.CRC, recorded)
 
 
 def start_of(section: PartFile, member: ArchiveMember, path: str) -> int:
     """Return where a member's bytes begin, counted from the start of the file of the section."""
     section.seek(member.header)
-    head = section.read(30)
+    head = section.read(30 + len(member.recorded))
     if len(head) < 30 or head[:4] != b"PK\x03\x04":
         raise Corrupt(f"member {member.name!r} has no header", key=path)
+    if head[26:28] != len(member.recorded).to_bytes(2, "little") or head[30:] != member.recorded:
+        raise Corrupt(f"the header of member {member.name!r} is that of another", key=path)
     name, extra = struct.unpack("<HH", head[26:30])
     start = section.start + member.header + 30 + int(name) + int(extra)
     if start + member.bytes > section.start + section.bytes:
@@ -359,17 +363,15 @@ def _starts(section: PartFile, archive: Archive, path: str) -> dict[ArchiveMembe
 
 
 def read_file(store: Store, path: str, more: More | None = None, *, lenient: bool = False) -> Any:
-    """Return what a file of torch.save holds, as `read_tree`, with no more parts than a value may have."""
+    """Return what a file of torch.save holds, as `read_tree`."""
     section = PartFile.of(store, path)
     try:
-        tree = read_tree(section, path, more, lenient=lenient)
-        check_size(tree)
+        return read_tree(section, path, more, lenient=lenient)
     except FormatError as error:
         error.key = error.key or path
         raise
     finally:
         section.close()
-    return tree
 
 
 def _read_member(
@@ -462,7 +464,7 @@ def table() -> dict[tuple[str, str], Any]:
     known |= {("torch", name): _StorageKind(dtype) for name, dtype in STORAGES.items()}
     known["torch.storage", "UntypedStorage"] = _StorageKind(None)
     return known | {
-        ("collections", "OrderedDict"): dict,
+        ("collections", "OrderedDict"): new_dict,
         ("torch", "Size"): lambda *sizes: tuple(*sizes),
         ("torch._utils", "_rebuild_tensor_v2"): rebuild,
         ("torch._utils", "_rebuild_tensor_v3"): _rebuild_v3,

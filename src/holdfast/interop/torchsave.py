@@ -36,10 +36,7 @@ def open_torch(store: Store, step: int | None = None) -> Checkpoint:
 
     FormatError, Corrupt or NotFound if files are not whole, are missing or do not belong together.
     """
-    try:
-        return open_trees(store, trees_of(store), step)
-    except RecursionError:
-        raise FormatError("values are nested too deep", key=store.url) from None
+    return open_trees(store, trees_of(store), step)
 
 
 def open_trees(

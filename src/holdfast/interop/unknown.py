@@ -62,7 +62,7 @@ def is_needed(path: Sequence[Any], tree: Mapping[Any, Any] | None = None) -> boo
 def unknown_in(value: Any, place: str, seen: set[int]) -> str | None:
     """Return the name of something unknown in a value; None if there is nothing such.
 
-    The value has no more parts than `check_size` allows.  FormatError if there are tensors beside it.
+    FormatError if there are tensors beside it.
     `seen`: what was met in other values of the same pickle, none of which holds a tensor.
     """
     name, has_tensors, todo = None, False, [value]

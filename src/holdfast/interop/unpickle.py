@@ -8,27 +8,60 @@ needs, keeps its memo in a dict, and turns every global into what a table says, 
 
 A table maps (module, name) to a function, which is called where the pickle calls the global, or to a
 plain value (a dtype's name, say).  Classes whose instances only carry fields are `UnknownInstance`s.
+
+A few bytes can stand for much: a list that is met a million times, a number of which text is made again and
+again, keys of one hash.  So what a pickle asks for is counted while it is read, and its value at the end,
+shared parts as often as they are met; both are bounded by the length of the pickle.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from holdfast.errors import FormatError
+from holdfast.errors import FormatError, HoldfastError
 
 Table = Mapping[tuple[str, str], Any]
 
 MAX_STACK = 1 << 24
-MAX_NODES = 1 << 24
+MAX_NODES = 1 << 21
 """Most parts that a value may have, counting shared ones as often as they are met."""
+FREE_NODES, NODES_PER_BYTE = 1 << 17, 8
+"""Parts that any value may have, and those for each byte of its pickle."""
+CONTAINER_NODES = 8
+"""Parts that a container or an instance counts for: it costs more than a number."""
+FREE_TEXT, TEXT_PER_BYTE = 1 << 20, 16
+"""Bytes that all texts of any value may have together, and those for each byte of its pickle."""
+DIGITS = 4300
+"""Most digits of a number: Python makes no text of more."""
+MAX_ALIKE = 1 << 8
+"""Most keys of a dict, or members of a set, that may have one hash: they are compared with each other."""
 MAX_NAME = 1 << 10
 """Most characters that a global's name may have."""
 MAX_KEY = 1 << 10
 """Most parts that a tuple may have that is a key."""
 COST_PER_BYTE, PART_COST = 64, 16
 """A byte of a pickle may make functions look at four parts, or at 64 characters of text."""
+
+MALFORMED = (
+    TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RuntimeError, struct.error,
+)  # fmt: skip
+"""Errors that Python raises for a value that is not what a reader expects, RecursionError among them."""
+
+
+@contextmanager
+def understood(what: str, place: str) -> Iterator[None]:
+    """Raise FormatError, in this block, where Python stumbles over what files hold."""
+    try:
+        yield
+    except HoldfastError:
+        raise
+    except MALFORMED as error:
+        message = f"not a {what} checkpoint that can be understood: {type(error).__name__}: {error}"
+        raise FormatError(message[:500], key=place) from error
 
 
 class UnknownInstance:
@@ -75,6 +108,9 @@ def record(name: str) -> Callable[..., UnknownInstance]:
 
 
 _CONTAINERS = (tuple, list, dict, set, frozenset)
+_PRIME = (1 << 61) - 1
+"""Hashes of numbers are their rests by it."""
+_TOO_LARGE = 10**DIGITS
 
 
 class _Mark:
@@ -94,8 +130,9 @@ def unpickle(
     persistent: Callable[[Any], Any] | None = None,
     *,
     lenient: bool = False,
+    most: int | None = None,
 ) -> Any:
-    """The value that a pickle of protocol 2 to 5 describes.
+    """The value that a pickle of protocol 2 to 5 describes, of at most `most` parts (else `MAX_NODES`).
 
     FormatError for anything malformed, any opcode that data does not need, and any global that is not
     in the table; nothing of the pickle is run.  `lenient`: what is not in the table, and makes no tensor,
@@ -103,13 +140,15 @@ def unpickle(
     """
     machine = _Machine(memoryview(data), table, persistent, lenient=lenient)
     try:
-        return machine.run()
+        value = machine.run()
+        parts, text = FREE_NODES + NODES_PER_BYTE * len(data), FREE_TEXT + TEXT_PER_BYTE * len(data)
+        check_size(value, min(most or MAX_NODES, parts), text)
+        return value
     except _Refuse as error:
         raise FormatError(f"pickle refused at byte {machine.at}: {error}") from None
     except FormatError:
         raise
-    except (IndexError, KeyError, ValueError, TypeError, struct.error, UnicodeDecodeError,
-            RecursionError, ArithmeticError, AttributeError) as error:  # fmt: skip
+    except MALFORMED as error:
         what = f"{type(error).__name__}: {error}"
         raise FormatError(f"malformed pickle at byte {machine.at}: {what}") from None
 
@@ -142,6 +181,9 @@ class _Machine:
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
         self.spent = 0
+        self.num_made = 0
+        """Number of containers and instances made."""
+        self.alike: Counter[tuple[int, int]] = Counter()
 
     def run(self) -> Any:
         while True:
@@ -208,7 +250,7 @@ class _Machine:
     def call(self, args: Any) -> None:
         function = self.pop()
         if isinstance(function, OpaqueInstance):
-            self.stack.append(OpaqueInstance(function.name, (function, args)))
+            self.push(OpaqueInstance(function.name, (function, args)))
             return
         if not isinstance(function, Global) or not (callable(function.value) or self.lenient):
             raise _Refuse(f"it calls {getattr(function, 'name', type(function).__name__)}")
@@ -218,7 +260,7 @@ class _Machine:
         if not callable(make):
             unknown = function.name
         # what a known function makes of something unknown is unknown, too
-        self.stack.append(make(*args) if unknown is None else OpaqueInstance(unknown, args))
+        self.push(make(*args) if unknown is None else OpaqueInstance(unknown, args))
 
     def pay(self, value: Any) -> str | None:
         """Count what a function may copy, hash or format: shared parts as often as they are met.  Return
@@ -227,25 +269,23 @@ class _Machine:
         seen: dict[int, UnknownInstance] = {}
         most, todo = COST_PER_BYTE * len(self.data) + (1 << 16), [value]
         for node in todo:
-            if isinstance(node, (str, bytes, bytearray)):
-                self.spent += len(node)
+            if isinstance(node, (str, bytes, bytearray, int)):
+                self.spent += _length(node)
             elif isinstance(node, _CONTAINERS):
                 self.spent += PART_COST * len(node)
                 if self.spent <= most:
                     todo += _parts(node)
             elif isinstance(node, OpaqueInstance):
                 unknown = unknown or node.name
-            elif (
-                self.has_strangers
-                and isinstance(node, UnknownInstance)
-                and id(node) not in self.clean
-            ):
-                seen[id(node)] = node
-                self.spent += PART_COST * (len(node.args) + len(node.fields))
-                if self.spent <= most:
-                    todo += (*node.args, *node.fields.values())
-        if self.spent > most:
-            raise _Refuse("it asks for more than it holds")
+                self.spent += len(node.name)
+            elif isinstance(node, UnknownInstance):
+                self.spent += len(node.name)
+                if self.has_strangers and id(node) not in self.clean:
+                    seen[id(node)] = node
+                    self.spent += PART_COST * (len(node.args) + len(node.fields))
+                    if self.spent <= most:
+                        todo += (*node.args, *node.fields.values())
+        self.spend(0)
         if unknown is None:
             self.clean |= seen
         return unknown
@@ -259,15 +299,30 @@ class _Machine:
             parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
             for part in parts:
                 if isinstance(part, dict):
-                    if not all(isinstance(k, (str, int)) for k in part):
+                    if not all(isinstance(k, str) or _is_small(k) for k in part):
                         raise _Refuse("a field whose name is no text")
+                    self.spend(PART_COST * len(part))
                     target.fields.update({str(k): v for k, v in part.items()})
                 elif isinstance(part, OpaqueInstance):
                     target.fields["unknown"] = part
                 elif part is not None:
+                    self.pay(part)
                     target.fields["state"] = part
         elif not isinstance(target, (dict, list)):  # attributes of containers are nobody's data
             raise _Refuse(f"it sets the state of a {type(target).__name__}")
+
+    def push(self, made: Any) -> None:
+        """Push a new container or instance: an empty one takes a byte of the pickle, hundreds of memory."""
+        self.num_made += 1
+        if self.num_made > max(MAX_NODES >> 1, len(self.data) >> 3):
+            raise _Refuse(f"it makes more than {MAX_NODES >> 1} lists, dicts, sets and objects")
+        self.stack.append(made)
+
+    def spend(self, cost: int) -> None:
+        """Count what something costs; refuse what the pickle is too short for."""
+        self.spent += cost
+        if self.spent > COST_PER_BYTE * len(self.data) + (1 << 16):
+            raise _Refuse("it asks for more than it holds")
 
     def changes(self, *values: Any) -> None:
         """Take note that something is given values: what was clean may hold it."""
@@ -299,16 +354,31 @@ def _value(x: Any) -> Any:
     return x
 
 
-def check_size(value: Any, most: int | None = None) -> None:
-    """FormatError for a value of more parts than `most`, shared ones counted as often as they are met."""
-    count, most, todo = 1, most or MAX_NODES, [value]
+def _length(value: str | bytes | bytearray | int) -> int:
+    """Return the length of a text or of a number's."""
+    return value.bit_length() >> 2 if isinstance(value, int) else len(value)
+
+
+def check_size(value: Any, most: int, most_text: int | None = None) -> None:
+    """FormatError for a value of more parts than `most`, or of texts and numbers of more bytes than
+    `most_text` together, shared ones counted as often as they are met."""
+    count, length, todo = 1, 0, [value]
     seen: set[int] = set()
     while todo:
-        parts = parts_of(todo.pop(), seen)
+        node = todo.pop()
+        if isinstance(node, (str, bytes, bytearray, int)):
+            length += _length(node)
+            continue
+        parts = parts_of(node, seen)
         count += len(parts)  # before they are held: a list may hold itself a thousand times
-        if count > most:
-            raise FormatError(f"malformed pickle: a value of more than {most} parts")
+        if isinstance(node, (UnknownInstance, *_CONTAINERS)):
+            count += CONTAINER_NODES - 1
+        if count > most or (most_text is not None and length > most_text):
+            what = f"{most} parts" if count > most else f"{most_text} bytes"
+            raise FormatError(f"malformed pickle: a value of more than {what}")
         todo += parts
+    if most_text is not None and length > most_text:
+        raise FormatError(f"malformed pickle: a value of more than {most_text} bytes")
 
 
 def parts_of(value: Any, seen: set[int]) -> Collection[Any]:
@@ -340,7 +410,7 @@ def _sized(form: str, wrap: Callable[[bytes], Any]) -> Callable[[_Machine], None
 def _tuple(count: int) -> Callable[[_Machine], None]:
     def step(m: _Machine) -> None:
         items = [_value(m.pop()) for _ in range(count)]
-        m.stack.append(tuple(reversed(items)))
+        m.push(tuple(reversed(items)))
 
     return step
 
@@ -353,7 +423,7 @@ def _set_items(m: _Machine, items: list[Any]) -> None:
     if not isinstance(target, dict):
         raise _Refuse(f"it sets items of a {type(target).__name__}")
     m.changes(*items)
-    target.update(zip(_keys(items[::2]), items[1::2], strict=True))
+    target.update(zip(_keys(items[::2], m.alike, target), items[1::2], strict=True))
 
 
 def _append(m: _Machine, items: list[Any]) -> None:
@@ -375,23 +445,45 @@ def _add_items(m: _Machine) -> None:
     if not isinstance(target, set):
         raise _Refuse(f"it adds to a {type(target).__name__}")
     m.changes(*items)
-    target.update(_keys(items))
+    target.update(_keys(items, m.alike, target))
 
 
-def _keys(items: list[Any]) -> list[Any]:
-    """Return `items` if safe to hash; refuse nested tuples, which can take exponential time."""
+def _keys(
+    items: list[Any], alike: Counter[tuple[int, int]] | None = None, owner: Any = None
+) -> list[Any]:
+    """Return `items` if safe to hash, as keys of `owner`.  Nested tuples are refused, which can take
+    exponential time, and many of one hash, which take quadratic time.  `alike`: how many of each are there.
+    """
+    alike = Counter() if alike is None else alike
     for item in items:
+        if isinstance(item, (str, bytes, UnknownInstance)) or item is None or _is_small(item):
+            continue  # no file can give many of these one hash
         parts = item if isinstance(item, tuple) else ()
         if len(parts) > MAX_KEY:
             raise _Refuse(f"a key of more than {MAX_KEY} parts")
         if isinstance(item, frozenset) or any(isinstance(p, (tuple, frozenset)) for p in parts):
             raise _Refuse("a key of nested tuples")
+        same = id(owner), hash(item)
+        alike[same] += 1
+        if alike[same] > MAX_ALIKE:
+            raise _Refuse(f"more than {MAX_ALIKE} keys of one hash")
     return items
+
+
+def _is_small(value: Any) -> bool:
+    """True for a number that has a hash of its own."""
+    return isinstance(value, int) and -_PRIME < value < _PRIME
 
 
 def new_set(items: Any = ()) -> set[Any]:
     """The built-in `set`."""
     return set(_keys(list(items)))
+
+
+def new_dict(pairs: Any = ()) -> dict[Any, Any]:
+    """The built-in `dict`, of another one or of pairs."""
+    pairs = list(pairs.items() if isinstance(pairs, dict) else pairs)
+    return dict(zip(_keys([key for key, _ in pairs]), (value for _, value in pairs)))
 
 
 def _set_item(m: _Machine) -> None:
@@ -410,9 +502,10 @@ def _put(index: Callable[[_Machine], int]) -> Callable[[_Machine], None]:
 
 def _long(m: _Machine, form: str) -> int:
     size = m.number(form)
-    if size > 1 << 16:
-        raise _Refuse("a number of more than 65,536 bytes")
-    return int.from_bytes(m.take(size), "little", signed=True)
+    number = int.from_bytes(m.take(size), "little", signed=True) if size <= DIGITS else _TOO_LARGE
+    if abs(number) >= _TOO_LARGE:
+        raise _Refuse(f"a number of more than {DIGITS} digits")
+    return number
 
 
 def _stack_global(m: _Machine) -> None:
@@ -463,18 +556,18 @@ _STEPS: dict[int, Callable[[_Machine], object]] = {
     ord("B"): _sized("I", bytes),
     0x8E: _sized("Q", bytes),
     0x96: _sized("Q", bytearray),
-    ord("]"): _push(lambda m: []),
+    ord("]"): lambda m: m.push([]),
     ord(")"): _push(lambda m: ()),
-    ord("}"): _push(lambda m: {}),
-    0x8F: _push(lambda m: set()),
+    ord("}"): lambda m: m.push({}),
+    0x8F: lambda m: m.push(set()),
     ord("a"): lambda m: _append(m, [_value(m.pop())]),
     ord("e"): lambda m: _append(m, m.since_mark()),
     ord("s"): _set_item,
     ord("u"): lambda m: _set_items(m, m.since_mark()),
     0x90: _add_items,
-    0x91: lambda m: m.stack.append(frozenset(_keys(m.since_mark()))),
-    ord("t"): lambda m: m.stack.append(tuple(m.since_mark())),
-    ord("l"): lambda m: m.stack.append(m.since_mark()),
+    0x91: lambda m: m.push(frozenset(_keys(m.since_mark()))),
+    ord("t"): lambda m: m.push(tuple(m.since_mark())),
+    ord("l"): lambda m: m.push(m.since_mark()),
     0x85: _tuple(1),
     0x86: _tuple(2),
     0x87: _tuple(3),

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import time
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from holdfast.checkpoint.diffing import compare
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.reading import threads_here
 from holdfast.checkpoint.verifying import Findings, Progress, Report
-from holdfast.errors import HoldfastError
+from holdfast.errors import Corrupt, HoldfastError
 from holdfast.interop.foreign import file_of
 from holdfast.interop.sections import Sections
 from holdfast.interop.torchfile import ArchiveMember, PartFile, check_crc, read_archive, start_of
@@ -24,6 +25,9 @@ from holdfast.threads import in_threads
 
 BLOCK_BYTES = 4 << 20
 ARCHIVES = (".pt", ".pth", ".bin", ".ckpt")
+
+Ranges = list[tuple[int, int] | None]
+"""Bytes of a file that are archives; None for all of it."""
 
 
 @dataclass
@@ -50,6 +54,35 @@ def verify_foreign(
     return work.report
 
 
+def files_of(checkpoint: Checkpoint) -> list[str]:
+    """The files that tensors and their copies lie in, sorted."""
+    everything = (checkpoint, *checkpoint.others)
+    return sorted({file_of(f) for c in everything for f in c.manifest.files})
+
+
+def archives_of(checkpoint: Checkpoint) -> dict[str, Ranges]:
+    """Return where archives of torch.save lie, by file."""
+    assert isinstance(checkpoint.store, Sections)
+    archives: dict[str, Ranges] = {f: [None] for f in files_of(checkpoint) if f.endswith(ARCHIVES)}
+    for file, start, stop in checkpoint.store.archives:
+        archives.setdefault(file, []).append((start, stop))
+    return archives
+
+
+def check_sums(checkpoint: Checkpoint, files: Iterable[str], progress: Progress) -> None:
+    """Compare the CRC-32 of archives in files with what they hold, where they have any.  Corrupt."""
+    work, archives = _ForeignVerification(checkpoint, False, progress), archives_of(checkpoint)
+    for file in files:
+        work.check(file, archives[file])
+        for problem in work.report.problems:
+            raise Corrupt(
+                f"the source is damaged: {problem.message}",
+                key=problem.key,
+                start=problem.start,
+                stop=problem.stop,
+            )
+
+
 class _ForeignVerification:
     def __init__(self, checkpoint: Checkpoint, quick: bool, progress: Progress | None) -> None:
         assert isinstance(checkpoint.store, Sections)
@@ -60,15 +93,9 @@ class _ForeignVerification:
 
     def run(self) -> None:
         report, manifest = self.report, self.checkpoint.manifest
-        everything = (self.checkpoint, *self.checkpoint.others)
-        files = sorted({file_of(f) for c in everything for f in c.manifest.files})
-        report.num_files, report.num_tensors = len(files), len(manifest.tensors)
-        archives: dict[str, list[tuple[int, int] | None]] = {
-            f: [None] for f in files if f.endswith(ARCHIVES)
-        }
-        for file, start, stop in self.sections.archives:
-            archives.setdefault(file, []).append((start, stop))
-        summed = {f for f, found in archives.items() if self._archives(f, found)}
+        report.num_files, report.num_tensors = len(files_of(self.checkpoint)), len(manifest.tensors)
+        archives = archives_of(self.checkpoint)
+        summed = {f for f, found in archives.items() if self.check(f, found)}
         rest = [f.path for f in manifest.files if file_of(f) not in summed]
         in_threads(self._part, rest, threads_here())
         if not report.quick and not report.problems:
@@ -95,7 +122,7 @@ class _ForeignVerification:
 
     # -- archives ---------------------------------------------------------------------------------
 
-    def _archives(self, file: str, ranges: list[tuple[int, int] | None]) -> bool:
+    def check(self, file: str, ranges: Ranges) -> bool:
         """Check the archives of a file; False if some were not read, as they have no sums."""
         store = self.sections.origin
         self.report.num_archives += len(ranges)

@@ -22,10 +22,11 @@ from holdfast.interop.deepspeed.grid import (
 )
 from holdfast.interop.deepspeed.tags import TagFiles, files_of, folders, latest, marked, step_in
 from holdfast.interop.deepspeed.tensors import INFO, Layouts
-from holdfast.interop.deepspeed.trees import MALFORMED, Tree, read
+from holdfast.interop.deepspeed.trees import Tree, read
 from holdfast.interop.deepspeed.zero import FlatGroup, Shape, experts_of_rank, is_expert
 from holdfast.interop.foreign import Foreign, foreign
 from holdfast.interop.torchfile import TensorRef
+from holdfast.interop.unpickle import MALFORMED
 from holdfast.store import Store
 
 

@@ -21,7 +21,7 @@ from holdfast.format.dtypes import DTYPES
 from holdfast.interop import plaindata
 from holdfast.interop.torchfile import TensorRef, enumerated, read_file, table
 from holdfast.interop.unknown import known_parts
-from holdfast.interop.unpickle import UnknownInstance, record
+from holdfast.interop.unpickle import MALFORMED, UnknownInstance, record
 from holdfast.store import Store
 
 T = TypeVar("T")
@@ -30,8 +30,6 @@ OnTensor = Callable[[TensorRef, str], Any]
 OURS = ("deepspeed.", "megatron.")
 """Packages whose classes are Records, whatever their names."""
 MAX_INLINE_BYTES = 1 << 20
-MALFORMED = (TypeError, ValueError, AttributeError, LookupError, OverflowError, RecursionError)
-"""Errors that Python raises for a tree that is not as DeepSpeed writes it."""
 
 
 class _Packages(dict[tuple[str, str], Any]):

@@ -12,7 +12,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from holdfast.errors import FormatError
+from holdfast.errors import FormatError, NotFound
 from holdfast.interop.deepspeed import rest
 from holdfast.interop.deepspeed.tensors import named, plain
 from holdfast.interop.deepspeed.trees import Tree, read
@@ -25,7 +25,8 @@ from holdfast.store import Store
 
 STATE = "zero/optimizer_state.pt"
 STEP, PARAM = "step", "param"
-
+OF_SOME = {MASTER, STEP, "max_exp_avg_sq", "momentum_buffer", "grad_avg"}
+"""States that a parameter may lack beside others that have them: options of its group ask for them."""
 
 Files = Mapping[str, Mapping[str, str]]
 """The file of each state, by parameter, then state."""
@@ -40,6 +41,7 @@ def parameters(
     """
     tensors: list[Foreign] = []
     numbers: dict[str, dict[str, Any]] = {}
+    _check_whole(files)
     for name in known or files:
         states = files.get(name, {})
         if MASTER not in states:
@@ -58,6 +60,21 @@ def parameters(
                 kind = "param" if state == MASTER else state
                 tensors.append(Foreign(named(name, state), ref.dtype, shape, kind, parts))
     return tensors, numbers
+
+
+def _check_whole(files: Files) -> None:
+    """NotFound if a parameter has some states of those that others have: a file of it is missing."""
+    kinds = {frozenset(states.keys() - OF_SOME) for states in files.values()}
+    for name, states in files.items():
+        own = states.keys() - OF_SOME
+        whole = next((kind for kind in kinds if own < kind), None)
+        if whole is not None and (own or STEP in states):
+            path = next(iter(states.values()))
+            raise NotFound(
+                f"the parameter {name!r} has no {min(whole - own)}.pt, which others have",
+                key=path,
+                hint="was the checkpoint copied whole?",
+            )
 
 
 def _place(store: Store, path: str, like: TensorRef) -> Place:

@@ -37,7 +37,7 @@ from holdfast.interop.megatron.tensors import (
     unflattened,
     unfused,
 )
-from holdfast.interop.unpickle import UnknownInstance, check_size
+from holdfast.interop.unpickle import UnknownInstance
 from holdfast.store import Store
 
 MARKER = "latest_checkpointed_iteration.txt"
@@ -245,7 +245,6 @@ def _objects(store: Store, contents: Contents, values: ExtrasValues) -> dict[str
         match = _SHARD.fullmatch(name)
         opaque = match is not None and match[1].endswith(_EXTRA_STATE)
         value = extra_state(store, info) if opaque else section_tree(store, info, known())
-        check_size(value)
         value = value[0] if isinstance(value, list) and len(value) == 1 else value
         if match is None:
             found[name] = values.encode(name, value)
