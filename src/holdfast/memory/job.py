@@ -15,7 +15,7 @@ from holdfast.events import emit
 from holdfast.group import Group
 from holdfast.memory.node import messages as w
 from holdfast.memory.node.client import Client
-from holdfast.store import LocalStore, Store, open_store
+from holdfast.store import LocalStore, Store, get_small, open_store
 from holdfast.store.oserrors import translated
 from holdfast.wire import decode_json
 
@@ -40,7 +40,7 @@ def job_of(store: Store, group: Group, *, anew: bool = False) -> str:
         fresh = msgspec.json.encode(JobFile(secrets.token_hex(8), _identity(store)))
         with suppress(Exists):
             store.put(JOB_KEY, fresh, if_absent=True)
-        seen = store.get(JOB_KEY)
+        seen = get_small(store, JOB_KEY)
         if anew or _read_job(store).root != _identity(store):
             emit("job.redrawn", root=store.url)
             with suppress(Exists):  # another process has just drawn one
@@ -72,7 +72,7 @@ def is_anothers(client: Client, job: str, store: Store) -> bool:
 
 
 def _read_job(store: Store) -> JobFile:
-    data = store.get(JOB_KEY)
+    data = get_small(store, JOB_KEY)
     try:
         found = decode_json(data, JobFile)
     except (msgspec.DecodeError, UnicodeDecodeError):
