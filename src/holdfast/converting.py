@@ -50,7 +50,7 @@ from holdfast.interop.foreign import file_of
 from holdfast.interop.sections import Sections
 from holdfast.looking import open as open_checkpoint
 from holdfast.sizes import MAX_BYTES
-from holdfast.store import LocalStore, Store, open_store
+from holdfast.store import LocalStore, Store, get_small, open_store
 from holdfast.store.directories import fsync_directories, fsync_directory, unlink_below, walk
 from holdfast.store.oserrors import translated
 from holdfast.suggest import did_you_mean
@@ -294,7 +294,7 @@ class _Conversion:
     def _marked(self) -> dict[str, str]:
         """Return what the mark says of the conversion that has begun; empty if there is none."""
         try:
-            return decode_json(self.partial.get(MARK), dict[str, str])
+            return decode_json(get_small(self.partial, MARK), dict[str, str])
         except (NotFound, msgspec.DecodeError):
             return {}
 

@@ -16,7 +16,7 @@ import msgspec
 
 from holdfast.errors import HoldfastError
 from holdfast.events import emit
-from holdfast.store import Store
+from holdfast.store import Store, get_small
 from holdfast.threads import Worker, result_of
 from holdfast.wire import decode_json
 
@@ -64,7 +64,7 @@ class TuningStore:
     def read(self) -> TuningState:
         """Return what is there; an empty `TuningState` if it cannot be read."""
         with suppress(HoldfastError, msgspec.DecodeError, UnicodeDecodeError):
-            return decode_json(self._store.get(HISTORY_KEY), TuningState)
+            return decode_json(get_small(self._store, HISTORY_KEY), TuningState)
         return TuningState()
 
     @property

@@ -14,8 +14,8 @@ import holdfast
 from builders import FSDP_TP, describe
 from holdfast.checkpoint.committing import commit
 from holdfast.checkpoint.names import manifest_key, read_manifest
-from holdfast.errors import Exists, UsageError
-from holdfast.store import Store, open_store
+from holdfast.errors import Corrupt, Exists, UsageError
+from holdfast.store import Store, get_small, open_store
 from holdfast.testing import Operation, StoreTests
 from holdfast.testing.stores import raised, together
 from holdfast.testing.wrappers import Wrapper
@@ -123,6 +123,20 @@ class Meeting(Wrapper):
         finally:
             if (operation.name, operation.key) == ("get", self.key) and next(self.turn) < self.n:
                 self.barrier.wait()
+
+
+# lengths
+
+
+def test_the_length_of_a_small_object_is_looked_at_first(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head of the reply states it, before anything of its body is taken into memory."""
+    store.put("a", b"four")
+    monkeypatch.setattr("holdfast.store.objects.SMALL_BYTES", 3)
+    with pytest.raises(Corrupt, match="'a' in .* has 4 bytes; of its kind at most 3"):
+        get_small(store, "a")
+    assert store.get("a") == b"four"
 
 
 # stores that do not heed conditions

@@ -14,9 +14,9 @@ import msgspec
 
 from holdfast.checkpoint.names import WHOLE, RootKeys, parse_attempt, read_head, run_of_log
 from holdfast.codec.digest import hexdigest
-from holdfast.errors import Exists, NotFound, UsageError
+from holdfast.errors import Corrupt, Exists, NotFound, UsageError
 from holdfast.host import host_id, is_sibling, process_state, start_time
-from holdfast.store import Store
+from holdfast.store import Store, get_small
 from holdfast.wire import decode_json
 
 _CLAIM = re.compile(r"claims/(\d{10})\.json")
@@ -127,12 +127,12 @@ def newest_claim(store: Store, claims: list[str] | None = None) -> Claim | None:
         if match is None:
             continue
         try:
-            found = decode_json(store.get(key), Claim)
+            found = decode_json(get_small(store, key), Claim)
         except NotFound:
             if key not in store.list(key):  # superseded since it was listed: there is a newer one
                 return newest_claim(store)
             found = None  # a link that leads nowhere
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except (Corrupt, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             found = None
         run = int(match[1])
         damaged = found is None or found.run != run
@@ -172,8 +172,8 @@ def release(store: Store, mine: Claim) -> None:
     key = claim_key(mine.run)
     if is_newest(store, mine):
         gone = msgspec.structs.replace(mine, pid=0, started="closed")
-        with suppress(NotFound, Exists):
-            store.put(key, msgspec.json.encode(gone), replacing=store.get(key))
+        with suppress(NotFound, Exists, Corrupt):
+            store.put(key, msgspec.json.encode(gone), replacing=get_small(store, key))
 
 
 _ONCE = re.compile(r"once-([0-9a-f]{16})-(\d+)-(\d+)-[0-9a-f]{8}")

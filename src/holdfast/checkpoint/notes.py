@@ -42,12 +42,12 @@ from holdfast.checkpoint.names import (
 from holdfast.codec.digest import hexdigest
 from holdfast.errors import Corrupt, Exists, FormatError, HoldfastError, NotFound, Unavailable
 from holdfast.format.manifest import Manifest
-from holdfast.store import Store
+from holdfast.store import Store, get_small
+from holdfast.store.contract import SMALL_BYTES
 from holdfast.wire import decode_json
 
 MOST_CHARS = 100
 """Most characters of a label, and of the name of a metric."""
-MAX_BYTES = 64 << 20
 TRIES = 100
 """Writers that come first, one after the other, before one gives up."""
 SECOND_LOOK_S = 1.0
@@ -118,7 +118,7 @@ def decode(data: bytes) -> Notes:
     """Parse notes.  Corrupt or FormatError if they are not what was written."""
     seal = _SEAL.search(data, max(len(data) - 64, 0))
     body = data[: seal.start()] if seal else b""
-    if len(data) > MAX_BYTES or not seal or hexdigest(body) != seal[1].decode():
+    if len(data) > SMALL_BYTES or not seal or hexdigest(body) != seal[1].decode():
         raise Corrupt("the notes of steps are damaged", key=NOTES_KEY, hint=HINT)
     try:
         notes = decode_json(body + b"}", Notes)
@@ -131,7 +131,7 @@ def decode(data: bytes) -> Notes:
 
 def _present(store: Store) -> bytes | None:
     try:
-        return store.get(NOTES_KEY)
+        return get_small(store, NOTES_KEY)
     except NotFound:
         return None
 

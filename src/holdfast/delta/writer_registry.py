@@ -11,10 +11,10 @@ from contextlib import suppress
 
 import msgspec
 
-from holdfast.errors import HoldfastError, NotFound
+from holdfast.errors import Corrupt, HoldfastError, NotFound
 from holdfast.events import emit, span
 from holdfast.host import host_id, process_state, start_time
-from holdfast.store import Store
+from holdfast.store import Store, get_small
 from holdfast.wire import decode_json
 
 _WRITING = re.compile(r"log/\d{10}/r\d{5,}-\d+\.writing")
@@ -60,8 +60,8 @@ def writers(store: Store, keys: Iterable[str], run: int) -> dict[str, WriterEntr
     for key in keys:
         if _WRITING.fullmatch(key) is not None and int(key.split("/")[1]) < run:
             try:
-                found[key] = decode_json(store.get(key), WriterEntry)
-            except (NotFound, msgspec.DecodeError, UnicodeDecodeError):
+                found[key] = decode_json(get_small(store, key), WriterEntry)
+            except (NotFound, Corrupt, msgspec.DecodeError, UnicodeDecodeError):
                 found[key] = WriterEntry("", 0, "")
     return found
 

@@ -55,7 +55,7 @@ from holdfast.patience import bounded
 from holdfast.roots import require_native_root
 from holdfast.state.deepspeed import COUNTERS, is_engine, put_counters, zero_of
 from holdfast.state.trainable import trainable_only
-from holdfast.store import open_store
+from holdfast.store import LocalStore, open_store
 from holdfast.wire import WireError
 
 if TYPE_CHECKING:
@@ -601,9 +601,9 @@ class AttachedEngine:
             warn_user(f"{folder} has no file `{LATEST}`, so nothing is loaded{beside}")
             return None
         try:
-            pointer = json.loads(Path(folder, tag, POINTER).read_bytes())
+            pointer = json.loads(LocalStore(Path(folder, tag)).get_small(POINTER))
             return Pointed(str(pointer["root"]), int(pointer["step"]), tag, pointer.get("run"))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (HoldfastError, ValueError, KeyError, TypeError) as error:
             raise NotRecoverable(
                 f"{Path(folder, tag)} points to no step: it was not committed, or is no checkpoint "
                 f"({type(error).__name__})",
@@ -769,8 +769,8 @@ def _is_saved_at(folder: str, pointed: Pointed) -> bool:
 def _latest_of(folder: str) -> str | None:
     """The tag that a folder's `latest` names; None if it has no such file."""
     try:
-        return Path(folder, LATEST).read_text().strip()
-    except OSError:
+        return LocalStore(folder).get_small(LATEST).decode().strip()
+    except (NotFound, UnicodeDecodeError):
         return None
 
 

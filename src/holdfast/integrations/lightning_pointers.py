@@ -90,7 +90,7 @@ def read_pointer(path: Any) -> Pointer | None:
         begin = file.read(len(_MAGIC))
         if begin != _MAGIC:
             return None
-        pointer: Pointer = json.loads(begin + file.read())
+        pointer: Pointer = json.loads(begin + file.read(1 << 20))
     if "://" not in pointer["root"]:
         folder = os.path.dirname(os.path.realpath(path))
         pointer["root"] = os.path.realpath(os.path.join(folder, pointer["root"]))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 
 from holdfast.errors import NotFound
-from holdfast.store import LocalStore, Reader, Store, open_store
+from holdfast.store import LocalStore, Reader, Store, get_small, open_store
 from holdfast.store.contract import HIDDEN, Entry, check_prefix, not_found, reads_of
 from holdfast.store.oserrors import translated
 from holdfast.store.views import ViewStore
@@ -59,6 +59,10 @@ class OneFile(ViewStore):
     def get(self, key: str) -> bytes:
         """See `Store.get`."""
         return self.inner.get(key)
+
+    def get_small(self, key: str) -> bytes:
+        """See `get_small`."""
+        return get_small(self.inner, key)
 
     def list(self, prefix: str = "") -> list[str]:
         """The file's name."""

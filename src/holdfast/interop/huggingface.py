@@ -22,7 +22,7 @@ from holdfast.interop.folder import OneFile, joined, top
 from holdfast.interop.foreign import Foreign, StoredPart, foreign
 from holdfast.interop.sections import at_place
 from holdfast.layout import whole
-from holdfast.store import Store
+from holdfast.store import Store, get_small
 from holdfast.suggest import did_you_mean
 from holdfast.threads import in_threads
 
@@ -113,7 +113,7 @@ class Index:
 def read_index(store: Store, key: str, suffixes: tuple[str, ...]) -> Index:
     """An index of shards.  FormatError if it is malformed or names files elsewhere."""
     try:
-        found = json.loads(store.get(key))
+        found = json.loads(get_small(store, key))
         files, metadata = found["weight_map"], found.get("metadata") or {}
         plain = isinstance(metadata, dict) and all(isinstance(f, str) for f in files.values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

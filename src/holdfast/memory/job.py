@@ -15,7 +15,7 @@ from holdfast.events import emit
 from holdfast.group import Group
 from holdfast.memory.node import messages as w
 from holdfast.memory.node.client import Client
-from holdfast.store import LocalStore, Store, open_store
+from holdfast.store import LocalStore, Store, get_small, open_store
 from holdfast.store.oserrors import translated
 from holdfast.wire import decode_json
 
@@ -75,11 +75,15 @@ def _own_file(store: Store, fresh: bytes) -> bytes:
     """The content of `job.json`, which no other user may read.  One that this user may not read is of a
     training by another, whose agents keep nothing for this one: `fresh` takes its place."""
     if not isinstance(store, LocalStore):
-        return store.get(JOB_KEY)
-    with suppress(PermissionError):
-        os.chmod(os.path.join(store.root, JOB_KEY), 0o600)
+        return get_small(store, JOB_KEY)
+    with suppress(OSError):
+        file = os.open(os.path.join(store.root, JOB_KEY), os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            os.fchmod(file, 0o600)
+        finally:
+            os.close(file)
     try:
-        return store.get(JOB_KEY)
+        return get_small(store, JOB_KEY)
     except StoreError as error:
         if not isinstance(error.__cause__, PermissionError):
             raise
@@ -89,7 +93,7 @@ def _own_file(store: Store, fresh: bytes) -> bytes:
 
 
 def _read_job(store: Store) -> JobFile:
-    data = store.get(JOB_KEY)
+    data = get_small(store, JOB_KEY)
     try:
         found = decode_json(data, JobFile)
     except (msgspec.DecodeError, UnicodeDecodeError):

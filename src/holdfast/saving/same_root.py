@@ -24,7 +24,7 @@ from holdfast.errors import HoldfastError, NotFound, UsageError
 from holdfast.group import Group
 from holdfast.host import boot_id
 from holdfast.patience import bounded
-from holdfast.store import LocalStore, Store
+from holdfast.store import LocalStore, Store, get_small
 from holdfast.wire import decode_json, decode_msgpack
 
 APPEARS_S = 30.0
@@ -47,7 +47,7 @@ def check_claimed(group: Group, store: Store, mine: Claim) -> None:
     """UsageError on all ranks unless all see the claim that rank 0 has put into its root.  Collective."""
 
     def look() -> bool:
-        seen = decode_json(store.get(claim_key(mine.run)), Claim)
+        seen = decode_json(get_small(store, claim_key(mine.run)), Claim)
         # of two homes each has a claim of its own, by the same process
         return (seen.run, seen.host, seen.boot, seen.pid) == (
             mine.run,

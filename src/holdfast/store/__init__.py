@@ -23,7 +23,7 @@ from urllib.parse import unquote_to_bytes
 from holdfast.arguments import function_of, path_of, unfit
 from holdfast.errors import UsageError
 from holdfast.patience import Patience
-from holdfast.store.contract import Bulk, Entry, Reader, Store, Writer
+from holdfast.store.contract import Bounded, Bulk, Entry, Reader, Store, Writer
 from holdfast.store.local import LocalStore
 from holdfast.suggest import did_you_mean
 from holdfast.threads import in_threads
@@ -152,6 +152,12 @@ def delete_many(store: Store, keys: Sequence[str]) -> None:
         store.delete_many(keys)
     elif keys:
         in_threads(store.delete, [*keys], at_a_time(store))
+
+
+def get_small(store: Store, key: str) -> bytes:
+    """The whole of a small object, such as a claim.  Corrupt at once if it is a large one, if the store can
+    tell (`Bounded`)."""
+    return store.get_small(key) if isinstance(store, Bounded) else store.get(key)
 
 
 def keys_below(store: Store, prefixes: Collection[str]) -> dict[str, int]:

@@ -118,7 +118,8 @@ class Store(Protocol):
         """Begin a large object of exactly `size` bytes under a fresh key."""
 
     def get(self, key: str) -> bytes:
-        """The whole of a small object.  `NotFound` if there is none."""
+        """The whole of an object: a manifest, a plan, or smaller.  `NotFound` if there is none, `Corrupt`
+        if it has more than `WHOLE_BYTES`, whatever asked for it; the store looks at the length first."""
 
     def read(self, key: str, offset: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `offset` on.  `NotFound`; `Corrupt` if it ends before."""
@@ -160,6 +161,14 @@ class Bulk(Protocol):
         """All objects whose keys begin with one of `prefixes`, each once, as `Store.entries`."""
 
 
+@runtime_checkable
+class Bounded(Protocol):
+    """A store that knows the length of an object before it takes it into memory."""
+
+    def get_small(self, key: str) -> bytes:
+        """`Store.get`, but `Corrupt` if the object has more than `SMALL_BYTES`."""
+
+
 class Reads(NamedTuple):
     """How a store is read best; it may state so by its attributes `read_bytes` and `read_threads`."""
 
@@ -183,6 +192,10 @@ BLOCK_BYTES = 4096
 HIDDEN = (".tmp-", ".nfs")
 """Names of files under way (ours) and of files deleted while open (NFS): never listed, no keys."""
 
+WHOLE_BYTES = 1 << 30
+"""Most bytes of an object that is read whole: a manifest of very many tensors."""
+SMALL_BYTES = 64 << 20
+"""Most bytes of one that lists no tensors: notes, claims, an index of files."""
 MAX_KEY_CHARS = 1024
 MAX_BYTES = 1 << 60
 """Most bytes of an object."""
@@ -253,6 +266,19 @@ def target_view(into: memoryview, offset: int) -> memoryview:
     return byte_view(into)
 
 
+def check_length(key: str, url: str, size: int, most_bytes: int) -> int:
+    """Return the length of an object that is about to be read whole.  Corrupt if it is too long."""
+    if size > most_bytes:
+        raise Corrupt(
+            f"'{key}' in {url} has {size:,} bytes; of its kind at most {most_bytes:,} are read",
+            key=key,
+            expected=f"at most {most_bytes} bytes",
+            found=f"{size} bytes",
+            hint="it is not what was written there; put it back from a copy",
+        )
+    return size
+
+
 def not_found(key: str, url: str) -> NotFound:
     """The error for a key that names nothing."""
     return NotFound(f"no object '{key}' in {url}", key=key)
@@ -300,6 +326,12 @@ def check_blocks(writer: Writer, key: str, part_bytes: int, hint: str | None = N
             key=key,
             hint=hint,
         )
+
+
+def check_range(key: str, offset: int, view: memoryview, size: int) -> None:
+    """Corrupt if a range reaches past the end that an object had when it was opened."""
+    if view and offset + len(view) > size:
+        raise past_end(key, offset, offset + len(view), size)
 
 
 def past_end(key: str, start: int, stop: int, size: int) -> Corrupt:

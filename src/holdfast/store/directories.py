@@ -75,7 +75,7 @@ def fsync_open(fd: int) -> None:
 
 def fsync_file(path: str) -> None:
     """Make the bytes of a file durable."""
-    fd = os.open(path, os.O_RDONLY)
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         os.fsync(fd)
     finally:

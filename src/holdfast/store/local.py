@@ -27,12 +27,16 @@ from holdfast.patience import Patience, patient, patient_or
 from holdfast.store.contract import (
     BLOCK_BYTES,
     HIDDEN,
+    SMALL_BYTES,
+    WHOLE_BYTES,
     Bytes,
     Entry,
     Parts,
     byte_view,
     check_key,
+    check_length,
     check_prefix,
+    check_range,
     not_found,
     not_the_seen,
     past_end,
@@ -50,7 +54,8 @@ from holdfast.store.directories import (
 )
 from holdfast.store.oserrors import obstacle, translated
 from holdfast.store.reading import Descriptor, DirectReader
-from holdfast.store.replacing import held, whole
+from holdfast.store.regular import open_regular, whole
+from holdfast.store.replacing import held
 from holdfast.store.tempfiles import TempFile, open_temp, sweep
 from holdfast.threads import in_threads
 
@@ -107,7 +112,7 @@ class LocalStore:
         with translated("put", key, path):
             try:
                 with held(path) as fd:
-                    if whole(fd) != seen:
+                    if os.fstat(fd).st_size != len(seen) or whole(fd, len(seen)) != seen:
                         raise not_the_seen(key, self.url)
                     self._put(path, view, replace=True)
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -129,10 +134,22 @@ class LocalStore:
 
     @patient
     def get(self, key: str) -> bytes:
-        """The whole of a small object."""
+        """The whole of an object that is read whole, as `Store.get`."""
+        return self._whole(key, WHOLE_BYTES)
+
+    @patient
+    def get_small(self, key: str) -> bytes:
+        """The whole of a small object, as `Bounded.get_small`."""
+        return self._whole(key, SMALL_BYTES)
+
+    def _whole(self, key: str, most_bytes: int) -> bytes:
         path = self._path(key)
-        with translated("get", key, path), open(path, "rb", buffering=0) as file:
-            return file.readall()
+        with translated("get", key, path):
+            fd, _, size = open_regular(path, key)
+            try:
+                return whole(fd, check_length(key, self.url, size, most_bytes))
+            finally:
+                os.close(fd)
 
     def read(self, key: str, offset: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `offset` on; `Corrupt` if the object ends before."""
@@ -147,7 +164,7 @@ class LocalStore:
         """Open an object for many reads.  It stays readable, its space in use, until `close`."""
         path = self._path(key)
         with translated("read", key, path):
-            return LocalReader(key, path, os.open(path, os.O_RDONLY), self.patience)
+            return LocalReader(key, path, self.patience)
 
     @patient_or(lambda reader: reader.close())
     def open_once(self, key: str) -> DirectReader:
@@ -277,10 +294,11 @@ def _fill(fd: int, offset: int, view: memoryview) -> int:
 class LocalReader:
     """One object being read.  The kernel reads ahead of whoever reads in order by one descriptor."""
 
-    def __init__(self, key: str, path: str, fd: int, patience: Patience) -> None:
+    def __init__(self, key: str, path: str, patience: Patience) -> None:
         self.patience = patience
         self._key = key
         self._path = path
+        fd, _, self._size = open_regular(path, key)
         self._file = Descriptor(fd, key)
 
     def place_of(self, key: str = "") -> str:
@@ -292,6 +310,7 @@ class LocalReader:
         """Fill `into` with the bytes from `offset` on; `Corrupt` if the object ends before."""
         view = target_view(into, offset)
         with self._file.used() as fd, translated("read", self._key, self._path):
+            check_range(self._key, offset, view, self._size)
             missing = _fill(fd, offset, view)
             size = os.fstat(fd).st_size if missing else 0
         if missing:

@@ -40,12 +40,15 @@ from holdfast.store.bucket import LONGEST_S, Address, address_of, connect
 from holdfast.store.contract import (
     BLOCK_BYTES,
     HIDDEN,
+    SMALL_BYTES,
+    WHOLE_BYTES,
     Bytes,
     Entries,
     Entry,
     Parts,
     byte_view,
     check_key,
+    check_length,
     check_prefix,
     exists,
     not_found,
@@ -194,9 +197,23 @@ class ObjectStore:
 
     @patient
     def get(self, key: str) -> bytes:
-        """The whole of a small object: one request."""
+        """The whole of an object that is read whole, as `Store.get`: one request."""
+        return self._whole(key, WHOLE_BYTES)
+
+    @patient
+    def get_small(self, key: str) -> bytes:
+        """The whole of a small object, as `Bounded.get_small`: one request."""
+        return self._whole(key, SMALL_BYTES)
+
+    def _whole(self, key: str, most_bytes: int) -> bytes:
         check_key(key)
-        return self.ask("get", key, lambda inner, name: bytes(obstore.get(inner, name).bytes()))
+
+        def fetch(inner: Any, name: str) -> bytes:
+            found = obstore.get(inner, name)  # the head of the reply, which states the length
+            check_length(key, self.url, found.meta["size"], most_bytes)
+            return bytes(found.bytes())
+
+        return self.ask("get", key, fetch)
 
     def read(self, key: str, offset: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `offset` on, as `Store.read`: one request."""

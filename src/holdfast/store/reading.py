@@ -20,9 +20,10 @@ from contextlib import contextmanager, suppress
 
 from holdfast.errors import UsageError
 from holdfast.patience import Patience, patient
-from holdfast.store.contract import BLOCK_BYTES, past_end, target_view
+from holdfast.store.contract import BLOCK_BYTES, check_range, past_end, target_view
 from holdfast.store.oserrors import REFUSED, translated
-from holdfast.store.tempfiles import O_DIRECT, is_aligned, open_direct
+from holdfast.store.regular import open_regular
+from holdfast.store.tempfiles import O_DIRECT, is_aligned
 
 
 class Descriptor:
@@ -88,7 +89,7 @@ class DirectReader:
         self.patience = patience
         self._key = key
         self._path = path
-        fd, self._direct = open_direct(path, os.O_RDONLY)
+        fd, self._direct, self._size = open_regular(path, key, direct=True)
         self._file = Descriptor(fd, key)
 
     def place_of(self, key: str = "") -> str:
@@ -100,6 +101,7 @@ class DirectReader:
         """Fill `into` with the bytes from `offset` on, as `Reader.read`."""
         view, at = target_view(into, offset), offset
         with self._file.used() as fd, translated("read", self._key, self._path):
+            check_range(self._key, offset, view, self._size)
             while view:
                 got = self._piece(fd, at, view)
                 if not got:

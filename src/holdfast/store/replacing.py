@@ -1,7 +1,7 @@
 """Replacing a file only while it is the one that was seen, against other processes that do the same.
 
     with held(path) as fd:                # nobody else holds this file to replace it
-        if whole(fd) == seen:
+        if whole(fd, len(seen)) == seen:
             temp.publish(path, root, replace=True)
 
 A file system has no call for this: rename replaces whatever is there.  So whoever means to replace a file
@@ -28,6 +28,7 @@ from contextlib import contextmanager, suppress
 
 from holdfast.errors import Unavailable, warn_user
 from holdfast.store.oserrors import REFUSED
+from holdfast.store.regular import AT_ONCE
 
 DEADLINE_S = 60.0
 """Others hold a lock for one small write; who holds it longer is stuck."""
@@ -59,17 +60,10 @@ def held(path: str, *, deadline_s: float = DEADLINE_S) -> Iterator[int]:
             os.close(fd)
 
 
-def whole(fd: int) -> bytes:
-    """All bytes of a small file."""
-    with open(os.dup(fd), "rb", buffering=0) as file:
-        file.seek(0)
-        return file.readall()
-
-
 def _open(path: str) -> int:
     with suppress(PermissionError):
-        return os.open(path, os.O_RDWR)  # NFS locks only what may be written
-    return os.open(path, os.O_RDONLY)
+        return os.open(path, os.O_RDWR | AT_ONCE)  # NFS locks only what may be written
+    return os.open(path, os.O_RDONLY | AT_ONCE)
 
 
 def _lock(fd: int, path: str, until: float) -> bool:

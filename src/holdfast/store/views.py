@@ -8,7 +8,17 @@ from contextlib import suppress
 from typing import ClassVar
 
 from holdfast.errors import NotFound, UsageError
-from holdfast.store.contract import Bytes, Entry, Reader, Store, Writer, reads_of
+from holdfast.store.contract import (
+    SMALL_BYTES,
+    WHOLE_BYTES,
+    Bytes,
+    Entry,
+    Reader,
+    Store,
+    Writer,
+    check_length,
+    reads_of,
+)
 
 
 class ViewStore(ABC):
@@ -36,7 +46,14 @@ class ViewStore(ABC):
 
     def get(self, key: str) -> bytes:
         """The whole of an object, as `Store.get`."""
-        data = bytearray(self.size(key))
+        return self._whole(key, WHOLE_BYTES)
+
+    def get_small(self, key: str) -> bytes:
+        """The whole of a small object, as `Bounded.get_small`."""
+        return self._whole(key, SMALL_BYTES)
+
+    def _whole(self, key: str, most_bytes: int) -> bytes:
+        data = bytearray(check_length(key, self.url, self.size(key), most_bytes))
         self.read(key, 0, memoryview(data))
         return bytes(data)
 

@@ -25,7 +25,7 @@ from holdfast.checkpoint.names import FOLDERS, step_prefix
 from holdfast.checkpoint.outfiles import Outfile
 from holdfast.errors import Exists, HoldfastError, NotFound, UsageError
 from holdfast.interop.folder import MARK, joined
-from holdfast.store import Store, open_store
+from holdfast.store import Store, get_small, open_store
 from holdfast.writers.planned import Planned
 
 ATTEMPT = "convert-"
@@ -119,7 +119,7 @@ class BucketTarget:
 
     def _begin_marked(self, mine: set[str]) -> None:
         keys, mark = self.store.list(), msgspec.json.encode({"conversion": self.identity})
-        seen = self.store.get(MARK) if MARK in keys else None
+        seen = get_small(self.store, MARK) if MARK in keys else None
         if seen is None and keys:
             raise UsageError(f"{self.store.url} exists", hint="give a URL where nothing is yet")
         try:
