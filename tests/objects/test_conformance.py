@@ -134,7 +134,7 @@ def test_the_length_of_a_small_object_is_looked_at_first(
     """The head of the reply states it, before anything of its body is taken into memory."""
     store.put("a", b"four")
     monkeypatch.setattr("holdfast.store.objects.SMALL_BYTES", 3)
-    with pytest.raises(Corrupt, match="'a' in .* has 4 bytes; of its kind at most 3"):
+    with pytest.raises(Corrupt, match=r"'a' in .* has 4 bytes; of its kind at most 3"):
         get_small(store, "a")
     assert store.get("a") == b"four"
 

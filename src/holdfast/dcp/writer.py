@@ -49,6 +49,7 @@ from holdfast.format.manifest import (
     Manifest,
     ShardingEntry,
     TensorEntry,
+    readable,
 )
 from holdfast.group.handed import hand, handed, take_away
 from holdfast.layout import Pieces
@@ -263,7 +264,7 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch gives no types
         if any(w.attempt != attempt for w in written):
             raise HoldfastError("ranks have written parts of different saves", step=attempt.step)
         manifest = _manifest(attempt, written, StateDictNames(metadata.planner_data), len(results))
-        replaced = commit(store, manifest)
+        replaced = commit(store, readable(manifest))
         others = under_way(os.getpid()).end(store, attempt)
         metadata.storage_meta = StorageMeta(checkpoint_id=self.root, save_id=str(attempt.step))
         with suppress(AgentError):  # the step is there; the next save puts another value
