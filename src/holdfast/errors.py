@@ -19,7 +19,9 @@ HoldfastError
 └── RankErrors                       errors by rank: their texts, and the errors themselves
 ```
 
-A message says what failed, where, what was expected and found, and what to do next (`hint`).
+A message says what failed, where, what was expected and found, and what to do next (`hint`).  Names in it
+may come from anywhere, so its text has no character that a terminal acts on (`printable`); what may be a
+secret in a URL is left out (`redacted`).
 Between the processes of holdfast they travel with all that they carry (`holdfast.wire`); they survive
 pickling, too.
 """
@@ -107,7 +109,7 @@ def warn_user(message: str, hint: str | None = None, *, notice: str | None = Non
     told = message if notice is None else notice_text(notice, message)
     if told is None:
         return
-    text = told if hint is None else f"{told}\n  hint: {hint}"
+    text = printable(redacted(told if hint is None else f"{told}\n  hint: {hint}"), "\n")
     frame = _caller(sys._getframe()) or _caller(next(iter(waiting.frames), None))
     if frame is None:
         warnings.warn(text, HoldfastWarning, stacklevel=2)
@@ -117,6 +119,31 @@ def warn_user(message: str, hint: str | None = None, *, notice: str | None = Non
         text, HoldfastWarning, frame.f_code.co_filename, frame.f_lineno,
         names.get("__name__"), names.setdefault("__warningregistry__", {}),
     )  # fmt: skip
+
+
+def printable(text: str, keep: str = "") -> str:
+    """The text, with its characters that are no visible ones written as `\\x1b`, but for those in `keep`.
+
+    A terminal acts on some (its title, the clipboard, what was written before), and others turn the order
+    of letters round.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
+
+
+_SECRET = "key|secret|token|pass|pwd|auth|sas|sig|cred"
+SECRET = re.compile(_SECRET, re.IGNORECASE)
+"""Parts of names by which the options of a URL look like secrets."""
+_IN_URL = re.compile(
+    rf"(://)[^/\s'\"]*@|([?&][^=&\s]*(?:{_SECRET})[^=&\s]*=)[^&\s'\"]+", re.IGNORECASE
+)
+
+
+def redacted(text: str) -> str:
+    """The text, with `...` for who is named before the host of a URL, and for options that look like
+    secrets."""
+    return _IN_URL.sub(lambda m: f"{m[1]}...@" if m[1] else f"{m[2]}...", text)
 
 
 class _Waiting(threading.local):
@@ -157,12 +184,12 @@ class HoldfastError(Exception):
         rank: int | None = None,
         hint: str | None = None,
     ) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = redacted(message)
+        super().__init__(self.message)
         self.step = step
         self.key = key
         self.rank = rank
-        self.hint = hint
+        self.hint = hint and redacted(hint)
 
     def __str__(self) -> str:
         where = [
@@ -171,7 +198,7 @@ class HoldfastError(Exception):
             if value is not None and not self._says(name, str(value))
         ]
         text = self.message + (f" ({', '.join(where)})" if where else "")
-        return text + (f"\n  hint: {self.hint}" if self.hint else "")
+        return printable(text + (f"\n  hint: {self.hint}" if self.hint else ""), "\n")
 
     def _says(self, name: str, value: str) -> bool:
         """True if the message states it: a key by itself, a number after its name, as in `rank 3`."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from holdfast.errors import RuleError
 from holdfast.layout import Mesh
 from holdfast.rules import RuleSet, presets
-from holdfast.rules.pattern import Pattern
+from holdfast.rules.pattern import Pattern, _may_match
 from holdfast.rules.source import Span, Text, source_of
 
 MESH = Mesh((("dp", 2), ("tp", 2)))
@@ -335,3 +335,41 @@ def test_large_and_nested_texts_end_soon(text) -> None:
 def test_values_are_exact() -> None:
     rules = RuleSet.parse("** replicated, scaled third * 3", let={"third": Fraction(1, 3)})
     assert rules.layout("w", (2,), Mesh()).view(0).scale == 1.0
+
+
+# -- long names -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "matches"),
+    [
+        ("**.a.**.a.**.a.**.weight", "a" + ".a" * 4000 + ".bias", False),
+        ("**.a.**.a.**.a.**.weight", "a" + ".a" * 4000 + ".weight", True),
+        ("**.mlp.**.weight", "a" + ".mlp" * 20_000 + ".bias", False),
+        ("*a*a*a*a*a*b", "a" * 3000, False),
+        ("**.{x}.**.{y:a|b}.**.a.**.{x}.w", "a" + ".a" * 2000 + ".bias", False),
+    ],
+)
+def test_a_glob_takes_no_power_of_a_names_length(text: str, name: str, matches: bool) -> None:
+    """By backtracking each of these takes from minutes to years."""
+    assert (pattern(text).match(name) is not None) is matches
+
+
+def test_a_regular_expression_is_refused_over_a_name_that_is_too_long_for_it() -> None:
+    four = pattern("/(.+)a(.+)a(.+)a(.+)b/")
+    assert four.match("layers.0.a.0.a.1.a.2.b") is not None
+    with pytest.raises(RuleError, match=r"4 repetitions may take for ever over a name of 2,000"):
+        four.match("a" * 2000)
+
+
+@given(
+    st.lists(
+        st.sampled_from(["*", "**", "{x}", "{y:**}", "{a|bc}", "{z:a|bc}", "a", "bc", ".", ".a."]),
+        min_size=1,
+        max_size=6,
+        unique_by=lambda piece: piece if piece[0] == "{" else object(),
+    ).map("".join),
+    st.text("abc.", max_size=10),
+)
+def test_trying_all_places_at_once_finds_what_backtracking_does(text: str, name: str) -> None:
+    assert _may_match(text, name) is (pattern(text).match(name) is not None)

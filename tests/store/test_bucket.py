@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import UsageError
+from holdfast.errors import HoldfastError, UsageError
+from holdfast.patience import opening
 from holdfast.store import open_store
 from holdfast.store.bucket import address_of, connect
 
@@ -64,12 +65,65 @@ def test_an_address_and_its_usual_form(url: str, prefix: str, opens: str) -> Non
         ("s3://b?sessionToken=hidden", "looks like a secret"),
         ("az://b?sas_key=hidden", "looks like a secret"),
         ("s3://b?unsafe=perhaps", "neither yes nor no"),
+        ("s3://b?pwd=hidden", "looks like a secret"),
+        ("s3://b?auth=hidden", "looks like a secret"),
+        ("s3://b?X-Amz-hidden9=1", "unknown option"),
+        ("s3://b?hidden9", "unknown option"),
+        ("s3://b?regoin=hidden", "unknown option 'regoin'"),
+        ("s3://me:hid/hidden@b/a", "names no bucket"),
+        ("s3://b/a#hidden", "has more than that"),
+        ("s3://b?region=a?secret=hidden", "region is no word"),
+        ("s3://b?region=http://me:hidden@h", "region is no word"),
+        ("s3://b?unsafe=hidden", "neither yes nor no"),
+        ("s3://b?endpoint=http://me:hidden@h:1", "endpoint has more than a host"),
+        ("gs://b?endpoint=http://hidden@h:1", "endpoint has more than a host"),
+        ("az://b?endpoint=http://h:1/%3Fsig%3Dhidden", "endpoint has more than a host"),
+        ("S3://b/x?SECRET=hidden", "it has no scheme"),
+        ("s3a://me:hidden@b/x", "unknown scheme 's3a'"),
+        ("swift://h/x?token=hidden", "unknown scheme 'swift'"),
+        ("https://b.s3.amazonaws.com/x?X-Amz-Signature=hidden", "unknown scheme 'https'"),
+        ("s3:/me:hidden@b", "with one slash"),
     ],
 )
 def test_what_is_refused(url: str, says: str) -> None:
+    """No message says what was secret."""
     with pytest.raises(UsageError, match=says) as error:
         open_store(url)
-    assert "hidden" not in str(error.value)
+    assert "hidden" not in str(error.value) + repr(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("cannot get http://me:pw@h:1/b", "cannot get http://...@h:1/b"),
+        ("'s3a://pw@b/x' and 'http://a:b@c'", "'s3a://...@b/x' and 'http://...@c'"),
+        ("https://h/x?a=1&X-Amz-Signature=ab%2F&b=2", "https://h/x?a=1&X-Amz-Signature=...&b=2"),
+        ("swift://h?pass=pw", "swift://h?pass=..."),
+        ("file:///a@b/c and a@b", "file:///a@b/c and a@b"),
+        ("s3://b/x?endpoint=http://h:1&unsafe=yes", "s3://b/x?endpoint=http://h:1&unsafe=yes"),
+    ],
+)
+def test_no_error_shows_a_secret_of_a_url(text: str, shown: str) -> None:
+    error = UsageError(text, hint=text)
+    assert (error.message, error.hint, error.args) == (shown, shown, (shown,))
+
+
+def test_an_odd_folder_keeps_its_name() -> None:
+    address = address_of("s3://b/a%23b%3Fc%25")
+    assert address.prefix == "a#b?c%/"
+    assert address_of(address.url) == address
+
+
+def test_the_environment_s_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """obstore says which URL it could not reach."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://me:hidden@127.0.0.1:9")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden")
+    with opening(2):
+        store = open_store("s3://b/x")
+    with pytest.raises(HoldfastError, match=r"127\.0\.0\.1") as error:
+        store.get("a")
+    assert "hidden" not in store.url + str(error.value) + repr(error.value)
 
 
 def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

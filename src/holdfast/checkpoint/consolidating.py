@@ -40,6 +40,7 @@ from holdfast.format.manifest import (
     Manifest,
     ShardingEntry,
     TensorEntry,
+    readable,
 )
 from holdfast.store import Store
 from holdfast.version import __version__
@@ -94,7 +95,7 @@ def plan_consolidation(
         raise UsageError(f"max_file_bytes={max_file_bytes}: must be positive")
     files = _assign(source.manifest, max_file_bytes)
     extras, left_out = keep_extras(source)
-    draft = _draft(source, target, files, attempt, extras)
+    draft = readable(_draft(source, target, files, attempt, extras))
     planned = [_plan(source, draft, number, file) for number, file in enumerate(files)]
     made = tuple(p for p in planned if p is not None)
     return Consolidation(draft, tuple(files), made, left_out, dict(source.files))

@@ -41,7 +41,7 @@ from holdfast.checkpoint.names import (
 )
 from holdfast.codec.digest import hexdigest
 from holdfast.errors import Corrupt, Exists, FormatError, HoldfastError, NotFound, Unavailable
-from holdfast.format.manifest import Manifest
+from holdfast.format.manifest import CONTROL, Manifest
 from holdfast.store import Store, get_small
 from holdfast.store.contract import SMALL_BYTES
 from holdfast.wire import decode_json
@@ -124,6 +124,10 @@ def decode(data: bytes) -> Notes:
         notes = decode_json(body + b"}", Notes)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"the notes of steps: {error}", key=NOTES_KEY, hint=HINT) from None
+    names = [*notes.labels, *(name for one in notes.metrics.values() for name in one.values)]
+    for name in filter(CONTROL.search, names):
+        said = f"the notes of steps: the name {name!r:.200} has a control character"
+        raise FormatError(said, key=NOTES_KEY, hint=HINT)
     if notes.holdfast != 1:
         raise FormatError(f"notes of version {notes.holdfast}", key=NOTES_KEY, hint=HINT)
     return notes

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from holdfast.cli.options import Parser, filled
-from holdfast.cli.screen import deliver, say
+from holdfast.cli.screen import deliver, say, say_lines
 from holdfast.cli.words import style
 from holdfast.errors import HoldfastError, HoldfastWarning, NotFound, NotRecoverable, UsageError
 from holdfast.suggest import did_you_mean
@@ -64,7 +64,7 @@ def run(words: Sequence[str]) -> int:
 
 def _run(words: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
-        say(overview())
+        say_lines(overview())
         return 0 if words else 2
     if words[0] == "--version":
         say(f"holdfast {__version__}")
@@ -83,7 +83,7 @@ def _run(words: Sequence[str]) -> int:
     function = _function(verb)
     parser = Parser(verb, function)
     if parser.asks_for_help(words[1:]):
-        say(parser.help())
+        say_lines(parser.help())
         return 2 if len(words) == 1 else 0
     options = parser.parse(words[1:])
     as_json = options.pop("as_json")

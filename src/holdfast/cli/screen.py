@@ -1,11 +1,13 @@
 """The result of a verb, and its writing: lines, tables and bars for people, JSON for programs.
 
+Names, labels and messages may come from anybody's checkpoint.  So what is no visible character is written
+as its escape, in JSON as well, and no text but a line of ours begins at the left margin.
+
 rich is imported when a bar or a table too wide for the terminal is drawn, and not before (60 ms).
 """
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,11 +15,11 @@ from dataclasses import dataclass
 from shutil import get_terminal_size
 from typing import Any, TextIO
 
-from holdfast.cli.words import dim, style
+from holdfast.cli.words import MARKS, STYLE, dim, style
+from holdfast.errors import printable
 
 Row = Sequence[str | int]
 """Cells of a table's line.  Numbers are written with commas; cells that lack at the end are empty."""
-_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +42,18 @@ def deliver(result: Result, as_json: bool) -> int:
     if as_json:
         import msgspec
 
-        text = msgspec.json.encode(result.data(), enc_hook=_plain)
-        say(msgspec.json.format(text, indent=2).decode())
+        data = msgspec.json.encode(result.data(), enc_hook=_plain)
+        text = msgspec.json.format(data, indent=2).decode()
+        print("".join(c if c.isprintable() or c == "\n" else _in_json(c) for c in text), flush=True)
     else:
         result.show()
     return result.exit_code
+
+
+def _in_json(char: str) -> str:
+    import json
+
+    return json.dumps(char)[1:-1]
 
 
 def _plain(value: Any) -> Any:
@@ -60,10 +69,26 @@ def _plain(value: Any) -> Any:
 
 
 def say(text: str = "", *styles: str, file: TextIO | None = None) -> None:
-    """A line on stdout, in colour on terminals."""
+    """A line on stdout, in colour on terminals.  Lines after the first are indented."""
     file = file or sys.stdout
-    text = style(text, *styles) if styles else text
-    print(text if file.isatty() else _ESCAPE.sub("", text), file=file, flush=True)
+    first, *others = (style(text, *styles) if styles else text).split("\n")
+    lines = [first, *(line if line.startswith(" ") else f"  {line}" for line in others)]
+    is_terminal = file.isatty()
+    print("\n".join(_shown(line, is_terminal) for line in lines), file=file, flush=True)
+
+
+def say_lines(text: str, *styles: str) -> None:
+    """The lines of a text of ours on stdout."""
+    for line in text.split("\n"):
+        say(line, *styles)
+
+
+def _shown(line: str, in_colour: bool) -> str:
+    """A line as it is written: what is no visible character as its escape, styles by sequences or not at
+    all."""
+    parts = STYLE.split(line)  # texts and numbers of styles, in turns
+    codes = [f"\x1b[{code}m" if in_colour else "" for code in parts[1::2]]
+    return "".join([a + b for a, b in zip(map(printable, parts[::2]), [*codes, ""])])
 
 
 def heading(text: str) -> None:
@@ -85,7 +110,7 @@ def table(columns: Sequence[str], rows: Sequence[Row], *, indent: int = 2) -> No
     """
     names = [c.lstrip(">") for c in columns]
     lines = [
-        [f"{cell:,}" if isinstance(cell, int) else cell for cell in row]
+        [f"{cell:,}" if isinstance(cell, int) else printable(cell, MARKS) for cell in row]
         + [""] * (len(names) - len(row))
         for row in rows
     ]
@@ -103,7 +128,7 @@ def table(columns: Sequence[str], rows: Sequence[Row], *, indent: int = 2) -> No
 
 
 def _width(text: str) -> int:
-    return len(_ESCAPE.sub("", text))
+    return len(STYLE.sub("", text))
 
 
 def _folded_table(
@@ -123,7 +148,7 @@ def _folded_table(
             column.lstrip(">"), justify=side, overflow="fold", no_wrap=width not in wide
         )
     for row in rows:
-        drawn.add_row(*(Text.from_ansi(cell) for cell in row))
+        drawn.add_row(*(Text.from_ansi(_shown(cell, True)) for cell in row))
     Console(highlight=False).print(Padding(drawn, (0, 0, 0, indent)))
 
 

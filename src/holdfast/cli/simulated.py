@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.cli.screen import Row, fields, heading, say, table
-from holdfast.cli.words import dim, size
+from holdfast.cli.screen import Row, fields, heading, say, say_lines, table
+from holdfast.cli.words import size
 from holdfast.errors import UsageError
 from holdfast.policy.cluster import HOUR_S, Cluster, at_random, from_trace
 from holdfast.policy.simulate import Outcome, simulate, strategies
@@ -114,7 +114,7 @@ def show(runs: list[Simulated], shape: float, trace: str | None) -> None:
     heading(f"{runs[0].wall_s / DAY_S:.3g} days")
     table(COLUMNS, [row for run in runs for row in _rows(run)])
     say()
-    say(dim(LEGEND))
+    say_lines(LEGEND, "dim")
 
 
 def _rows(run: Simulated) -> list[Row]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import calendar
+import re
 import time
 from collections.abc import Sequence
 
@@ -21,12 +22,17 @@ __all__ = [
     "style",
 ]
 
-_CODES = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33, "cyan": 36}
+_CODES = {"bold": 1, "dim": 2, "red": 91, "green": 32, "yellow": 33, "cyan": 36}
+MARKS = "\ufdd0\ufdd1"
+STYLE = re.compile(f"{MARKS[0]}({'|'.join(map(str, (0, *_CODES.values())))}){MARKS[1]}")
+"""A style in a text until that is written (`holdfast.cli.screen`): a number between marks, which no text
+has.  An escape sequence in a text is not ours."""
 
 
 def style(text: str, *names: str) -> str:
     """A text in a colour, `bold` or `dim`; what is no terminal is written without."""
-    return "".join(f"\x1b[{_CODES[name]}m" for name in names) + text + "\x1b[0m"
+    before, after = MARKS[0], MARKS[1]
+    return "".join(f"{before}{_CODES[name]}{after}" for name in names) + f"{text}{before}0{after}"
 
 
 def good(text: str) -> str:

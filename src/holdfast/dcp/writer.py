@@ -50,6 +50,7 @@ from holdfast.format.manifest import (
     Manifest,
     ShardingEntry,
     TensorEntry,
+    readable,
 )
 from holdfast.group.handed import hand, handed, take_away
 from holdfast.layout import Pieces
@@ -272,7 +273,7 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch gives no types
         line = () if self.keep is None else under_way(os.getpid()).line(store.url)
         names = StateDictNames(metadata.planner_data)
         manifest = _manifest(attempt, written, names, len(results), line)
-        replaced = commit(store, manifest)
+        replaced = commit(store, readable(manifest))
         others = under_way(os.getpid()).end(store, attempt)
         metadata.storage_meta = StorageMeta(checkpoint_id=self.root, save_id=str(attempt.step))
         with suppress(AgentError):  # the step is there; the next save puts another value

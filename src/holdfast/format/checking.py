@@ -20,6 +20,7 @@ from holdfast.format.manifest import (
     PackEntry,
     ShardingEntry,
     TensorEntry,
+    with_control,
 )
 from holdfast.layout import Box, num_corners, tiles
 
@@ -47,6 +48,8 @@ def check(m: Manifest) -> None:
     require(m.layout.world * len(m.shardings) <= MAX_PLAN, f"mesh {m.mesh} has too many ranks")
     require(len(m.layout.sizes) == len(m.mesh), f"mesh {m.mesh} names an axis twice")
     require(_is_safe(m.attempt) and "/" not in m.attempt, f"attempt {m.attempt!r}")
+    name = with_control(m)
+    require(name is None, f"the name {name!r:.200} has a control character")
     _check_depth(m.extras)
     for sharding in m.shardings:
         _check_sharding(sharding, m)

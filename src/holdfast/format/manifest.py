@@ -18,9 +18,9 @@ from typing import Any, Literal
 import msgspec
 
 from holdfast.codec.digest import hexdigest
-from holdfast.errors import Corrupt, FormatError, HoldfastError, UnsupportedVersion
+from holdfast.errors import Corrupt, FormatError, HoldfastError, UnsupportedVersion, printable
 from holdfast.format.dtypes import DTYPES
-from holdfast.format.extras import no_text
+from holdfast.format.extras import Unsaved, no_text
 from holdfast.garbage import uncollected
 from holdfast.layout import Box, Cut, Mesh, Placement, Sharding, Table
 from holdfast.wire import decode_json
@@ -188,6 +188,30 @@ def from_sharding(sharding: Sharding) -> ShardingEntry:
         held = tuple(FragmentEntry(r, b.start, b.stop) for r, b in sharding.held)
     cuts = tuple([CutEntry(c.dim, c.axes) for c in sharding.cuts])  # empty: the default itself
     return ShardingEntry(cuts, dict(sharding.on), held)
+
+
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+"""Characters that no name may have: whoever lists names would have a terminal act on them."""
+
+
+def with_control(m: Manifest) -> str | None:
+    """The first name with a control character; None if no name has one."""
+    names = [t.name for t in m.tensors]
+    names += [*{t.state for t in m.tensors}, *m.aliases, *(f.path for f in m.objects)]
+    names += [*(axis for axis, _ in m.mesh), *m.extras, *m.per_rank, *m.metrics, *m.software]
+    names += [m.attempt, m.created]
+    if "".join(names).isprintable():
+        return None
+    return next(filter(CONTROL.search, names), None)
+
+
+def readable(manifest: Manifest) -> Manifest:
+    """Return a manifest that is to be committed.  UsageError for a name that readers would refuse."""
+    name = with_control(manifest)
+    if name is not None:
+        why, hint = "a name with a control character cannot be saved", "give it another name"
+        raise Unsaved(printable(name[:200]), why, hint)
+    return manifest
 
 
 def encode(manifest: Manifest) -> bytes:

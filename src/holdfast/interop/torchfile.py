@@ -310,7 +310,7 @@ def start_of(section: PartFile, member: ArchiveMember, path: str) -> int:
         raise Corrupt(f"the header of member {member.name!r} is that of another", key=path)
     name, extra = struct.unpack("<HH", head[26:30])
     start = section.start + member.header + 30 + int(name) + int(extra)
-    if start + member.bytes > section.start + section.bytes:
+    if start + member.length > section.start + section.bytes:
         raise Corrupt(f"member {member.name!r} reaches past the end of the file", key=path)
     return start
 
@@ -337,7 +337,7 @@ def read_tree(
             raise Corrupt(f"storage {key!r} is missing", key=path)
         start = starts[member] if member in starts else start_of(section, member, path)
         crc = member.crc if archive.has_crc else None
-        return Storage(kind.dtype, start, member.bytes, path, crc)
+        return Storage(kind.dtype, start, member.length, path, crc)
 
     try:
         return unpickle(data, ChainMap(more or {}, table()), storage, lenient=lenient)
@@ -378,11 +378,11 @@ def _read_member(
     section: PartFile, archive: Archive, name: str, path: str, most: int = MAX_TREE_BYTES
 ) -> bytes:
     member = archive.members[name]
-    if member.bytes > most:
-        raise FormatError(f"{name} of {member.bytes} bytes", key=path)
+    if member.length > most:
+        raise FormatError(f"{name} of {member.length} bytes", key=path)
     start = start_of(section, member, path)
     section.seek(start - section.start)
-    data = section.read(member.bytes)
+    data = section.read(member.length)
     if archive.has_crc:
         check_crc(member, start, zlib.crc32(data), path)
     return data
@@ -396,7 +396,7 @@ def check_crc(member: ArchiveMember, start: int, found: int, path: str) -> None:
             f"expected {member.crc:08x}",
             key=path,
             start=start,
-            stop=start + member.bytes,
+            stop=start + member.length,
             expected=f"{member.crc:08x}",
             found=f"{found:08x}",
         )

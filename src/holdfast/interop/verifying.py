@@ -157,7 +157,7 @@ class _ForeignVerification:
         try:
             start = start_of(section, member, file)
             section.seek(start - section.start)
-            found, left = 0, member.bytes
+            found, left = 0, member.length
             while left:
                 data = section.read(min(BLOCK_BYTES, left))
                 found, left = zlib.crc32(data, found), left - len(data)

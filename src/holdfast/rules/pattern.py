@@ -7,6 +7,10 @@ r"""Patterns over names: globs with captures, and regular expressions.
 `*` is one or more characters but dots, `**` one or more of any; `{layer}` captures what `*` would match,
 `{a|b}` is one of several, `{x:a|b}` captures one of several, `{x:**}` captures what `**` would.  A pattern
 matches whole names.
+
+Names may come from anybody's checkpoint, and a regular expression with N wildcards tries a name's length to
+the power of N.  Where that is much, a glob is first tried at all places of the name at once (`_may_match`),
+and a regular expression is refused.
 """
 
 from __future__ import annotations
@@ -20,6 +24,10 @@ from holdfast.rules.source import Span
 MAX_STARS = 12
 MAX_REPEATS = 4
 MAX_SAMPLES = 64
+MANY_TRIES = 1e6
+"""Places to try from which on a glob is tried at all of them at once."""
+MAX_TRIES = 3e8
+"""Most places that a regular expression may try: a second, or two."""
 OPAQUE = 0xE000
 """First of the private characters for what one `*` may match, one each: no literal matches them."""
 DOTTED = 0xE100
@@ -43,6 +51,8 @@ class Pattern:
     regex: re.Pattern[str]
     captures: tuple[str, ...]
     samples: tuple[str, ...]
+    num_wildcards: int
+    """Wildcards, or repetitions of a regular expression."""
 
     @staticmethod
     def of(text: str, span: Span) -> Pattern:
@@ -65,13 +75,55 @@ class Pattern:
         return re.sub(r"\{([A-Za-z_]\w*)(:[^{}]*)?\}", lambda m: captures[m[1]], self.text)
 
     def match(self, name: str) -> dict[str, str] | None:
-        """The captures, None if it does not match."""
+        """The captures, None if it does not match.  RuleError if a regular expression may take long."""
+        tries = float(max(len(name), 1)) ** self.num_wildcards
+        if tries > MANY_TRIES and not self.text.startswith("/"):
+            fits = _may_match(self.text, name)
+            if not (fits and self.captures):
+                return {} if fits else None
+        elif tries > MAX_TRIES:
+            raise self.span.error(
+                f"{self.num_wildcards} repetitions may take for ever over a name of {len(name):,} "
+                f"characters, {name[:40]!r}...",
+                "write it with fewer repetitions, or as a glob",
+            )
         found = self.regex.fullmatch(name)
         return None if found is None else found.groupdict()
 
     def covers(self, other: Pattern) -> bool:
         """True if each name that `other` matches is surely matched by this one, too."""
         return bool(other.samples) and all(self.match(s) is not None for s in other.samples)
+
+
+def _may_match(text: str, name: str) -> bool:
+    """True if a glob matches a name, or would if what one `{x}` captures twice might differ.
+
+    It takes time by the length of the name, not a power of it.
+    """
+    ends = {0}
+    """Places of the name up to which the pieces so far may reach."""
+    for deep, _, group, literal, _ in _PIECE.findall(text):
+        _, colon, kind = group.partition(":")
+        words = [literal] if literal else (kind if colon else group).split("|")
+        if not ends:
+            return False
+        if literal or len(words) > 1:
+            ends = {at + len(w) for at in ends for w in words if name.startswith(w, at)}
+        elif deep or kind == "**" or f"{{{group}:" in text:
+            ends = set(range(min(ends) + 1, len(name) + 1))
+        else:
+            ends = _star(ends, name)
+    return len(name) in ends
+
+
+def _star(begins: set[int], name: str) -> set[int]:
+    """The ends of what `*` may match from some places on."""
+    ends, inside = set(), False
+    for at, char in enumerate(name):
+        inside = (inside or at in begins) and char != "." and not 0 <= ord(char) - DOTTED <= 0xFF
+        if inside:
+            ends.add(at + 1)
+    return ends
 
 
 def _glob(text: str, span: Span) -> Pattern:
@@ -93,7 +145,8 @@ def _glob(text: str, span: Span) -> Pattern:
             raise span.error(f"a pattern has at most {MAX_STARS} wildcards")
         regex += piece
         samples = [a + b for a in samples for b in shown] if len(samples) <= MAX_SAMPLES else []
-    return Pattern(text, span, re.compile(regex, re.DOTALL), tuple(captures), tuple(samples))
+    made = re.compile(regex, re.DOTALL)
+    return Pattern(text, span, made, tuple(captures), tuple(samples), stars)
 
 
 def _group(
@@ -140,13 +193,24 @@ def _regex(text: str, span: Span) -> Pattern:
             "a repeated group with repetitions or alternatives in it may take for ever",
             "write it without the outer repetition",
         )
-    return Pattern(text, span, compiled, tuple(compiled.groupindex), ())
+    repeats = _num_repeats(_without_classes(inner))
+    return Pattern(text, span, compiled, tuple(compiled.groupindex), (), repeats)
+
+
+def _without_classes(regex: str) -> str:
+    """A regular expression with one letter for each class of characters."""
+    plain = re.sub(r"\\.", "a", regex, flags=re.DOTALL)
+    return re.sub(r"\[\^?\]?(?:\\.|[^\]\\])*\]", "a", plain)
+
+
+def _num_repeats(plain: str) -> int:
+    return len(re.findall(r"[*+]|\{\d*,\d*\}", plain))
 
 
 def _may_explode(regex: str) -> bool:
     """True if matching may take exponential time, or a polynomial of high degree: a coarse, safe answer."""
-    plain = re.sub(r"\[\^?\]?(?:\\.|[^\]\\])*\]", "a", re.sub(r"\\.", "a", regex, flags=re.DOTALL))
-    if len(re.findall(r"[*+]|\{\d*,\d*\}", plain)) > MAX_REPEATS:
+    plain = _without_classes(regex)
+    if _num_repeats(plain) > MAX_REPEATS:
         return True
     open_groups: list[bool] = []
     for i, char in enumerate(plain):

@@ -10,7 +10,7 @@ import torch
 
 from holdfast.checkpoint.lineage import Line
 from holdfast.codec.digest import ALGORITHM, CHUNK_BYTES
-from holdfast.format.manifest import VERSION, FileEntry, Manifest
+from holdfast.format.manifest import VERSION, FileEntry, Manifest, readable
 from holdfast.saving.messages import Written
 from holdfast.saving.operation import Draft, SaveOperation
 from holdfast.version import __version__
@@ -51,7 +51,7 @@ def manifest_of(
         versions = [extras[key]] if key in extras else []
         versions += [answers[r].extras[key] for r in ranks if r != 0]
         extras[key] = merge_extras(key, versions)
-    return Manifest(
+    manifest = Manifest(
         holdfast=VERSION,
         step=step,
         run=run,
@@ -70,3 +70,4 @@ def manifest_of(
         line=line,
         **({} if attached is None else attached.in_manifest(attempt)),
     )
+    return readable(manifest)

@@ -95,6 +95,12 @@ def open_store(url: str | os.PathLike[str]) -> Store:
     text = path_of(url, "open_store", "url")
     scheme, separator, rest = text.partition("://")
     if not separator or "/" in scheme:
+        if text.startswith(tuple(f"{bucket}:/" for bucket in _BUCKETS)) and not os.path.exists(
+            text
+        ):
+            raise UsageError(
+                f"{text[:2]}:/ with one slash begins no URL, and no path that is there"
+            )
         return LocalStore(text)
     if scheme == "file":
         return LocalStore(_file_path(text, rest))
@@ -106,10 +112,10 @@ def open_store(url: str | os.PathLike[str]) -> Store:
         from holdfast.store.objects import ObjectStore
 
         return ObjectStore(text)
-    return _factory(text, scheme)(text)
+    return _factory(scheme)(text)
 
 
-def _factory(url: str, scheme: str) -> Callable[[str], Store]:
+def _factory(scheme: str) -> Callable[[str], Store]:
     """What opens URLs of a scheme that is not ours.  UsageError if nothing does."""
     found = _registered.get(scheme)
     if found is None:
@@ -118,8 +124,11 @@ def _factory(url: str, scheme: str) -> Callable[[str], Store]:
         brought = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
         if scheme not in brought:
             known = (*SCHEMES, *_registered, *brought)
+            shown = (
+                f"unknown scheme {scheme!r}" if _SCHEME.fullmatch(scheme) else "it has no scheme"
+            )
             raise UsageError(
-                f"cannot open '{url}': unknown scheme '{scheme}'; there are a path, "
+                f"cannot open a URL: {shown}; there are a path, "
                 f"{', '.join(f'{one}://' for one in known)}",
                 hint=did_you_mean(scheme, known),
             )

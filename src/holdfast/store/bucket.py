@@ -16,13 +16,14 @@ from __future__ import annotations
 import configparser
 import json
 import os
+import re
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import parse_qsl, unquote, urlencode
+from urllib.parse import parse_qsl, quote, unquote, urlencode
 
-from holdfast.errors import UsageError
+from holdfast.errors import SECRET, UsageError
 from holdfast.suggest import did_you_mean
 
 _COMMON = {"endpoint", "anonymous", "unsafe"}
@@ -32,7 +33,8 @@ _OPTIONS = {
     "az": _COMMON | {"account", "emulator"},
 }
 _FLAGS = {"anonymous", "unsafe", "virtual_host", "emulator"}
-_SECRET = ("key", "secret", "token", "password", "sas", "sig", "credential")
+_PLAIN = {"region": re.compile(r"[\w.-]*"), "account": re.compile(r"[\w.-]*")}
+"""Options whose values are words."""
 _YES, _NO = {"1", "true", "yes", ""}, {"0", "false", "no"}
 
 REQUEST_S = 30.0
@@ -53,7 +55,7 @@ class Address(NamedTuple):
     @property
     def url(self) -> str:
         """The address in its usual form; opens the same store."""
-        path = f"{self.bucket}/{self.prefix}".rstrip("/")
+        path = re.sub("[%?#]", lambda m: quote(m[0]), f"{self.bucket}/{self.prefix}".rstrip("/"))
         query = "?" + urlencode(self.options, safe=":/") if self.options else ""
         return f"{self.scheme}://{path}{query}"
 
@@ -67,10 +69,11 @@ def address_of(url: str) -> Address:
     scheme, _, rest = url.partition("://")
     rest, _, query = rest.partition("?")
     bucket, _, path = rest.partition("/")
-    if not bucket or "@" in bucket:
+    if not bucket or {*"@:#"} & {*bucket} or "#" in rest + query:
         raise UsageError(
-            f"cannot open '{_bare(url)}': it names no bucket",
-            hint=f"{scheme}://bucket/a/folder; credentials come from the environment",
+            f"cannot open a URL that begins with '{scheme}://': it names no bucket, or has more than that, "
+            "a folder and options",
+            hint=f"{scheme}://bucket/a/folder, with %23 for a #; credentials come from the environment",
         )
     options = dict(parse_qsl(query, keep_blank_values=True))
     for name, value in options.items():
@@ -79,27 +82,31 @@ def address_of(url: str) -> Address:
     return Address(scheme, bucket, "".join(f"{part}/" for part in parts), options)
 
 
-def _bare(url: str) -> str:
-    """A URL without what may be secret in it."""
-    scheme, _, rest = url.partition("://")
-    return f"{scheme}://{rest.partition('?')[0].rpartition('@')[2]}"
-
-
 def _check_option(scheme: str, name: str, value: str, url: str) -> None:
+    """UsageError for an option that there is not, or whose value it cannot have, which is not shown."""
     known = _OPTIONS[scheme]
-    if name not in known and any(word in name.lower() for word in _SECRET):
+    if name not in known and SECRET.search(name):
         raise UsageError(
-            f"cannot open '{url}': the option {name!r} looks like a secret, and URLs are written into logs",
+            f"cannot open '{url}': the option {name[:40]!r} looks like a secret, and URLs are written into "
+            "logs",
             hint="give credentials by the environment, a profile, or the role of the machine",
         )
     if name not in known:
+        shown = repr(name) if re.fullmatch("[a-z_]{1,40}", name) else "(no name of one)"
         raise UsageError(
-            f"cannot open '{url}?{name}={value}': unknown option {name!r}; {scheme}:// has "
-            f"{', '.join(sorted(known))}",
+            f"cannot open '{url}': unknown option {shown}; {scheme}:// has {', '.join(sorted(known))}",
             hint=did_you_mean(name, known),
         )
     if name in _FLAGS and value.lower() not in _YES | _NO:
-        raise UsageError(f"cannot open '{url}?{name}={value}': {name} is neither yes nor no")
+        raise UsageError(f"cannot open '{url}': {name} is neither yes nor no")
+    if name == "endpoint" and {*"@?#"} & {*value}:
+        raise UsageError(
+            f"cannot open '{url}': the endpoint has more than a host, a port and a path, and URLs are "
+            "written into logs",
+            hint="credentials come from the environment",
+        )
+    if name in _PLAIN and not _PLAIN[name].fullmatch(value):
+        raise UsageError(f"cannot open '{url}': {name} is no word")
 
 
 def connect(address: Address, limit_s: float | None, *, repeat: bool) -> Any:

@@ -34,7 +34,14 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from holdfast.arguments import flag_of
-from holdfast.errors import HoldfastError, NotFound, StoreError, Unavailable, UsageError
+from holdfast.errors import (
+    HoldfastError,
+    NotFound,
+    StoreError,
+    Unavailable,
+    UsageError,
+    redacted,
+)
 from holdfast.patience import Patience, patient
 from holdfast.store.bucket import LONGEST_S, Address, address_of, connect
 from holdfast.store.contract import (
@@ -606,9 +613,10 @@ def _check_process() -> None:
 
 
 _SECRETS = re.compile(
-    r"((?:sig|sas|token|X-Amz-[A-Za-z-]+|Signature|AWSAccessKeyId)=)[^&\s\"]+", re.I
+    r"((?:[?&][^=&\s]+|sig|sas|token|Signature|Credential|AWSAccessKeyId)=)[^&\s\"')]+",
+    re.IGNORECASE,
 )
-
+"""Options of the URLs of requests: many are signatures."""
 
 _CUT = "request or response body error"
 """How obstore says that a connection ended before the reply did."""
@@ -619,7 +627,7 @@ _NO_RANGE = re.compile(r"Wanted range starting at|CONTENT_RANGE header: \"bytes 
 def _said(error: Exception) -> str:
     """The first lines of what obstore says, without secrets and its inner forms."""
     text = str(error).partition("\n\nDebug source")[0]
-    return _SECRETS.sub(r"\1...", " ".join(text.split()))[:400]
+    return _SECRETS.sub(r"\1...", redacted(" ".join(text.split())))[:400]
 
 
 def _status(error: Exception) -> str:
