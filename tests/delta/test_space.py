@@ -166,21 +166,21 @@ def test_a_disk_keeps_room_for_the_next_full_save(small_disk: Path) -> None:  # 
     full save that is due is made, and the last one is where a restart begins."""
     run = new()
     options = {"every": holdfast.Every(delta=1, durable=12), "max_bytes": None, "on_error": "warn"}
-    root = small_disk / "root"
+    place = small_disk / "root"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with checkpointer(root, run, **options) as ckpt:
+        with checkpointer(place, run, **options) as ckpt:
             train(ckpt, run, 0, 3, lambda: None)
-            full = sum(path.stat().st_size for path in root.glob("steps/*/*/*"))
-            free = LocalStore(root).free_bytes() or 0
+            full = sum(path.stat().st_size for path in place.glob("steps/*/*/*"))
+            free = LocalStore(place).free_bytes() or 0
             (small_disk / "filler").write_bytes(bytes(free - 4 * full - 5 * RECORD))
             train(ckpt, run, 3, 36, lambda: None)
         expected = run.everything()
     told = [str(w.message) for w in caught if isinstance(w.message, holdfast.HoldfastWarning)]
     assert any("which records leave to the next full save" in text for text in told), told
     assert not any("save of step" in text for text in told), told
-    assert holdfast.steps(str(root)) == [1, 12, 24, 36]
+    assert holdfast.steps(str(place)) == [1, 12, 24, 36]
     again = new()
-    with checkpointer(root, again, **options) as ckpt:
+    with checkpointer(place, again, **options) as ckpt:
         assert ckpt.restore() == 36
     check_equal(again.everything(), expected)
