@@ -159,3 +159,28 @@ def test_two_ranks_keep_within_a_bound(lives: Lives) -> None:
     assert log_bytes(where) <= 16 * record
     again = lives.live(nodes=[0] * 2, until=24, **script)
     assert {(t.restored, t.start) for t in again} == {(24, told[0].digests[24])}, lives.errors()
+
+
+def test_a_disk_keeps_room_for_the_next_full_save(small_disk: Path) -> None:  # noqa: F811
+    """Records end before they take it, and those that the newest state does not need go for it: so every
+    full save that is due is made, and the last one is where a restart begins."""
+    run = new()
+    options = {"every": holdfast.Every(delta=1, durable=12), "max_bytes": None, "on_error": "warn"}
+    place = small_disk / "root"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with checkpointer(place, run, **options) as ckpt:
+            train(ckpt, run, 0, 3, lambda: None)
+            full = sum(path.stat().st_size for path in place.glob("steps/*/*/*"))
+            free = LocalStore(place).free_bytes() or 0
+            (small_disk / "filler").write_bytes(bytes(free - 4 * full - 5 * RECORD))
+            train(ckpt, run, 3, 36, lambda: None)
+        expected = run.everything()
+    told = [str(w.message) for w in caught if isinstance(w.message, holdfast.HoldfastWarning)]
+    assert any("which records leave to the next full save" in text for text in told), told
+    assert not any("save of step" in text for text in told), told
+    assert holdfast.steps(str(place)) == [1, 12, 24, 36]
+    again = new()
+    with checkpointer(place, again, **options) as ckpt:
+        assert ckpt.restore() == 36
+    check_equal(again.everything(), expected)
