@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 import struct
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -192,19 +193,24 @@ class Exchange:
         goes over a gloo group of ours, whose ranks find each other by the job's store: a stranger who
         changes addresses there at this very moment could, as he could when torch's group began.
         """
-        drawn = bytearray(secrets.token_bytes(KEY_BYTES))
+        drawn, until = secrets.token_bytes(KEY_BYTES), time.monotonic() + self.deadline_s
         if (torchs := gloo_of_torch()) is None:
-            return self.broadcast(bytes(drawn))
-
-        def late() -> Exception:
-            return RuntimeError("not all ranks have answered")
-
-        key = torch.frombuffer(drawn, dtype=torch.uint8)
+            return self.broadcast(drawn)
+        key = bytearray(drawn)
         try:
-            bounded(lambda: broadcast(torchs, key, 0), max(self.deadline_s, 1.0), late)
+            work = broadcast(torchs, torch.frombuffer(key, dtype=torch.uint8), 0)
+            if self.rank == 0:
+                return drawn  # it goes on while the others get it
+            for pause in meeting.pauses():
+                if work.is_completed():
+                    work.wait()
+                    return bytes(key)
+                if time.monotonic() > until:
+                    raise RuntimeError("rank 0 has not sent it")
+                time.sleep(pause)
         except (RuntimeError, dist.DistError) as error:
             raise self._explained(meeting, met, "agree on a key", error) from error
-        return bytes(drawn)
+        raise AssertionError
 
     def _gloo_group(self, meeting: Meeting, met: Met, what: str) -> Gloo:
         kept = meeting.held.get(self.deadline_s)

@@ -138,7 +138,7 @@ class Meeting:
     def hear(self, met: Met, name: str, limit_s: float, seal: Seal) -> bytes | None:
         """The message of that name, as soon as it is there; None if it is not within `limit_s`."""
         until, key = time.monotonic() + limit_s, f"{met.number}/{name}"
-        for pause in self._pauses():
+        for pause in self.pauses():
             found: bytes | None = self._ask(met.call, lambda s: _look(s, key), until)
             said = None if found is None else seal.open(name, found)
             if said is not None or time.monotonic() > until:
@@ -158,7 +158,7 @@ class Meeting:
         until, missing = time.monotonic() + limit_s, names(range(self.size))
         until += HOST_STAYS_S * (self.rank == 0)
         self._ask(met.call, lambda s: s.set(f"{met.number}/trouble/{self.rank}", b"1"), until)
-        for pause in self._pauses():
+        for pause in self.pauses():
             asked = missing
             there = self._ask(
                 met.call, lambda s: [r for r, k in asked.items() if s.check([k])], until
@@ -198,7 +198,7 @@ class Meeting:
             return True
         key, stop = f"{number}/sure", min(until, time.monotonic() + CONFIRM_S)
         count = self._ask(call, lambda s: s.add(key, 1), until)
-        for pause in self._pauses():
+        for pause in self.pauses():
             if count == self.size or time.monotonic() > stop:
                 break
             time.sleep(pause)
@@ -258,7 +258,7 @@ class Meeting:
         tell_after_s: float | None,
     ) -> _Outcome:
         tell_at = None if tell_after_s is None else until - limit_s + tell_after_s
-        for pause in self._pauses():
+        for pause in self.pauses():
             found = self._ask(call, lambda s: _look(s, f"{number}/outcome"), until)
             if found is not None:
                 return decode_json(found, _Outcome)
@@ -318,7 +318,7 @@ class Meeting:
         until, key = time.monotonic() + HOST_STAYS_S, f"{number}/read"
         with suppress(AgentError):
             count = self._ask(call, lambda s: s.add(key, 1), until)
-            for pause in self._pauses():
+            for pause in self.pauses():
                 if self.rank != 0 or count >= there or time.monotonic() > until:
                     return
                 time.sleep(pause)
@@ -327,7 +327,7 @@ class Meeting:
     def _ask(self, call: str, question: Callable[[Any], Any], until: float) -> Any:
         return self.line.ask(call, question, max(until - time.monotonic(), 0.0) + ANSWER_S)
 
-    def _pauses(self) -> Iterator[float]:
+    def pauses(self) -> Iterator[float]:
         """Seconds between looks: longer and longer, up to 0.01 s for 64 ranks and 0.25 s for thousands."""
         pause, most = FIRST_PAUSE_S, min(max(0.01, 0.01 * self.size / 64), 0.25)
         while True:
