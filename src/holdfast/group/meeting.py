@@ -36,7 +36,6 @@ import torch.distributed as dist
 from holdfast.errors import AgentError, Deadline, UsageError, warn_user
 from holdfast.group.gloo import Gloo
 from holdfast.group.line import StoreLine
-from holdfast.group.seal import Seal
 from holdfast.wire import decode_json
 
 COUNT = 20
@@ -94,8 +93,6 @@ class Meeting:
         """True once a meeting has taken place, so that all who will be counted are alive."""
         self.held: dict[float, tuple[int, Gloo]] = {}
         """Process groups of our own, by deadline, with the number of the meeting at which each was made."""
-        self.key: tuple[int, bytes] | None = None
-        """The key of the ranks' messages, with the number of the meeting at which it was drawn."""
 
     def meet(
         self, call: str, limit_s: float, *, holds: str = "", tell_after_s: float | None = None
@@ -129,22 +126,6 @@ class Meeting:
         return Met(number, call, outcome.kind == "anew")
 
     # -- within a call that has begun -------------------------------------------------------------
-
-    def post(self, met: Met, name: str, value: bytes, limit_s: float, seal: Seal) -> None:
-        """Leave a message for the other ranks of this call."""
-        value = seal.close(name, value)
-        self.line.ask(f"post {name}", lambda s: s.set(f"{met.number}/{name}", value), limit_s)
-
-    def hear(self, met: Met, name: str, limit_s: float, seal: Seal) -> bytes | None:
-        """The message of that name, as soon as it is there; None if it is not within `limit_s`."""
-        until, key = time.monotonic() + limit_s, f"{met.number}/{name}"
-        for pause in self.pauses():
-            found: bytes | None = self._ask(met.call, lambda s: _look(s, key), until)
-            said = None if found is None else seal.open(name, found)
-            if said is not None or time.monotonic() > until:
-                return said
-            time.sleep(pause)
-        raise AssertionError
 
     def roll_call(self, met: Met, limit_s: float) -> list[int]:
         """The ranks that do not answer, where this one has found that a call cannot go on.
@@ -232,14 +213,7 @@ class Meeting:
             outcome = _Outcome("anew")
             if not alike:
                 outcome = _Outcome("differ", _by_call(calls), None, self.size)
-        for name in (
-            "in",
-            "outcome",
-            "late",
-            "read",
-            "sure",
-            "board",
-        ):  # all have left the one before
+        for name in ("in", "outcome", "late", "read", "sure"):  # all have left the one before
             store.delete_key(f"{number - 1}/{name}")
         return self._close(store, number, outcome)
 
