@@ -26,6 +26,8 @@ BROADCAST_BYTES = 16 << 10
 """Bytes that `share` and `broadcast` send first: the size, and as much of the data as fits."""
 _SIZE = struct.Struct("<q")
 WORD_BYTES = 4 << 10
+WORD_PAUSE_S = 0.0003
+"""Longest pause between looks for rank 0's word, which is a matter of milliseconds."""
 
 ROLL_CALL_S = 3.0
 """Seconds after a failed collective that the ranks left may take to find that it has failed."""
@@ -206,7 +208,7 @@ class Exchange:
             while not work.is_completed():
                 if time.monotonic() > until:
                     raise RuntimeError("rank 0 has sent nothing")
-                time.sleep(next(pauses))
+                time.sleep(min(next(pauses), WORD_PAUSE_S))
             work.wait()
         except (RuntimeError, dist.DistError) as error:
             raise self._explained(meeting, met, "hear where the board is", error) from error
