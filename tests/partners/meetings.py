@@ -5,7 +5,6 @@ Each function is a case; an assertion that fails is a rank that fails.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
@@ -239,33 +238,16 @@ def a_stranger_at_the_board_decides_nothing(root: Path) -> None:
     group.close()
 
 
-def nor_does_one_who_says_where_the_board_is(root: Path) -> None:
-    store = dist.PrefixStore("holdfast", dist.distributed_c10d._get_default_store())
-    with socket.create_server(("127.0.0.1", 0)) as elsewhere:
-        forged = json.dumps(["127.0.0.1", elsewhere.getsockname()[1], ""])
-        store.set(f"{store.add('now', 0)}/board", forged)
-        dist.barrier()
-        group = Group(LONG_S, "a call")
-        assert group.ask("x/1", b"%d" % dist.get_rank(), b"".join) == b"01"
-        group.close()
-
-
 def ranks_without_gloo_have_one_key_too(root: Path) -> None:
-    meeting = meeting_of_job()
-    assert meeting is not None
-    keys = []
     for find in (exchange.gloo_of_torch, lambda: None):
-        meeting.key = None
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(exchange, "gloo_of_torch", find)
             group = Group(LONG_S, "a call")
         assert group.ask("x/1", b"%d" % dist.get_rank(), b"".join) == b"01"
-        group.close()
-        keys.append(meeting.key[1])
         theirs: list[Any] = [None, None]
-        dist.all_gather_object(theirs, keys)
-        assert theirs == [keys, keys]
-    assert len({*keys}) == 2
+        dist.all_gather_object(theirs, group.hide("a word"))
+        assert theirs[0] == theirs[1] != Seal(b"").hide("a word")
+        group.close()
 
 
 def no_message_has_the_token_of_an_agent(root: Path) -> None:
@@ -313,7 +295,6 @@ CASES: list[Case] = [
     processes_of_all_ranks_convert_together,
     those_of_nodes_that_count_attempts_otherwise_do_too,
     a_stranger_at_the_board_decides_nothing,
-    nor_does_one_who_says_where_the_board_is,
     ranks_without_gloo_have_one_key_too,
     no_message_has_the_token_of_an_agent,
 ]

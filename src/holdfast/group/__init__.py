@@ -15,7 +15,6 @@ import torch.distributed as dist
 from holdfast.group.board import Board
 from holdfast.group.exchange import Exchange
 from holdfast.group.meeting import Meeting, Met, meeting_of_job, meeting_over, store_of_launch
-from holdfast.group.seal import Seal
 
 if TYPE_CHECKING:
     from holdfast.group.window import HostWindow
@@ -46,8 +45,7 @@ class Group(Board, Exchange):
         self.rank = self.meeting.rank if self.meeting is not None else 0
         self.size = self.meeting.size if self.meeting is not None else 1
         self.together(call)
-        seal = self._seal_of_board()
-        Board.__init__(self, self.rank, self.size, deadline_s, seal, self.meeting, self.met)
+        Board.__init__(self, self.rank, self.size, deadline_s, confide=self.confide)
         self.asked = 0
         """Number of collective questions so far that have no number of their own."""
 
@@ -62,16 +60,6 @@ class Group(Board, Exchange):
         self.met = self.meeting.meet(call, limit, holds=self.holds, tell_after_s=self._tell_after_s)
         if self.met.is_anew:
             self.meeting.held.clear()
-            self.meeting.key = None
-
-    def _seal_of_board(self) -> Seal:
-        """The seal of the messages on this group's board; its key is drawn at the first meeting."""
-        meeting, met = self.meeting, self.met
-        if meeting is None or met is None:
-            return Seal(b"")
-        if meeting.key is None:
-            meeting.key = met.number, self._shared_key(meeting, met)
-        return Seal(meeting.key[1], met.number)
 
     def window(self, size: int) -> HostWindow:
         """Memory of this rank that the ranks on its host can see.  Collective."""

@@ -8,6 +8,7 @@ keeps nobody longer: the board is asked on a `StoreLine`.
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import threading
 import time
@@ -21,11 +22,12 @@ import torch.distributed as dist
 
 from holdfast.errors import AgentError, Deadline, warn_user
 from holdfast.group.line import StoreLine
-from holdfast.group.meeting import Meeting, Met, named
-from holdfast.group.seal import Seal
-from holdfast.wire import decode_error, decode_json, encode_error
+from holdfast.group.meeting import named
+from holdfast.group.seal import KEY_BYTES, Seal
+from holdfast.wire import decode_error, decode_msgpack, encode_error
 
 T = TypeVar("T")
+Confide = Callable[[bytes | None], bytes]
 
 POLL_S = 0.002
 LEAVE_S = 15.0
@@ -33,6 +35,8 @@ ANSWER_S = 10.0
 """Seconds beyond the deadline for the ranks' answers that rank 0 may take to decide."""
 LATE_S = 1.0
 """Seconds beyond what is left of a wait that the process hosting the board may take to answer."""
+MOST_TEXT = 400
+"""Characters of an error that rank 0 tells instead of an address."""
 LOOK = "look at the log of that rank; it may have died or never made this call"
 
 
@@ -44,21 +48,21 @@ class Board:
         rank: int,
         size: int,
         deadline_s: float,
-        seal: Seal,
-        meeting: Meeting | None = None,
-        met: Met | None = None,
+        seal: Seal | None = None,
+        confide: Confide | None = None,
     ) -> None:
+        """`confide` tells all ranks what rank 0 gives it; `seal`: of a board that is there."""
         self.rank = rank
         self.size = size
         self.deadline_s = deadline_s
         self._line: StoreLine | None = None
         """The line to the board; None with one rank, and when this rank has left."""
         self._lost = ""
-        self._seal = seal
+        self._seal = seal or Seal(b"")  # with one rank, for nobody
         self._has_told = False
         """The user was told of a stranger's message."""
-        if meeting is not None and met is not None:
-            self._line = self._open(meeting, met)
+        if confide is not None and size > 1:
+            self._line = self._open(confide)
         self._local: dict[str, bytes] = {}
         self._answered: dict[str, str] = {}
         self._leaving = False
@@ -77,22 +81,16 @@ class Board:
         if self.lost:
             raise AgentError(self.lost)
 
-    def _open(self, meeting: Meeting, met: Met) -> StoreLine:
-        """Open the line to the board; rank 0 tells where its board is in the store of the job."""
+    def _open(self, confide: Confide) -> StoreLine:
+        """Open the line to the board; rank 0 tells where it is, and its key."""
         until = time.monotonic() + self.deadline_s
         timeout = timedelta(seconds=self.deadline_s)
         if self.rank == 0:
-            return self._host(meeting, met, timeout)
-        data = meeting.hear(met, "board", self.deadline_s, self._seal)
-        if data is None:
-            raise Deadline(
-                f"rank 0 has not begun {met.call} within {self.deadline_s:g} s",
-                rank=0,
-                hint=LOOK,
-            )
-        host, port, problem = decode_json(data, tuple[str, int, str])
+            return self._host(confide, timeout)
+        host, port, key, problem = decode_msgpack(confide(None), tuple[str, int, bytes, str])
         if problem:
             raise _closed(host, problem)
+        self._seal = Seal(key)
 
         def connect() -> Any:
             return dist.TCPStore(
@@ -105,8 +103,9 @@ class Board:
         )
         return line
 
-    def _host(self, meeting: Meeting, met: Met, timeout: timedelta) -> StoreLine:
+    def _host(self, confide: Confide, timeout: timedelta) -> StoreLine:
         host, port, problem, failed = "", 0, "", None
+        key = secrets.token_bytes(KEY_BYTES)
         try:
             host, port, listener = _place(self.size)
             board = dist.TCPStore(
@@ -115,11 +114,11 @@ class Board:
             )  # fmt: skip
             port = board.port
         except Exception as error:
-            failed, problem = error, f"{type(error).__name__}: {error}"
-        place = msgspec.json.encode((host, port, problem))
-        meeting.post(met, "board", place, self.deadline_s, self._seal)
+            failed, problem = error, f"{type(error).__name__}: {error}"[:MOST_TEXT]
+        confide(msgspec.msgpack.encode((host[:MOST_TEXT], port, key, problem)))
         if problem:
             raise _closed(host, problem) from failed
+        self._seal = Seal(key)
         return StoreLine(lambda: board, "rank 0", 0)
 
     def _ask(self, what: str, question: Callable[[Any], T], limit_s: float | None = None) -> T:

@@ -7,8 +7,8 @@ ranks that are left tell each other so: the error names those that do not.
 
 from __future__ import annotations
 
-import secrets
 import struct
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -19,13 +19,15 @@ from holdfast.errors import AgentError, Deadline
 from holdfast.group.gloo import Gloo, broadcast, gloo_of_torch
 from holdfast.group.line import bounded
 from holdfast.group.meeting import Meeting, Met, named
-from holdfast.group.seal import KEY_BYTES
 from holdfast.wire import decode_error, encode_error
 
 SHARE_BYTES = 1 << 10
 BROADCAST_BYTES = 16 << 10
 """Bytes that `share` and `broadcast` send first: the size, and as much of the data as fits."""
 _SIZE = struct.Struct("<q")
+WORD_BYTES = 4 << 10
+WORD_PAUSE_S = 0.0003
+"""Longest pause between looks for rank 0's word, which is a matter of milliseconds."""
 
 ROLL_CALL_S = 3.0
 """Seconds after a failed collective that the ranks left may take to find that it has failed."""
@@ -178,33 +180,40 @@ class Exchange:
 
     @property
     def holds(self) -> str:
-        """The key and the gloo group that this rank has, in a word; all must have the same."""
-        if self.meeting is None:
-            return ""
-        held, key = self.meeting.held.get(self.deadline_s), self.meeting.key
-        return f"{key[0] if key else ''} {held[0] if held else ''}"
+        """The gloo group that this rank has for its collectives, in a word; all must have the same."""
+        held = self.meeting.held.get(self.deadline_s) if self.meeting is not None else None
+        return "" if held is None else str(held[0])
 
-    def _shared_key(self, meeting: Meeting, met: Met) -> bytes:
-        """Return a key that rank 0 draws, and only the ranks of this job learn.  Collective.
+    def confide(self, word: bytes | None) -> bytes:
+        """Return rank 0's word, of at most `WORD_BYTES`, on every rank and to nobody else.  Collective.
 
         It goes over connections that torch made when the process group began, so a stranger who comes to a
         store later cannot get between.  Where torch's group has no gloo (NCCL alone), or there is none, it
         goes over a gloo group of ours, whose ranks find each other by the job's store: a stranger who
         changes addresses there at this very moment could, as he could when torch's group began.
         """
-        drawn = bytearray(secrets.token_bytes(KEY_BYTES))
+        if (others := self._others) is None:
+            return word or b""
         if (torchs := gloo_of_torch()) is None:
-            return self.broadcast(bytes(drawn))
-
-        def late() -> Exception:
-            return RuntimeError("not all ranks have answered")
-
-        key = torch.frombuffer(drawn, dtype=torch.uint8)
+            return self.broadcast(word)
+        meeting, met = others
+        until = time.monotonic() + self.deadline_s
+        data = bytearray(_SIZE.pack(len(word or b"")) + (word or b""))
+        data = data.ljust(_SIZE.size + WORD_BYTES, b"\0")
         try:
-            bounded(lambda: broadcast(torchs, key, 0), max(self.deadline_s, 1.0), late)
+            work = broadcast(torchs, torch.frombuffer(data, dtype=torch.uint8), 0)
+            if word is not None:
+                return word  # rank 0 goes on while the others get it
+            pauses = meeting.pauses()
+            while not work.is_completed():
+                if time.monotonic() > until:
+                    raise RuntimeError("rank 0 has sent nothing")
+                time.sleep(min(next(pauses), WORD_PAUSE_S))
+            work.wait()
         except (RuntimeError, dist.DistError) as error:
-            raise self._explained(meeting, met, "agree on a key", error) from error
-        return bytes(drawn)
+            raise self._explained(meeting, met, "hear where the board is", error) from error
+        (size,) = _SIZE.unpack(data[: _SIZE.size])
+        return bytes(data[_SIZE.size : _SIZE.size + size])
 
     def _gloo_group(self, meeting: Meeting, met: Met, what: str) -> Gloo:
         kept = meeting.held.get(self.deadline_s)

@@ -68,18 +68,18 @@ class Gloo:
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """One rank's elements become all ranks'."""
-        broadcast(self._group, tensor, source)
+        broadcast(self._group, tensor, source).wait()
 
     def end(self) -> None:
         """Close every connection."""
         self._group = None
 
 
-def broadcast(group: Any, tensor: torch.Tensor, source: int) -> None:
-    """Over a group of torch's: one rank's elements become all ranks'."""
+def broadcast(group: Any, tensor: torch.Tensor, source: int) -> Any:
+    """Begin to make one rank's elements all ranks', over a group of torch's; return its `Work`."""
     options = c10d.BroadcastOptions()
     options.rootRank, options.rootTensor = source, 0
-    group.broadcast([tensor], options).wait()
+    return group.broadcast([tensor], options)
 
 
 def gloo_of_torch() -> Any:

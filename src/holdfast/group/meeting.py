@@ -36,7 +36,6 @@ import torch.distributed as dist
 from holdfast.errors import AgentError, Deadline, UsageError, warn_user
 from holdfast.group.gloo import Gloo
 from holdfast.group.line import StoreLine
-from holdfast.group.seal import Seal
 from holdfast.wire import decode_json
 
 COUNT = 20
@@ -94,8 +93,6 @@ class Meeting:
         """True once a meeting has taken place, so that all who will be counted are alive."""
         self.held: dict[float, tuple[int, Gloo]] = {}
         """Process groups of our own, by deadline, with the number of the meeting at which each was made."""
-        self.key: tuple[int, bytes] | None = None
-        """The key of the ranks' messages, with the number of the meeting at which it was drawn."""
 
     def meet(
         self, call: str, limit_s: float, *, holds: str = "", tell_after_s: float | None = None
@@ -130,22 +127,6 @@ class Meeting:
 
     # -- within a call that has begun -------------------------------------------------------------
 
-    def post(self, met: Met, name: str, value: bytes, limit_s: float, seal: Seal) -> None:
-        """Leave a message for the other ranks of this call."""
-        value = seal.close(name, value)
-        self.line.ask(f"post {name}", lambda s: s.set(f"{met.number}/{name}", value), limit_s)
-
-    def hear(self, met: Met, name: str, limit_s: float, seal: Seal) -> bytes | None:
-        """The message of that name, as soon as it is there; None if it is not within `limit_s`."""
-        until, key = time.monotonic() + limit_s, f"{met.number}/{name}"
-        for pause in self._pauses():
-            found: bytes | None = self._ask(met.call, lambda s: _look(s, key), until)
-            said = None if found is None else seal.open(name, found)
-            if said is not None or time.monotonic() > until:
-                return said
-            time.sleep(pause)
-        raise AssertionError
-
     def roll_call(self, met: Met, limit_s: float) -> list[int]:
         """The ranks that do not answer, where this one has found that a call cannot go on.
 
@@ -158,7 +139,7 @@ class Meeting:
         until, missing = time.monotonic() + limit_s, names(range(self.size))
         until += HOST_STAYS_S * (self.rank == 0)
         self._ask(met.call, lambda s: s.set(f"{met.number}/trouble/{self.rank}", b"1"), until)
-        for pause in self._pauses():
+        for pause in self.pauses():
             asked = missing
             there = self._ask(
                 met.call, lambda s: [r for r, k in asked.items() if s.check([k])], until
@@ -198,7 +179,7 @@ class Meeting:
             return True
         key, stop = f"{number}/sure", min(until, time.monotonic() + CONFIRM_S)
         count = self._ask(call, lambda s: s.add(key, 1), until)
-        for pause in self._pauses():
+        for pause in self.pauses():
             if count == self.size or time.monotonic() > stop:
                 break
             time.sleep(pause)
@@ -232,14 +213,7 @@ class Meeting:
             outcome = _Outcome("anew")
             if not alike:
                 outcome = _Outcome("differ", _by_call(calls), None, self.size)
-        for name in (
-            "in",
-            "outcome",
-            "late",
-            "read",
-            "sure",
-            "board",
-        ):  # all have left the one before
+        for name in ("in", "outcome", "late", "read", "sure"):  # all have left the one before
             store.delete_key(f"{number - 1}/{name}")
         return self._close(store, number, outcome)
 
@@ -258,7 +232,7 @@ class Meeting:
         tell_after_s: float | None,
     ) -> _Outcome:
         tell_at = None if tell_after_s is None else until - limit_s + tell_after_s
-        for pause in self._pauses():
+        for pause in self.pauses():
             found = self._ask(call, lambda s: _look(s, f"{number}/outcome"), until)
             if found is not None:
                 return decode_json(found, _Outcome)
@@ -318,7 +292,7 @@ class Meeting:
         until, key = time.monotonic() + HOST_STAYS_S, f"{number}/read"
         with suppress(AgentError):
             count = self._ask(call, lambda s: s.add(key, 1), until)
-            for pause in self._pauses():
+            for pause in self.pauses():
                 if self.rank != 0 or count >= there or time.monotonic() > until:
                     return
                 time.sleep(pause)
@@ -327,7 +301,7 @@ class Meeting:
     def _ask(self, call: str, question: Callable[[Any], Any], until: float) -> Any:
         return self.line.ask(call, question, max(until - time.monotonic(), 0.0) + ANSWER_S)
 
-    def _pauses(self) -> Iterator[float]:
+    def pauses(self) -> Iterator[float]:
         """Seconds between looks: longer and longer, up to 0.01 s for 64 ranks and 0.25 s for thousands."""
         pause, most = FIRST_PAUSE_S, min(max(0.01, 0.01 * self.size / 64), 0.25)
         while True:

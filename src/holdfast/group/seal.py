@@ -1,8 +1,8 @@
 """Seals: how ranks know each other's messages from a stranger's, on a store that has no password.
 
-Whoever reaches the port of a torch store may read, write and delete there.  So ranks agree on a key that
-never lies in a store, and every message on the board bears a mark that only who has the key can make, for
-the place where it lies:
+Whoever reaches the port of a torch store may read, write and delete there.  So rank 0 draws a key for each
+board and confides it to the other ranks (`Exchange.confide`), by no store; and every message on the board
+bears a mark that only who has the key can make, for the place where it lies:
 
     board     "save/3/answer" ──► mark(key, "save/3/answer", message) + message
     a rank    the mark is right: the message is from a rank of this run; else it is not there
@@ -25,12 +25,11 @@ MARK_BYTES = 16
 
 
 class Seal:
-    """A key, for one board, and what can be done with it."""
+    """The key of one board, and what can be done with it."""
 
-    def __init__(self, key: bytes, board: int = 0) -> None:
-        """`board`: its number; a message of one board is none on another."""
+    def __init__(self, key: bytes) -> None:
         marking, hiding, self._masking = (
-            hashlib.blake2b(b"%s%d" % (key, board), digest_size=KEY_BYTES, person=use).digest()
+            hashlib.blake2b(key, digest_size=KEY_BYTES, person=use).digest()
             for use in (b"mark", b"hide", b"mask")
         )
         self._marks = hashlib.blake2b(key=marking, digest_size=MARK_BYTES)
