@@ -226,6 +226,9 @@ class _StorageKind:
         self.dtype = dtype
 
 
+RawName = bytes
+
+
 @dataclass(frozen=True, slots=True)
 class ArchiveMember:
     """A member of an archive: where its own header lies in the section, its length and its CRC-32."""
@@ -234,7 +237,7 @@ class ArchiveMember:
     header: int
     bytes: int
     crc: int
-    recorded: bytes
+    recorded: RawName
     """Its name as the header has it."""
 
 
