@@ -163,10 +163,14 @@ def phases(is_quiet: bool = False) -> Iterator[Callable[[str, int, int], object]
         return
     from rich import progress as rich
     from rich.console import Console
+    from rich.theme import Theme
 
     columns = (rich.TextColumn("{task.description:>9}"), rich.BarColumn(), rich.DownloadColumn(),
                rich.TransferSpeedColumn(), rich.TimeRemainingColumn())  # fmt: skip
-    with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(
+        stderr=True, theme=Theme({"progress.data.speed": "green"})
+    )  # red is for faults
+    with rich.Progress(*columns, console=console, transient=True) as bar:
         tasks: dict[str, Any] = {}
 
         def advance(phase: str, done: int, total: int) -> None:
