@@ -235,7 +235,7 @@ class ArchiveMember:
 
     name: str
     header: int
-    bytes: int
+    length: int
     crc: int
     recorded: RawName
     """Its name as the header has it."""

@@ -50,9 +50,9 @@ class Door:
         self._socket = listener(host)
         self._socket.setblocking(False)
         self._visitors: dict[int, socket.socket] = {}
-        """By their number among the nodes."""
+        """The connection of each node, by its number among them."""
         self._silent: dict[socket.socket, float] = {}
-        """Those that have not said who they are, and when they came: the first one first."""
+        """Visitors that have not said who they are, and when they came: the first one first."""
 
     @property
     def port(self) -> int:
