@@ -495,7 +495,10 @@ def test_a_value_that_cannot_be_meant_is_refused_by_name(
     make, arguments = CALLS[call]
     for value in arguments[argument]:
         message = refusal(make(made), argument, value)
-        named = argument in message or (_is_word(value) and repr(value)[:60] in message)
+        word = (
+            str(value).partition("?")[0] if isinstance(value, str) and value in BUCKETS else value
+        )  # no value of a URL is shown
+        named = argument in message or (_is_word(value) and repr(word)[:60] in message)
         assert named, f"{_text(value)}: {message[:500]}"
         assert len(message) < 1000, "a message is read by people"
 

@@ -198,7 +198,7 @@ def by_the_writer_of_records(error: HoldfastError) -> HoldfastError:
         delta_messages.send(theirs, delta_messages.RecordsWrote((2,), error=WireError.of(error)))
         message, _ = delta_messages.receive(ours, delta_messages.FROM_WRITER)
     queue = Queue(MemoryStore("wire"), 1.0)
-    queue._sent[2] = Record(9, 0, 0, 0, 0, 0, ())
+    queue._sent[2] = delta_messages.Put(2, Record(9, 0, 0, 0, 0, 0, ()))
     queue._wrote(message)
     assert queue.error is not None
     return queue.error

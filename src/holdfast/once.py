@@ -92,12 +92,14 @@ def _read_together(files: Mapping[str, FileSource], group: Group) -> Attached | 
     return found[0]
 
 
-def begin_once(store: Store, step: int, *, goes_on: bool = False) -> tuple[int, str]:
+def begin_once(
+    store: Store, step: int, *, goes_on: bool = False, anew: bool = False
+) -> tuple[int, str]:
     """Tidy up before a save that takes no claim; its run, and the name of its attempt.  By the process that
     commits it; UsageError if records lead on from that step.
 
     `goes_on`: the save is of a training, so one of an older step than the newest begins another run, unless
-    a run is at work in the root.
+    a run is at work in the root.  `anew`: so does one of a process that has loaded nothing there.
     """
     keys = RootKeys(store, below=WHOLE)
     held = newest_claim(store, keys.below("claims/"))
@@ -109,7 +111,9 @@ def begin_once(store: Store, step: int, *, goes_on: bool = False) -> tuple[int, 
             hint="save under another number, or in a root of its own",
         )
     is_free = held is None or held.is_over()
-    if goes_on and is_free and max(keys.manifests, default=step) > step:
+    if anew and is_free and keys.saved:
+        run += 1
+    elif goes_on and is_free and max(keys.manifests, default=step) > step:
         run += any(one.run == run and one.step > step for one in keys.saved)
     try:
         with keys:

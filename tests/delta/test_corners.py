@@ -66,9 +66,9 @@ def test_no_step_begins_before_the_record_before_is_the_writers(
     order: list[tuple[str, int]] = []
     put, run = queue.Queue.put, Plain()
 
-    def late(self: queue.Queue, slot: int, record: Any) -> None:
+    def late(self: queue.Queue, slot: int, record: Any, *more: Any) -> None:
         time.sleep(0.05)
-        put(self, slot, record)
+        put(self, slot, record, *more)
         order.append(("put", record.step))
 
     monkeypatch.setattr(queue.Queue, "put", late)
@@ -90,9 +90,9 @@ def test_a_record_that_cannot_be_handed_over(
     """Training ends with an error, or goes on without records."""
     stuck, put, run = threading.Event(), queue.Queue.put, Plain()
 
-    def hangs(self: queue.Queue, slot: int, record: Any) -> None:
+    def hangs(self: queue.Queue, slot: int, record: Any, *more: Any) -> None:
         stuck.wait(300)
-        put(self, slot, record)
+        put(self, slot, record, *more)
 
     monkeypatch.setattr(queue.Queue, "put", hangs)
     monkeypatch.setattr(capture, "HURRY_S", 0.2)
@@ -318,10 +318,10 @@ def test_a_record_that_is_not_handed_over(
     """Records end there, aloud, and begin again with the next full save; none leads on over the gap."""
     put = queue.Queue.put
 
-    def failing(self: queue.Queue, slot: int, record: Any) -> None:
+    def failing(self: queue.Queue, slot: int, record: Any, *more: Any) -> None:
         if record.step == 6:
             raise MemoryError("no room for a message")
-        put(self, slot, record)
+        put(self, slot, record, *more)
 
     monkeypatch.setattr(queue.Queue, "put", failing)
     expected, told = nine_steps(root)

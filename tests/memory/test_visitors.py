@@ -196,7 +196,7 @@ def test_no_other_user_reads_the_name_of_a_job(tmp_path: Path) -> None:
 def test_a_job_of_another_user_is_none_of_this_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, read = LocalStore(tmp_path), LocalStore.get
+    store, read = LocalStore(tmp_path), LocalStore.get_small
     before = job_of(store, Group())
     theirs = (tmp_path / JOB_KEY).stat().st_ino
 
@@ -205,5 +205,5 @@ def test_a_job_of_another_user_is_none_of_this_one(
             raise StoreError("cannot get it", key=key) from PermissionError(13, "no")
         return read(self, key)
 
-    monkeypatch.setattr(LocalStore, "get", get)
+    monkeypatch.setattr(LocalStore, "get_small", get)
     assert job_of(store, Group()) != before

@@ -51,7 +51,10 @@ class UnderWay:
             step = wanted
             if step is None:
                 step = max([*step_numbers(store), *self._steps(store)], default=-1) + 1
-            attempt = SaveAttempt(step, *begin_once(store, step, goes_on=True))
+            anew = store.url not in self._lines
+            attempt = SaveAttempt(step, *begin_once(store, step, goes_on=True, anew=anew))
+            if anew:  # the next saves go on from this one, also while it is under way
+                self._lines[store.url] = ()
             self._open.append((store.url, me, attempt))
             return attempt
 
