@@ -88,8 +88,9 @@ def _own_file(store: Store, fresh: bytes) -> bytes:
         if not isinstance(error.__cause__, PermissionError):
             raise
     store.delete(JOB_KEY)
-    store.put(JOB_KEY, fresh, if_absent=True)
-    return _own_file(store, fresh)
+    with suppress(Exists):
+        store.put(JOB_KEY, fresh, if_absent=True)
+    return get_small(store, JOB_KEY)
 
 
 def _read_job(store: Store) -> JobFile:
