@@ -93,13 +93,13 @@ def _read_together(files: Mapping[str, FileSource], group: Group) -> Attached | 
 
 
 def begin_once(
-    store: Store, step: int, *, goes_on: bool = False, anew: bool = False
+    store: Store, step: int, *, goes_on: bool = False, of_run: int | None = None
 ) -> tuple[int, str]:
     """Tidy up before a save that takes no claim; its run, and the name of its attempt.  By the process that
     commits it; UsageError if records lead on from that step.
 
     `goes_on`: the save is of a training, so one of an older step than the newest begins another run, unless
-    a run is at work in the root.  `anew`: so does one of a process that has loaded nothing there.
+    a run is at work in the root; and so does one of a training that is not of the newest run (`of_run`).
     """
     keys = RootKeys(store, below=WHOLE)
     held = newest_claim(store, keys.below("claims/"))
@@ -111,7 +111,7 @@ def begin_once(
             hint="save under another number, or in a root of its own",
         )
     is_free = held is None or held.is_over()
-    if anew and is_free and keys.saved:
+    if goes_on and is_free and keys.saved and of_run != run:
         run += 1
     elif goes_on and is_free and max(keys.manifests, default=step) > step:
         run += any(one.run == run and one.step > step for one in keys.saved)

@@ -51,10 +51,8 @@ class UnderWay:
             step = wanted
             if step is None:
                 step = max([*step_numbers(store), *self._steps(store)], default=-1) + 1
-            anew = store.url not in self._lines
-            attempt = SaveAttempt(step, *begin_once(store, step, goes_on=True, anew=anew))
-            if anew:  # the next saves go on from this one, also while it is under way
-                self._lines[store.url] = ()
+            of_run = next((run for run, _ in self._lines.get(store.url, ())), None)
+            attempt = SaveAttempt(step, *begin_once(store, step, goes_on=True, of_run=of_run))
             self._open.append((store.url, me, attempt))
             return attempt
 
@@ -85,8 +83,11 @@ class UnderWay:
             self._taken.append(attempt.name)
 
     def end(self, store: Store, attempt: SaveAttempt) -> list[int]:
-        """Forget an attempt that was committed; the steps of the others of that root."""
+        """Go on from an attempt that was committed; the steps of the others of that root."""
         with self._lock:
+            before = self._lines.get(store.url, ())
+            newest = attempt.run, attempt.step
+            self._lines[store.url] = newest, *(pair for pair in before if pair[0] != attempt.run)
             self._open = [one for one in self._open if one[2] != attempt]
             return self._steps(store)
 

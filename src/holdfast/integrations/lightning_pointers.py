@@ -70,14 +70,15 @@ def write_pointer(path: str, pointer: Pointer) -> None:
 
 def newest_native(folders: Iterable[Any]) -> tuple[str, int]:
     """The checkpoint with the highest `step=` in its name that Lightning itself has saved in one of these
-    folders, and that step; ("", -1) if there is none."""
+    folders, and that step; ("", -1) if there is none, or it cannot be read: one rank alone looks."""
     found = [("", -1)]
     for folder in folders:
-        files = get_filesystem(folder)
-        for path in files.ls(folder, detail=False) if files.isdir(folder) else ():
-            at = re.search(r"step=(\d+)", os.path.basename(path))
-            if at and str(path).endswith(".ckpt") and read_pointer(path) is None:
-                found.append((str(path), int(at[1])))
+        with suppress(OSError, ValueError):
+            files = get_filesystem(folder)
+            for path in files.ls(folder, detail=False) if files.isdir(folder) else ():
+                at = re.search(r"step=(\d+)", os.path.basename(path))
+                if at and str(path).endswith(".ckpt") and read_pointer(path) is None:
+                    found.append((str(path), int(at[1])))
     return max(found, key=lambda one: one[1])
 
 

@@ -39,9 +39,8 @@ def open_regular(path: str, key: str, *, direct: bool = False) -> tuple[int, boo
     except FileNotFoundError:
         raise
     except OSError:
-        check_regular(
-            os.stat(path), path, key
-        )  # a socket is never opened, a device not by everybody
+        # a socket is never opened, a device not by everybody
+        check_regular(os.stat(path), path, key)
         raise
     try:
         return fd, is_direct, check_regular(os.fstat(fd), path, key)
