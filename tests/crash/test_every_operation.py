@@ -16,6 +16,7 @@ import holdfast.roots
 from holdfast import Keep
 from holdfast.checkpoint import notes
 from holdfast.checkpoint.opened import Checkpoint
+from holdfast.dcp.attempts import under_way
 from holdfast.errors import HoldfastError
 from holdfast.store import LocalStore, Store
 from holdfast.testing import Stopped
@@ -170,10 +171,13 @@ def test_a_label_of_a_save_under_way(monkeypatch) -> None:
 
 
 def dcp_life(monkeypatch, store: Store, step: int, value: float, **options) -> None:
-    """A process that saves by DCP's own call, until its store is dead."""
+    """A process that goes on from the newest step and saves by DCP's own call, until its store is dead."""
     monkeypatch.setattr(holdfast.dcp.writer, "open_store", lambda url: store)
     monkeypatch.setattr(holdfast.roots, "open_store", lambda url: store)
+    under_way.cache_clear()  # a new process has no saves of the one before
     with suppress(Stopped, CheckpointException):
+        if contents(store):
+            dcp.load(state_of(0.0), storage_reader=holdfast.dcp.Reader(store.url), no_dist=True)
         writer = holdfast.dcp.Writer(store.url, **options)
         dcp.save(state_of(value), storage_writer=writer, checkpoint_id=str(step), no_dist=True)
         writer.wait()
