@@ -365,9 +365,14 @@ def names_in(module: nn.Module) -> dict[str, Sequence[str]]:
 
 def reshard(module: nn.Module) -> None:
     """Put the parts of FSDP2's parameters in their places, instead of what was gathered of them."""
-    for part in parts_of(module):
-        kind = type(part)  # which answers ten times sooner than a module that has no such name
-        if hasattr(kind, "reshard") and hasattr(kind, "unshard"):
+    every = parts_of(module)
+    kinds = {
+        kind
+        for kind in set(map(type, every))
+        if hasattr(kind, "reshard") and hasattr(kind, "unshard")
+    }
+    for part in every if kinds else ():
+        if type(part) in kinds:
             part.reshard()
 
 

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from holdfast.state.live import State, is_of_framework, stages
+from holdfast.state.live import State, is_of_framework, parts_of, stages
 from holdfast.state.observer import StepCounts, calls_hooks
 from holdfast.state.outside import few, held
 from holdfast.state.writes import Mark, count_and_address
@@ -187,6 +187,15 @@ class Trains:
         self, state: State, own: dict[str, list[Any]], stepped: list[tuple[Any, int]]
     ) -> Iterator[Notice]:
         """Parameters of an optimizer that steps are no longer in a model, whose own are in no optimizer."""
+        there = {
+            id(p)
+            for value in state.values()
+            for module in stages(value) or ()
+            for part in parts_of(module)
+            for p in part._parameters.values()
+        }
+        if all(id(p) in there for parts in own.values() for one in parts for p in _params(one)):
+            return
         names = _names_of(state)
         times = {id(one): number for one, number in stepped}
         has = {id(p) for parts in own.values() for one in parts for p in _params(one)}

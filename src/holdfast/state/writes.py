@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import as_strided
 from torch.distributed.tensor import DTensor
 
 from holdfast.state.arrays import raw_array
@@ -45,6 +46,8 @@ WHOLE = 1 << 10
 """Number of elements of an array of which all are looked at (`corner`): to copy them takes no time."""
 SPREAD = 64
 """Number of elements that are looked at of a larger one, about."""
+RUN = 8
+"""Number of these that lie together, since each line of memory that is read takes a wait."""
 _KNOWN = PLAIN | {DTensor}
 
 
@@ -73,14 +76,20 @@ def count_and_address(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def corner(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """A view of a few elements from all over an array, two along each dim but the last: a write to all of
-    it, however it is made, changes some of them.  A small step in 16 bits rounds to none for most, hence
-    some dozens.  A small array is seen whole.  Of two arrays of one shape, it has the same elements."""
+    """A view of a few elements from all over an array, two along each dim but the last, runs along that: a
+    write to all of it, however it is made, changes some of them.  A small step in 16 bits rounds to none
+    for most, hence some dozens.  A small array is seen whole.  Of two arrays of one shape, it has the same
+    elements."""
     if values.size <= WHOLE:
         return values[...]
-    numbers = [2] * (values.ndim - 1) + [max(2, SPREAD >> (values.ndim - 1))]
-    parts: list[Any] = [slice(None, None, -(-n // k) or 1) for n, k in zip(values.shape, numbers)]
-    return values[tuple([*parts, ...])]
+    *outer, last = values.shape
+    rows = values[tuple([*(slice(None, None, -(-n // 2)) for n in outer), ...])]
+    runs = max(2, (SPREAD >> len(outer)) // RUN)
+    if last <= runs * RUN:
+        return rows
+    along = rows.strides[-1]
+    strides = *rows.strides[:-1], last // runs * along, along
+    return as_strided(rows, (*rows.shape[:-1], runs, RUN), strides, writeable=False)
 
 
 def address_and_strides(memory: torch.Tensor) -> tuple[int, ...]:
