@@ -111,8 +111,9 @@ class LocalStore:
     def _replace(self, key: str, path: str, view: memoryview, seen: memoryview) -> None:
         with translated("put", key, path):
             try:
-                with held(path) as fd:
-                    if os.fstat(fd).st_size != len(seen) or whole(fd, len(seen)) != seen:
+                with held(path) as file:
+                    size = os.fstat(file.fileno()).st_size
+                    if size != len(seen) or whole(file, size) != seen:
                         raise not_the_seen(key, self.url)
                     self._put(path, view, replace=True)
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -145,11 +146,9 @@ class LocalStore:
     def _whole(self, key: str, most_bytes: int) -> bytes:
         path = self._path(key)
         with translated("get", key, path):
-            fd, _, size = open_regular(path, key)
-            try:
-                return whole(fd, check_length(key, self.url, size, most_bytes))
-            finally:
-                os.close(fd)
+            file, _, size = open_regular(path, key)
+            with file:
+                return whole(file, check_length(key, self.url, size, most_bytes))
 
     def read(self, key: str, offset: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `offset` on; `Corrupt` if the object ends before."""
@@ -298,8 +297,8 @@ class LocalReader:
         self.patience = patience
         self._key = key
         self._path = path
-        fd, _, self._size = open_regular(path, key)
-        self._file = Descriptor(fd, key)
+        file, _, self._size = open_regular(path, key)
+        self._file = Descriptor(file, key)
 
     def place_of(self, key: str = "") -> str:
         """The path."""

@@ -12,6 +12,7 @@ again.
 from __future__ import annotations
 
 import fcntl
+import io
 import mmap
 import os
 import threading
@@ -22,15 +23,15 @@ from holdfast.errors import UsageError
 from holdfast.patience import Patience, patient
 from holdfast.store.contract import BLOCK_BYTES, check_range, past_end, target_view
 from holdfast.store.oserrors import REFUSED, translated
-from holdfast.store.regular import open_regular
-from holdfast.store.tempfiles import O_DIRECT, is_aligned
+from holdfast.store.regular import O_DIRECT, open_regular
+from holdfast.store.tempfiles import is_aligned
 
 
 class Descriptor:
-    """The file descriptor of an object that is read; closed when it is let go and not in use."""
+    """The open file of an object that is read; closed when it is let go and not in use."""
 
-    def __init__(self, fd: int, key: str) -> None:
-        self._fd = fd
+    def __init__(self, file: io.FileIO, key: str) -> None:
+        self._file = file
         self._key = key
         self._lock = threading.Lock()
         self._num_users = 1
@@ -45,7 +46,7 @@ class Descriptor:
                 raise UsageError(f"the reader of '{self._key}' is closed", key=self._key)
             self._num_users += 1
         try:
-            yield self._fd
+            yield self._file.fileno()
         finally:
             self._let_go()
 
@@ -62,7 +63,7 @@ class Descriptor:
             is_last = not self._num_users
         if is_last:
             with suppress(OSError):
-                os.close(self._fd)
+                self._file.close()
 
 
 SPARE_BYTES = 2 << 20
@@ -89,8 +90,8 @@ class DirectReader:
         self.patience = patience
         self._key = key
         self._path = path
-        fd, self._direct, self._size = open_regular(path, key, direct=True)
-        self._file = Descriptor(fd, key)
+        file, self._direct, self._size = open_regular(path, key, direct=True)
+        self._file = Descriptor(file, key)
 
     def place_of(self, key: str = "") -> str:
         """The path."""

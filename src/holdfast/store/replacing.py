@@ -1,7 +1,7 @@
 """Replacing a file only while it is the one that was seen, against other processes that do the same.
 
-    with held(path) as fd:                # nobody else holds this file to replace it
-        if whole(fd, len(seen)) == seen:
+    with held(path) as file:              # nobody else holds this file to replace it
+        if whole(file, len(seen)) == seen:
             temp.publish(path, root, replace=True)
 
 A file system has no call for this: rename replaces whatever is there.  So whoever means to replace a file
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import os
 import time
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ from contextlib import contextmanager, suppress
 
 from holdfast.errors import Unavailable, warn_user
 from holdfast.store.oserrors import REFUSED
-from holdfast.store.regular import AT_ONCE
+from holdfast.store.regular import AT_ONCE, opened
 
 DEADLINE_S = 60.0
 """Others hold a lock for one small write; who holds it longer is stuck."""
@@ -39,31 +40,24 @@ _NO_LOCKS = (*REFUSED, errno.ENOLCK)
 
 
 @contextmanager
-def held(path: str, *, deadline_s: float = DEADLINE_S) -> Iterator[int]:
-    """The descriptor of the file at `path`, locked; nobody else replaces the file meanwhile.
+def held(path: str, *, deadline_s: float = DEADLINE_S) -> Iterator[io.FileIO]:
+    """The file at `path`, open and locked; nobody else replaces it meanwhile.
 
     Blocks while another process holds it; Unavailable after `deadline_s`.  FileNotFoundError if there is
     none.
     """
     until = time.monotonic() + deadline_s
-    fd = -1
-    try:
-        while True:
-            fd = _open(path)
-            if _lock(fd, path, until) and _is_at(fd, path):
-                break
-            os.close(fd)
-            fd = -1
-        yield fd
-    finally:
-        if fd >= 0:
-            os.close(fd)
+    while True:
+        with _open(path) as file:
+            if _lock(file.fileno(), path, until) and _is_at(file.fileno(), path):
+                yield file
+                return
 
 
-def _open(path: str) -> int:
+def _open(path: str) -> io.FileIO:
     with suppress(PermissionError):
-        return os.open(path, os.O_RDWR | AT_ONCE)  # NFS locks only what may be written
-    return os.open(path, os.O_RDONLY | AT_ONCE)
+        return opened(path, os.O_RDWR | AT_ONCE)  # NFS locks only what may be written
+    return opened(path, os.O_RDONLY | AT_ONCE)
 
 
 def _lock(fd: int, path: str, until: float) -> bool:

@@ -22,6 +22,7 @@ import ctypes
 import errno
 import fcntl
 import hashlib
+import io
 import mmap
 import os
 import re
@@ -41,9 +42,9 @@ from holdfast.store.directories import (
     walk,
 )
 from holdfast.store.oserrors import REFUSED, obstacle, translated
+from holdfast.store.regular import O_DIRECT, open_direct, opened
 
 BOUNCE_BYTES = 1 << 20
-O_DIRECT: int = getattr(os, "O_DIRECT", 0)  # no such thing on macOS
 
 _TEMP_NAME = re.compile(r"\.tmp-(?P<place>.+)-(?P<pid>\d{1,9})-[0-9a-f]{16}")
 
@@ -126,21 +127,7 @@ def _open_new(path: str, *, direct: bool) -> TempFile:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     if direct:
         return TempFile(path, *open_direct(path, flags))
-    return TempFile(path, os.open(path, flags, 0o666), False)
-
-
-def open_direct(path: str, flags: int) -> tuple[int, bool]:
-    """A descriptor, and whether it has O_DIRECT: not where the file system refuses it."""
-    if O_DIRECT:
-        try:
-            return os.open(path, flags | O_DIRECT, 0o666), True
-        except OSError as error:
-            if error.errno not in REFUSED:
-                raise
-        if flags & os.O_EXCL:
-            with suppress(FileNotFoundError):  # Linux may make the file before it refuses the flag
-                os.unlink(path)
-    return os.open(path, flags, 0o666), False
+    return TempFile(path, opened(path, flags), False)
 
 
 class TempFile:
@@ -152,11 +139,12 @@ class TempFile:
     the descriptor and the write repeated.  `write` alone may be called from several threads.
     """
 
-    def __init__(self, path: str, fd: int, direct: bool) -> None:
+    def __init__(self, path: str, file: io.FileIO, direct: bool) -> None:
         self.path = path
         self.direct = direct
         self.durable = True
-        self._fd = fd
+        self._file = file
+        self._fd = file.fileno()
         self._identity: os.stat_result | None = None
         self._spare: list[memoryview] = []  # kept: a fresh page costs more than its copy
 
@@ -221,9 +209,8 @@ class TempFile:
                 raise
 
     def _close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self._fd = -1
+        self._file.close()
 
     def _write_all(self, offset: int, view: memoryview) -> None:
         while view:
