@@ -20,19 +20,23 @@ Line = tuple[tuple[int, int], ...]
 """Runs, each with its last step that counts; newest first."""
 
 
+RECENT = 16
+"""Runs that stay in a line when their steps are gone: they may have left records, which others delete."""
+
 Owns = Callable[[Saved], bool]
 """Tells steps, and records by the first step of their file, that a run may delete."""
 
 
 def line_from(run: int, step: int, line: Line, there: Iterable[Saved]) -> Line:
-    """Return the line of a run that goes on from a step, whose own run had that `line`.  Runs of which
-    nothing is `there` any more are left out."""
+    """Return the line of a run that goes on from a step, whose own run had that `line`.  Runs of which no
+    step is `there` any more are left out, but for recent ones."""
     saved = list(there)
 
     def has_steps(of_run: int, last: int) -> bool:
         return any(s.run == of_run and s.step <= last for s in saved)
 
-    return (run, step), *(pair for pair in line if pair[0] != run and has_steps(*pair))
+    before = [pair for pair in line if pair[0] != run]
+    return (run, step), *before[:RECENT], *(pair for pair in before[RECENT:] if has_steps(*pair))
 
 
 def is_in_line(saved: Saved, run: int, line: Line) -> bool:
