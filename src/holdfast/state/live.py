@@ -411,6 +411,17 @@ def parts_of(root: nn.Module) -> dict[nn.Module, None]:
     return found
 
 
+def tensors_of(root: nn.Module) -> list[torch.Tensor]:
+    """The parameters and buffers of a module and all in it.  Megatron's DDP has a list in the place of
+    `buffers()`."""
+    return [
+        t
+        for part in parts_of(root)
+        for t in (*part._parameters.values(), *part._buffers.values())
+        if t is not None
+    ]
+
+
 def has_extra_state(kind: type[nn.Module]) -> bool:
     """True if modules of a class have state of their own."""
     return kind.get_extra_state is not nn.Module.get_extra_state

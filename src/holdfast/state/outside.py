@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from holdfast.errors import warn_user
 from holdfast.state.kinds import is_plain_type
-from holdfast.state.live import State, is_optimizer, is_stateful, stages
+from holdfast.state.live import State, is_optimizer, is_stateful, stages, tensors_of
 from holdfast.state.placed import memory_of
 from holdfast.state.several import inner_optimizers, parts_of
 from holdfast.state.wrapped import stepping
@@ -109,8 +109,9 @@ def places_in(state: State) -> set[int]:
     found: set[int] = set()
     for value in state.values():
         for module in stages(value) or ():
-            found |= set(map(place_of, (*module.parameters(), *module.buffers())))
-            found |= {place_of(p.grad) for p in module.parameters() if p.grad is not None}
+            tensors = tensors_of(module)
+            found |= set(map(place_of, tensors))
+            found |= {place_of(t.grad) for t in tensors if t.grad is not None}
         if isinstance(value, Optimizer):
             for part in parts_of(value).values():
                 found |= places_of(part)

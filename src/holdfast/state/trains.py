@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from holdfast.state.live import State, is_of_framework, parts_of, stages
+from holdfast.state.live import State, is_of_framework, stages, tensors_of
 from holdfast.state.observer import StepCounts, calls_hooks
 from holdfast.state.outside import few, held
 from holdfast.state.writes import Mark, count_and_address
@@ -187,13 +187,7 @@ class Trains:
         self, state: State, own: dict[str, list[Any]], stepped: list[tuple[Any, int]]
     ) -> Iterator[Notice]:
         """Parameters of an optimizer that steps are no longer in a model, whose own are in no optimizer."""
-        there = {
-            id(p)
-            for value in state.values()
-            for module in stages(value) or ()
-            for part in parts_of(module)
-            for p in part._parameters.values()
-        }
+        there = {id(t) for value in state.values() for t in _all(value)}
         if all(id(p) in there for parts in own.values() for one in parts for p in _params(one)):
             return
         names = _names_of(state)
@@ -304,7 +298,7 @@ class _AtFirst:
 
 
 def _all(value: Any) -> list[torch.Tensor]:
-    return [t for m in stages(value) or () for t in (*m.parameters(), *m.buffers())]
+    return [t for module in stages(value) or () for t in tensors_of(module)]
 
 
 def _marks(tensors: list[torch.Tensor]) -> list[Mark]:

@@ -83,7 +83,8 @@ def corner(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     if values.size <= WHOLE:
         return values[...]
     *outer, last = values.shape
-    rows = values[tuple([*(slice(None, None, -(-n // 2)) for n in outer), ...])]
+    halves: list[Any] = [slice(None, None, -(-n // 2)) for n in outer]
+    rows = values[tuple([*halves, ...])]
     runs = max(2, (SPREAD >> len(outer)) // RUN)
     if last <= runs * RUN:
         return rows
