@@ -41,6 +41,7 @@ from holdfast.memory.node import client
 from holdfast.memory.node.fetch import Peer
 from holdfast.memory.twin import Gradient, Twin
 from holdfast.saving import planning
+from holdfast.state import movers
 from memory.agents import kill
 
 WIDTH = 400
@@ -253,6 +254,8 @@ class Life:
         topk = holdfast.compression.TopK(**s.get("topk", {}))
         if s["layout"] == "topk":
             topk.register(model)
+        if "slow" in s:
+            movers.SMALL_BYTES = 0  # there is a window, as for larger states
         if s.get("reference"):
             for step in range(s["until"]):
                 train_step(model, optim, step, s["layout"], self.width)
