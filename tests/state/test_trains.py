@@ -70,6 +70,26 @@ def test_an_optimizer_made_anew_is_told_within_ten_steps(tmp_path: Path) -> None
     assert steps(tmp_path / "b", state, lambda i: update(model, other)) == ["never-steps"]
 
 
+class Listing(nn.Module):
+    """As Megatron's DDP, which keeps the memory of its gradients in a list of that name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+        self.buffers = []  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def test_a_module_with_a_list_in_the_place_of_buffers(tmp_path: Path) -> None:
+    model = Listing()
+    optim = torch.optim.AdamW(model.parameters())
+    state = {"model": model, "optim": optim}
+    assert steps(tmp_path, state, lambda _: update(model, optim), every=2) == []
+    assert holdfast.steps(tmp_path)[-1] == 10
+
+
 def test_the_text_says_since_when_and_who(tmp_path: Path) -> None:
     model = net()
     optim = torch.optim.AdamW(model.parameters())
