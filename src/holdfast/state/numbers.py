@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from holdfast.sources import is_owned
 from holdfast.state.customised import named_entries
 from holdfast.state.ignoring import Ignored
 from holdfast.state.live import State, is_loader, is_optimizer, is_stateful, stages
@@ -142,7 +143,8 @@ def _owners(state: State) -> Iterator[tuple[str, Any]]:
 
 
 def _is_of_others(one: Any) -> bool:
-    return type(one).__module__.partition(".")[0] in _OTHERS
+    """True for what is torch's, or a framework's, whose counts its source tells of."""
+    return type(one).__module__.partition(".")[0] in _OTHERS or is_owned(one)
 
 
 def _is_plain(name: str, value: Any, state: State) -> bool:
