@@ -68,7 +68,10 @@ class Chain:
     def die(self, at: str, ranks: Iterable[int], number: int) -> None:
         """At the `number`-th record of a life.  A new training begins with a full save of step 1, which
         is complete before anybody dies."""
-        self.live(*((rank, at, number) for rank in ranks), settle_at=1)
+        more = (
+            {"grace_s": 3.0} if at == "put-done" else {}
+        )  # for the other rank to hand over its own
+        self.live(*((rank, at, number) for rank in ranks), settle_at=1, **more)
         begun = self.step or 1
         self.allowed = (begun + number - (at != "put-done"),)
 
