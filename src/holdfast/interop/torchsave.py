@@ -10,6 +10,7 @@ one tree (`ranks`).  Trees are read without running anything, tensors when they 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,8 +46,8 @@ def open_trees(
     """A checkpoint of what files hold, as trees of all ranks."""
     found = _FileContents(store)
     sections = [s for tree in trees for s in _sections(tree)]
-    names = [key for key, _ in sections]
-    twice = next((k for k in names if names.count(k) > 1), None)
+    named = Counter(key for key, _ in sections)
+    twice = next((key for key, times in named.items() if times > 1), None)
     if twice is not None:
         raise FormatError(f"{twice!r} is there twice", key=store.url)
     for key, value in sorted(sections, key=lambda s: is_optimizer(s[1])):  # models first
@@ -70,7 +71,7 @@ def is_state_dict(value: Any) -> bool:
     """True if a value is what `Module.state_dict()` gives: tensors by name, and extra states."""
     if not isinstance(value, dict) or not all(isinstance(k, str) for k in value):
         return False
-    tensors = [k for k, v in value.items() if isinstance(v, Tensor)]
+    tensors = {k for k, v in value.items() if isinstance(v, Tensor)}
     return bool(tensors) and all(
         k in tensors or k.endswith("_extra_state") for k, v in value.items()
     )  # fmt: skip
@@ -120,10 +121,12 @@ def _renamed(tree: dict[Any, Any]) -> dict[Any, str]:
         found = [k for k in names if k in tree and fits(tree[k])]
         if found and ours not in tree:
             out[found[0]] = ours
+    taken = {*tree, *out.values()}
     for key in tree:
         short = str(key).removesuffix("_state_dict")
-        if key not in out and short and short not in tree and short not in out.values():
+        if key not in out and short and short not in taken:
             out[key] = short
+            taken.add(short)
     return out
 
 
