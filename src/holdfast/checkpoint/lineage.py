@@ -19,7 +19,6 @@ from holdfast.checkpoint.names import Saved
 Line = tuple[tuple[int, int], ...]
 """Runs, each with its last step that counts; newest first."""
 
-
 RECENT = 16
 """Runs that stay in a line when their steps are gone: they may have left records, which others delete."""
 
