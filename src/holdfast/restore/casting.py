@@ -79,8 +79,8 @@ def _shown(source: torch.Tensor, lost: torch.Tensor) -> str:
 def _lost(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
     """Return a mask of the values that a dtype cannot hold; None if it holds, or rounds to a near one,
     each of them."""
-    if source.dtype is torch.bool:
-        return None
+    if source.dtype is torch.bool:  # a dtype without zero cannot hold False
+        source = source.view(torch.uint8)
     if source.dtype.is_complex:
         parts = torch.view_as_real(source)
         if dtype.is_complex:
