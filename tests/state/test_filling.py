@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections import Counter, OrderedDict, UserDict, defaultdict, deque
+from collections import ChainMap, Counter, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ CONTAINERS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "counter": (lambda: Counter("aab"), lambda: Counter("xy")),
     "default": (lambda: defaultdict(list, a=[1]), lambda: defaultdict(list)),
     "user dict": (lambda: UserDict(a=[1]), lambda: UserDict()),
+    "chain map": (lambda: ChainMap({"a": [1]}), lambda: ChainMap({"b": 0})),
     "set": (lambda: {1, 2}, lambda: {7}),
     "deque": (lambda: deque([1, 2, 3], maxlen=4), lambda: deque([9], maxlen=4)),
     "array": (lambda: np.arange(4.0).reshape(2, 2), lambda: np.zeros((2, 2))),
@@ -128,6 +130,8 @@ REPLACED: dict[str, tuple[Any, Callable[[], Any], str]] = {
     "another shape": (np.ones(3), lambda: np.zeros(2), r"float64 \[3\] in place of .* \[2\]"),
     "another dtype": (np.ones(2), lambda: np.zeros(2, "i4"), "float64 .* in place of .* int32"),
     "a longer deque": (deque([1, 2, 3], maxlen=5), lambda: deque(maxlen=2), "at most 2"),
+    "a map below": ({"a": 1}, lambda: ChainMap({}, {"b": 2}), "a dict in place of a ChainMap"),
+    "a frozen dict": ({"a": 1}, lambda: MappingProxyType({}), "a dict in place of a mappingproxy"),
     "a Counter": (Counter("aa"), dict, "a Counter in place of a dict"),
 }
 

@@ -17,8 +17,8 @@ are values of the state itself, and are or have tensors or objects, the restore 
 from __future__ import annotations
 
 import io
-from collections import Counter, UserDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from typing import Any
 
@@ -31,8 +31,8 @@ from holdfast.state.live import LiveTensor, is_loader, is_stateful
 
 MAX_SHOWN = 10
 """Names that a warning shows."""
-HELD = (list, dict, UserDict, set, deque, bytearray, io.BytesIO, np.ndarray)
-"""Values that a script can hold by a name of its own, and that can be filled."""
+HELD = (list, dict, set, deque, bytearray, io.BytesIO, np.ndarray, Mapping)
+"""Values that a script can hold by a name of its own, and that can be filled, but for a frozen mapping."""
 INSIDE = (*HELD, tuple, torch.Tensor)
 """Values that are filled themselves, or have some in them."""
 
@@ -122,10 +122,13 @@ class Filling:
                 items = self._items(path, live, found)
                 live.clear()
                 live.extend(items)
-            case dict() | UserDict() if isinstance(found, dict) and _can_take(path, live, found):
+            case MutableMapping() if isinstance(found, dict) and _can_take(path, live, found):
                 values = self._values(path, live, found)
                 live.clear()
                 live.update(values)
+                return len(live) == len(found)  # the maps below a ChainMap's first may have more
+            case Mapping():
+                return bool(dict(live) == found)
             case set() if isinstance(found, set):
                 live.clear()
                 live.update(found)
@@ -224,7 +227,7 @@ def _places(live: Any, tree: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _has_places(value: Any) -> bool:
-    return isinstance(value, (*HELD, tuple, Mapping)) or is_object(value)
+    return isinstance(value, (*HELD, tuple)) or is_object(value)
 
 
 def _agree(one: Any, path: str, other: Any, other_path: str) -> bool:
