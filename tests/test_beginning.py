@@ -122,6 +122,20 @@ def test_a_run_that_begins_anew_deletes_nothing_of_others(tmp_path: Path) -> Non
     assert holdfast.steps(tmp_path) == [5, 6, 900, 1000]
 
 
+def test_a_run_that_begins_anew_tells_of_the_steps_that_it_replaces(tmp_path: Path) -> None:
+    with Run(tmp_path) as run:
+        run.save(2, 3, 4)
+    with Run(tmp_path, anew=True) as run:
+        texts = told(run.ckpt, run.save, 1, 2, 3, 3)
+        assert len(texts) == 1 and texts[0].startswith(
+            "step 2 of run 1 is replaced by step 2 of this"
+        )
+        assert texts[0].endswith("[other-run]")
+    with Run(tmp_path) as run:  # back on purpose
+        assert run.ckpt.restore(step=2) == 2
+        assert not told(run.ckpt, run.save, 3, 4)
+
+
 def test_a_run_deletes_what_it_has_gone_on_from(tmp_path: Path) -> None:
     """Over several starts, the first of which has no step left; not what lies beyond where it went back."""
     keep = holdfast.Keep(last=2)

@@ -91,8 +91,9 @@ class Beginning:
                 f"{self._root} has steps of a run before ({self._there}), and none was restored: a "
                 "restart would take what this run saves for the newest",
                 hint="call restore() before the first step, which goes on from the newest one; or give "
-                f"this run a root of its own; or say {ANEW}, to begin anew beside them: none of them is "
-                "deleted; after holdfast.load(...) say anew=True, or use ckpt.restore() in its place",
+                f"this run a root of its own; or say {ANEW}, to begin anew beside them: those "
+                "whose numbers it comes to are replaced, and no others; after holdfast.load(...) say "
+                "anew=True, or use ckpt.restore() in its place",
             )
 
     def look_for_late(self, *, is_save: bool = True) -> None:

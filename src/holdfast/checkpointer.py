@@ -90,7 +90,8 @@ class Checkpointer:
     returns them; see `files`.
     `mesh`: a DeviceMesh whose axis names the checkpoint shall carry.  `sigterm_s`: on SIGTERM, save
     and stop within that many seconds.  `deadline_s` bounds every wait.
-    `anew`: what is not restored begins anew, beside the steps of runs before, of which none is deleted.
+    `anew`: what is not restored begins anew, beside the steps of runs before: one of the same
+    number is replaced, and none else deleted.
     Without it a root that has steps is to be restored from, and steps are counted on from there.
     """
 

@@ -58,6 +58,7 @@ NOTICES: dict[str, str] = {
     "one-rank-alone": "state that some ranks have and others lack",
     "order": "the order of a data loader's epoch that no step can hold",
     "other-data": "a place in the data that was counted over other data, or in other batches",
+    "other-run": "a step of another run that one of this run replaces",
     "parts-replaced": "an optimizer has parameters that the model has not any more",
     "positions": "parameters of an optimizer that nothing names",
     "replaced": "a container of the state that a restore had to replace",

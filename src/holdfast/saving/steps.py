@@ -12,10 +12,10 @@ from collections.abc import Callable
 from holdfast.checkpoint.claiming import Claim
 from holdfast.checkpoint.committing import commit
 from holdfast.checkpoint.lineage import Line, Owns, is_in_line
-from holdfast.checkpoint.names import AND_LOG, Known, RootKeys, Saved, read_manifest
+from holdfast.checkpoint.names import AND_LOG, Known, RootKeys, Saved, parse_attempt, read_manifest
 from holdfast.checkpoint.room import lacking
 from holdfast.checkpoint.tidying import Keep, discard, sweep
-from holdfast.errors import Deadline, FormatError, HoldfastError, Unavailable
+from holdfast.errors import Deadline, FormatError, HoldfastError, Unavailable, notice_text
 from holdfast.events import emit, span
 from holdfast.format.manifest import Manifest
 from holdfast.saving.operation import SaveOperation
@@ -53,6 +53,7 @@ class RootSteps:
         self.was_full = False
         """True if the disk had no room for the last save."""
         self._is_blind = False
+        self._has_told_of_others = False
 
     @property
     def is_saving(self) -> bool:
@@ -88,10 +89,27 @@ class RootSteps:
                     from holdfast.saving import labels
 
                     labels.committed(self, op, manifest)
+                if self.claim and op.outcome.replaced is not None:
+                    self._tell_of_others(op.step, op.outcome.replaced, self.claim.run)
         except Exception as error:
             op.outcome.is_uncertain = isinstance(error, (Unavailable, Deadline))
             return {0: WireError.of(error, "commit")}
         return {}
+
+    def _tell_of_others(self, step: int, replaced: str, run: int) -> None:
+        """Tell, once, that a run which went on from no step has replaced another one's."""
+        of, _ = parse_attempt(replaced) or (None, 0)
+        if of == run or self.line or self._has_told_of_others:
+            return
+        self._has_told_of_others = True
+        told = notice_text(
+            "other-run",
+            f"step {step} of {'another save' if of is None else f'run {of}'} is replaced by step {step} of "
+            f"this run ({run}), which did not go on from it, and so will others be to whose numbers it "
+            "comes; to keep both, give this run a root of its own",
+        )
+        if told is not None:
+            self.news.append(told)
 
     def discard(self, op: SaveOperation, attempt: str) -> None:
         """Delete the files of an attempt that has failed, if possible, and if it is certain that it is not
