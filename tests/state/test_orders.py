@@ -65,6 +65,35 @@ class Drawn(Sampler[int]):
         return iter(order)
 
 
+class DrawnWithState(Drawn):
+    """One whose iterators have a state."""
+
+    def __iter__(self) -> Any:
+        return Place(list(super().__iter__()))
+
+
+class Place:
+    """An iterator over an order, which it has in its state."""
+
+    def __init__(self, order: list[int]) -> None:
+        self.order, self.at = order, 0
+
+    def __iter__(self) -> Place:
+        return self
+
+    def __next__(self) -> int:
+        if self.at == SIZE:
+            raise StopIteration
+        self.at += 1
+        return self.order[self.at - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": self.order, "at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.order, self.at = state["order"], state["at"]
+
+
 class Counted(IterableDataset[int]):
     """A stream without a length."""
 
@@ -149,6 +178,7 @@ ENDED: dict[str, Make] = {
     ),
     "python's": lambda seed: of(Drawn(random.Random(seed))),
     "numpy's": lambda seed: of(Drawn(np.random.default_rng(seed))),
+    "numpy's of old": lambda seed: of(Drawn(np.random.RandomState(seed))),
     "seeded": lambda seed: of(Seeded(seed)),
 }
 
@@ -162,6 +192,22 @@ def test_the_order_of_the_next_epoch_goes_on(name: str, tmp_path: Path) -> None:
 def test_an_order_that_no_step_can_hold_is_told(name: str, tmp_path: Path) -> None:
     _, told = went_on(tmp_path, ENDED[name])
     assert "the order of 'loader' is drawn by torch's" in told and told.endswith("[order]")
+
+
+@pytest.mark.parametrize("name", ["python's", "numpy's", "numpy's of old"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_order_that_a_sampler_draws_by_itself_is_told(
+    name: str, workers: int, tmp_path: Path
+) -> None:
+    make = lambda seed: StatefulDataLoader(  # noqa: E731
+        list(range(SIZE)), 2, sampler=ENDED[name](seed).sampler, num_workers=workers
+    )
+    _, told = went_on(tmp_path, make)
+    assert "is drawn by a generator of its Drawn, which has no state" in told
+
+
+def test_a_sampler_whose_iterator_has_a_state_is_told_nothing(tmp_path: Path) -> None:
+    assert went_on(tmp_path, lambda seed: of(DrawnWithState(random.Random(seed)))) == (True, "")
 
 
 OTHER: dict[str, tuple[Make, Make, str]] = {

@@ -46,6 +46,9 @@ SEEDS = ("seed", "initial_seed", "epoch")
 AT_RANDOM = {s.__iter__ for s in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)}
 """The ways of torch's samplers to give an order that is drawn anew, and is in no state."""
 
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+"""Kinds of generators whose states are kept."""
+
 Order = dict[str, Any]
 """Seeds and states of generators of a loader's samplers: `{"seeds": [...], "generators": [...]}`."""
 Data = dict[str, Any]
@@ -150,8 +153,7 @@ def _generators(loader: Any, shared: Any) -> list[Any]:
     found = [shared, *(getattr(holder, "generator", None) for holder in holders)]
     for holder in holders[1:]:
         found += getattr(holder, "__dict__", {}).values()
-    kinds = (torch.Generator, np.random.Generator, random.Random)
-    return list({id(one): one for one in found if isinstance(one, kinds)}.values())
+    return list({id(one): one for one in found if isinstance(one, GENERATORS)}.values())
 
 
 def _state_of(generator: Any) -> Any:
@@ -159,6 +161,8 @@ def _state_of(generator: Any) -> Any:
         return generator.get_state()
     if isinstance(generator, random.Random):
         return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
     return generator.bit_generator.state
 
 
@@ -167,6 +171,8 @@ def _put_state(generator: Any, state: Any) -> None:
         generator.set_state(state)
     elif isinstance(generator, random.Random):
         generator.setstate(state)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
     else:
         generator.bit_generator.state = state
 
@@ -240,7 +246,7 @@ def add_order(live: Live, name: str, loader: Any, saved: Any, rule: str | None) 
     if not data and not any(kept.values()):
         return
     if amid:
-        _tell_of_order(name, loader)
+        _tell_of_order(name, loader, saved)
     if rule == "redistribute":  # it deals out what is left of the same data
         data = {word: value for word, value in data.items() if word == "samples"}
     full = f"{name}.{ORDER}"
@@ -266,17 +272,48 @@ def _is_amid(saved: Any) -> bool:
     return saved.get("_num_yielded", 1) != 0
 
 
-def _tell_of_order(name: str, loader: Any) -> None:
+def _tell_of_order(name: str, loader: Any, saved: Any) -> None:
     """Tell, once for a loader, that its order is drawn by a sampler of which there is no state."""
     if not isinstance(loader, DataLoader) or loader in _told_of:
         return
     for one in samplers_of(loader):
-        if type(one).__iter__ in AT_RANDOM:
+        kind = type(one)
+        is_torchs = kind.__iter__ in AT_RANDOM
+        if is_torchs or (_draws_by_itself(one) and not _has_state_of_samplers(saved)):
             _told_of.add(loader)
+            whose = (
+                f"torch's {kind.__name__}" if is_torchs else f"a generator of its {kind.__name__}"
+            )
             warn_user(
-                f"the order of {name!r} is drawn by torch's {type(one).__name__}, which has no state: a "
+                f"the order of {name!r} is drawn by {whose}, which has no state: a "
                 "restart amid an epoch goes on in another order; use StatefulDataLoader(shuffle=True) or a "
-                "sampler that has a state_dict or a seed, or save at the ends of epochs",
+                "sampler that has a state_dict, or a seed and an epoch, or save at the ends of epochs",
                 notice="order",
             )
             return
+
+
+def _draws_by_itself(sampler: Any) -> bool:
+    """True for a sampler of the script's own whose generator goes on from epoch to epoch: one with an epoch
+    seeds it for each."""
+    if type(sampler).__module__.partition(".")[0] in ("torch", "torchdata"):
+        return False
+    own = getattr(sampler, "__dict__", {})
+    return any(isinstance(one, GENERATORS) for one in own.values()) and not (
+        "epoch" in own or hasattr(sampler, "state_dict")
+    )
+
+
+def _has_state_of_samplers(saved: Any) -> bool:
+    """True if the state of a loader of torchdata's has one of a sampler's own iterator."""
+    if not isinstance(saved, Mapping):
+        return False
+    at = (saved.get("_snapshot") or {}).get(
+        "_main_snapshot"
+    ) or saved  # the first with several workers
+    own = at.get("_sampler_iter_state")
+    if (
+        isinstance(own, Mapping) and "samples_yielded" in own
+    ):  # of batches of torchdata's, around it
+        own = own.get("sampler_iter_state")
+    return own is not None
