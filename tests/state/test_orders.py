@@ -218,6 +218,11 @@ OTHER: dict[str, tuple[Make, Make, str]] = {
         "20 samples",
     ),
     "batch": (lambda _: loader(), lambda _: loader(batch=4), "batches of 2"),
+    "an incomplete batch": (
+        lambda _: loader(batch=3),
+        lambda _: loader(batch=3, drop_last=True),
+        "batches with drop_last=False, and here it is over batches with drop_last=True",
+    ),
     "shuffled": (lambda _: loader(), lambda _: loader(shuffle=True), "the order of a Seq"),
     "replicas": (lambda _: of_epoch(0, 0), lambda _: of_epoch(0, 0, 4), "2 replicas"),
 }
@@ -237,6 +242,10 @@ def test_a_loader_in_a_list_is_told_by_its_path(tmp_path: Path) -> None:
     wrap = lambda one: {"all": {"train": [one]}}  # noqa: E731
     _, told = went_on(tmp_path, lambda _: loader(), lambda _: loader(26), wrap=wrap)
     assert "'all.train[0]' in the data" in told
+
+
+def test_a_last_batch_that_is_whole_is_no_news(tmp_path: Path) -> None:
+    assert went_on(tmp_path, lambda _: loader(), lambda _: loader(drop_last=True)) == (True, "")
 
 
 def test_data_that_grow_between_two_epochs_are_no_news(tmp_path: Path) -> None:

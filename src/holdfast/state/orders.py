@@ -52,7 +52,8 @@ GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rando
 Order = dict[str, Any]
 """Seeds and states of generators of a loader's samplers: `{"seeds": [...], "generators": [...]}`."""
 Data = dict[str, Any]
-"""The units that a place in data is counted in: samples, batch, replicas, order; those that are known."""
+"""The units that a place in data is counted in: samples, batch, drop_last, replicas, order; those that are
+known, and matter."""
 
 _told: set[str] = set()
 _told_of: WeakSet[Any] = WeakSet()
@@ -187,6 +188,8 @@ def data_of(loader: Any) -> Data:
     if found["samples"] is None:
         return {}
     found["batch"] = _first([loader, *samplers], "batch_size")
+    if found["batch"] is None or (_length([loader.dataset, *samplers][-1]) or 0) % found["batch"]:
+        found["drop_last"] = _first([*samplers, loader], "drop_last", of=bool)
     whole = any(getattr(one, "split_batches", False) for one in samplers)
     found["replicas"] = None if whole else _first(samplers, "num_replicas", "num_processes")
     if samplers:
@@ -201,14 +204,16 @@ def _length(dataset: Any) -> int | None:
     return None
 
 
-def _first(holders: list[Any], *names: str) -> int | None:
+def _first(holders: list[Any], *names: str, of: type = int) -> Any:
+    """The first attribute of these names that is of a type, or None."""
     values = (getattr(holder, name, None) for holder in holders for name in names)
-    return next((value for value in values if type(value) is int), None)
+    return next((value for value in values if type(value) is of), None)
 
 
 _WORDS = {
     "samples": "{} samples",
     "batch": "batches of {}",
+    "drop_last": "batches with drop_last={}",
     "global_batch": "batches of {} over all ranks",
     "update": "{} samples for an update",
     "replicas": "{} replicas",
