@@ -48,6 +48,7 @@ NOTICES: dict[str, str] = {
     "dead-groups": "a restore has cut a wrapper's param_groups off from the optimizer inside",
     "frozen-number": "a plain number of the state that neither this run nor the one before changes",
     "generation-buffer": "a step is saved amid batches that were generated with earlier weights",
+    "generators-outside": "random number generators in attributes, whose states no state_dict() has",
     "gradients": "a step is saved while gradients are accumulated, and they are used later",
     "held-long": "training was held for more than a second by a save",
     "merged-adapters": "a step is saved while adapters are merged into the weights",

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ import holdfast
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.integrations.trl_parts import tell_of_generated
 from holdfast.notices import Notices
+from holdfast.state.generators import put_state, state_of
 
 from .test_trains import backward, net, steps, told, update
 
@@ -204,6 +206,77 @@ def test_a_counter_of_an_object_is_told_if_its_state_lacks_it(tmp_path: Path) ->
 
         state = {"model": model, "optim": optim, "mine": mine}
         assert steps(tmp_path / str(len(names)), state, once) == expected
+
+
+class Noisy(nn.Module):
+    """A module with a generator of its own."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.one, self._draws = nn.Linear(2, 2), GENERATORS[kind]()
+
+    def draw(self, step: int) -> None:
+        self.one(torch.ones(2)).sum().backward()
+        one = self._draws
+        torch.rand(2, generator=one) if isinstance(one, torch.Generator) else one.random()
+
+
+GENERATORS: dict[str, Any] = {
+    "torch": lambda: torch.Generator().manual_seed(1),
+    "numpy": lambda: np.random.default_rng(1),
+    "numpy of old": lambda: np.random.RandomState(1),
+    "python": lambda: random.Random(1),
+}
+
+
+class OfGenerator:
+    """An object of the state that saves another one's generator."""
+
+    def __init__(self, of: Noisy) -> None:
+        self.of = of
+
+    def state_dict(self) -> Any:
+        return {"rng": state_of(self.of._draws)}
+
+    def load_state_dict(self, saved: Any) -> None:
+        put_state(self.of._draws, saved["rng"])
+
+
+def drawn(root: Path, model: Noisy, draw: Any = None, **more: Any) -> list[str]:
+    optim = torch.optim.SGD(model.parameters(), 0.1)
+
+    def once(i: int) -> None:
+        (draw or model.draw)(i)
+        optim.step()
+        optim.zero_grad()
+
+    return steps(root, {"model": model, "optim": optim, **more}, once)
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_a_generator_of_a_module_is_told_unless_something_saves_it(
+    kind: str, tmp_path: Path
+) -> None:
+    assert drawn(tmp_path / "a", Noisy(kind)) == ["generators-outside"]
+    model = Noisy(kind)
+    assert drawn(tmp_path / "b", model, rngs=OfGenerator(model)) == []
+
+
+def test_a_generator_that_rests_or_is_seeded_anew_is_told_nothing(tmp_path: Path) -> None:
+    model = Noisy("torch")
+
+    def seeded(step: int) -> None:
+        model._draws.manual_seed(step)
+        model.draw(step)
+
+    def made(step: int) -> None:
+        again._draws = np.random.default_rng(step)
+        again.draw(step)
+
+    again, default = Noisy("numpy"), Noisy("torch")
+    default._draws = torch.default_generator
+    assert drawn(tmp_path / "a", model, seeded) == drawn(tmp_path / "b", again, made) == []
+    assert drawn(tmp_path / "c", default) == []  # which every step has
 
 
 def test_what_is_computed_from_the_step_is_told_nothing(tmp_path: Path) -> None:

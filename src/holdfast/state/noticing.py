@@ -4,7 +4,7 @@
 and after a restore, at each save, and behind each step of any optimizer, where it may cost next to nothing:
 
     trains      another optimizer steps than the one that is saved; nothing that is saved changes
-    numbers     counters in attributes that no state_dict() has
+    numbers     counters in attributes that no state_dict() has, and generators
     gradients   ones that are there at a save, and that the next step uses
     merged      adapters that are merged into weights, at a save
 """
@@ -126,6 +126,8 @@ class Noticing:
             numbers += [name for name, is_number in changed if is_number]
             if tensors := [name for name, is_number in changed if not is_number]:
                 self._notices.once("tensors-outside", _tensors_text(tensors))
+            if drawn := self._numbers.generators.drawn(self._state):
+                self._notices.once("generators-outside", _generators_text(drawn))
         if numbers:
             self._notices.once("numbers-outside", _numbers_text(numbers))
 
@@ -152,6 +154,13 @@ def _numbers_text(names: list[str]) -> str:
     return (
         f"{few(names)} changes while the training goes on and is in no state_dict(): a restart has the "
         "number of a fresh build; keep it in a buffer, in get_extra_state() or in the state"
+    )
+
+
+def _generators_text(names: list[str]) -> str:
+    return (
+        f"{few(names)} draws while the training goes on, and no state_dict() has its state: a restart has "
+        "that of a fresh build; keep it in get_extra_state(), in a state_dict() or in the state"
     )
 
 

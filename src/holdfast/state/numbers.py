@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from holdfast.sources import is_owned
 from holdfast.state.customised import named_entries
+from holdfast.state.generators import OwnGenerators
 from holdfast.state.ignoring import Ignored
 from holdfast.state.live import State, is_loader, is_optimizer, is_stateful, stages
 from holdfast.state.outside import OWN, held, place_of, places_of, saved_names
@@ -43,9 +44,11 @@ class Numbers:
     """The numbers in attributes of a state, and how they change."""
 
     def __init__(self, state: State) -> None:
+        owners = list(_owners(state))
+        self.generators = OwnGenerators(owners)
         self._kept = [
             (where, owner, name)
-            for where, owner in _owners(state)
+            for where, owner in owners
             for name, value in list(owner.__dict__.items())
             if _is_number(name, value)
         ][:MOST]

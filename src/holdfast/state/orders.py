@@ -15,13 +15,11 @@ epochs, and in one only by those who saw it begin (the integrations do).  Else a
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-import numpy as np
 import torch
 from torch.utils.data import (
     DataLoader,
@@ -35,6 +33,7 @@ from torch.utils.data import (
 from holdfast.errors import warn_user
 from holdfast.format import extras
 from holdfast.format.extras import ORDER
+from holdfast.state.generators import KINDS, put_state, state_of
 
 if TYPE_CHECKING:
     from holdfast.state.live import Live
@@ -45,9 +44,6 @@ SEEDS = ("seed", "initial_seed", "epoch")
 """Attributes of samplers from which an order follows."""
 AT_RANDOM = {s.__iter__ for s in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)}
 """The ways of torch's samplers to give an order that is drawn anew, and is in no state."""
-
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-"""Kinds of generators whose states are kept."""
 
 Order = dict[str, Any]
 """Seeds and states of generators of a loader's samplers: `{"seeds": [...], "generators": [...]}`."""
@@ -82,7 +78,7 @@ def order_of(loader: Any, shared: Any = None, *, amid: bool = False) -> Order:
     a sampler may have counted on already.
     """
     seeds = [_seeds_of(holder, amid=amid) for holder in _seeded(loader)]
-    return {"seeds": seeds, "generators": [_state_of(one) for one in _generators(loader, shared)]}
+    return {"seeds": seeds, "generators": [state_of(one) for one in _generators(loader, shared)]}
 
 
 def put_order(loader: Any, order: Any, shared: Any = None) -> None:
@@ -95,7 +91,7 @@ def put_order(loader: Any, order: Any, shared: Any = None) -> None:
         for name in vars(holder).keys() & seeds.keys():
             setattr(holder, name, seeds[name])
     for generator, state in zip(_generators(loader, shared), order["generators"]):
-        _put_state(generator, state)
+        put_state(generator, state)
 
 
 def put_order_later(loader: Any, order: Order, *, amid: bool) -> None:
@@ -154,28 +150,7 @@ def _generators(loader: Any, shared: Any) -> list[Any]:
     found = [shared, *(getattr(holder, "generator", None) for holder in holders)]
     for holder in holders[1:]:
         found += getattr(holder, "__dict__", {}).values()
-    return list({id(one): one for one in found if isinstance(one, GENERATORS)}.values())
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, np.random.RandomState):
-        return generator.get_state(legacy=False)
-    return generator.bit_generator.state
-
-
-def _put_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(state)
-    else:
-        generator.bit_generator.state = state
+    return list({id(one): one for one in found if isinstance(one, KINDS)}.values())
 
 
 # -- data -------------------------------------------------------------------------------------------
@@ -304,7 +279,7 @@ def _draws_by_itself(sampler: Any) -> bool:
     if type(sampler).__module__.partition(".")[0] in ("torch", "torchdata"):
         return False
     own = getattr(sampler, "__dict__", {})
-    return any(isinstance(one, GENERATORS) for one in own.values()) and not (
+    return any(isinstance(one, KINDS) for one in own.values()) and not (
         "epoch" in own or hasattr(sampler, "state_dict")
     )
 
