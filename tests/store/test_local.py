@@ -739,6 +739,45 @@ def test_what_was_moved_elsewhere_is_listed_by_its_link(tmp_path: Path) -> None:
     assert store.list("a/") == ["a/1/x", "a/2/y"]
 
 
+def test_a_folder_behind_many_links_is_listed_once(tmp_path: Path) -> None:
+    """Each of 40 folders has two links to the next: there are 2 ** 40 ways to the last one."""
+    store = LocalStore(tmp_path / "root")
+    for number in range(40):
+        store.put(f"a/{number}/x", b"")
+        for name in "pq" if number < 39 else "":
+            (tmp_path / f"root/a/{number}" / name).symlink_to(f"../{number + 1}")
+    plain = {f"a/{number}/x" for number in range(40)}
+    assert plain <= {*store.list("a/")} and len(store.list("a/")) <= 2 * 40
+
+
+def test_folders_deeper_than_a_key_is_long_are_not_looked_into(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "root")
+    store.put("a/x", b"")
+    store.put("a/" * 500 + "x", b"")
+    folder = os.open(tmp_path / "root/a", os.O_RDONLY)
+    try:
+        for _ in range(1500):
+            os.mkdir("b", dir_fd=folder)
+            below = os.open("b", os.O_RDONLY, dir_fd=folder)
+            os.close(folder)
+            folder = below
+    finally:
+        os.close(folder)
+    assert store.list("a/") == ["a/" * 500 + "x", "a/x"]
+    subprocess.run(["rm", "-rf", tmp_path / "root"], check=True)
+
+
+@pytest.mark.parametrize("name", ["b\\c", "\udcff", ".nfs0/x"])
+def test_files_whose_names_are_no_keys_are_not_listed(tmp_path: Path, name: str) -> None:
+    store = LocalStore(tmp_path / "root")
+    store.put("a/x", b"12")
+    path = tmp_path / "root/a" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"of another")
+    assert store.list("a/") == store.list() == ["a/x"]
+    assert store.entries("a/") == [("a/x", 2)]
+
+
 def test_a_part_that_comes_again_takes_the_place_of_the_first(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "root")
     writer = store.create("a", 6)

@@ -13,7 +13,7 @@ import os
 
 from holdfast.errors import NotFound
 from holdfast.store import LocalStore, Reader, Store, get_small, open_store
-from holdfast.store.contract import HIDDEN, Entry, check_prefix, not_found, reads_of
+from holdfast.store.contract import Entry, check_prefix, is_key, not_found, reads_of
 from holdfast.store.oserrors import translated
 from holdfast.store.views import ViewStore
 
@@ -156,4 +156,4 @@ def top(store: Store) -> list[str]:
     if not os.path.isdir(store.root):
         return []
     with translated("list", "", store.root), os.scandir(store.root) as scan:
-        return sorted(e.name for e in scan if e.is_file() and not e.name.startswith(HIDDEN))
+        return sorted(e.name for e in scan if e.is_file() and is_key(e.name))

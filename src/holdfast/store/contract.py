@@ -210,6 +210,11 @@ def check_key(key: str) -> None:
         )
 
 
+def is_key(name: str) -> bool:
+    """True if a name that was found in storage can be a key: what others put there may have any name."""
+    return _fault(name) is None
+
+
 def check_prefix(prefix: str) -> None:
     """Raise `UsageError` unless keys can begin with `prefix`; `""` and a final `/` are fine."""
     if not isinstance(prefix, str):

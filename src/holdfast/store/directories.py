@@ -16,6 +16,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from holdfast.store.contract import MAX_KEY_CHARS
 from holdfast.store.oserrors import REFUSED
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY
@@ -120,40 +121,59 @@ def remove_empty_directories(path: str, root: str) -> None:
             path = above
 
 
-def walk(
-    directory: str,
-    *,
-    forbidden: bool = True,
-    links: bool = False,
-    above: frozenset[str] = frozenset(),
-) -> Iterator[str]:
-    """Paths of all files below `directory`; what vanishes meanwhile is left out.
+def walk(directory: str, *, forbidden: bool = True, links: bool = False) -> Iterator[str]:
+    """Paths of all files below `directory`; what vanishes meanwhile is left out, and what lies deeper than
+    a key is long.
 
     A directory that may not be read is a PermissionError, or left out too unless `forbidden`.  `links`:
-    also what lies in directories that there are links to, but for those that these lie in, or `above`; and
-    links that lead nowhere, for something was there.
+    also what lies in directories that there are links to, but for those that these lie in, each folder by
+    one link alone; and links that lead nowhere, for something was there.
     """
+    todo, seen = [(directory, "")], set[str]()
+    while todo:
+        path, real = todo.pop()  # `real`: where it lies, if there is a link on the way
+        if real in seen or len(path) > len(directory) + MAX_KEY_CHARS:
+            continue
+        if real:
+            seen.add(real)
+        for entry in _entries(path, forbidden):
+            if entry.is_dir(follow_symlinks=False):
+                todo.append((entry.path, real and os.path.join(real, entry.name)))
+            elif entry.is_symlink() and _leads_nowhere(entry):
+                if links:
+                    yield entry.path
+            elif entry.is_file():
+                yield entry.path
+            elif links and entry.is_dir():
+                there, here = os.path.realpath(entry.path), real or os.path.realpath(path)
+                if os.path.commonpath([there, here]) != there:
+                    todo.append((entry.path, there))
+
+
+def _entries(directory: str, forbidden: bool) -> list[os.DirEntry[str]]:
+    """Return what lies in a directory, by name: nothing if it is gone, or, unless `forbidden`, may not be
+    read."""
     try:
         with os.scandir(directory) as scan:
-            entries = list(scan)
+            return sorted(scan, key=lambda entry: entry.name)
     except (FileNotFoundError, NotADirectoryError):
-        return
+        return []
     except PermissionError:
         if forbidden:
             raise
-        return
-    for entry in entries:
-        if entry.is_dir(follow_symlinks=False):
-            yield from walk(entry.path, forbidden=forbidden, links=links, above=above)
-        elif entry.is_symlink() and _leads_nowhere(entry):
-            if links:
-                yield entry.path
-        elif entry.is_file():
-            yield entry.path
-        elif links and entry.is_dir():
-            real, here = os.path.realpath(entry.path), os.path.realpath(directory)
-            if real not in above and os.path.commonpath([real, here]) != real:
-                yield from walk(entry.path, forbidden=forbidden, links=True, above=above | {real})
+        return []
+
+
+def first_link(path: str) -> str | None:
+    """Return the path of a link that `path` is, or that lies below it; None if there is none."""
+    todo = [path]
+    while todo:
+        path = todo.pop()
+        if os.path.islink(path):
+            return path
+        if os.path.isdir(path):
+            todo += [entry.path for entry in _entries(path, True)]
+    return None
 
 
 def _leads_nowhere(entry: os.DirEntry[str]) -> bool:

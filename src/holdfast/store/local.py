@@ -26,7 +26,6 @@ from holdfast.errors import NotFound, UsageError, warn_user
 from holdfast.patience import Patience, patient, patient_or
 from holdfast.store.contract import (
     BLOCK_BYTES,
-    HIDDEN,
     SMALL_BYTES,
     WHOLE_BYTES,
     Bytes,
@@ -37,6 +36,7 @@ from holdfast.store.contract import (
     check_length,
     check_prefix,
     check_range,
+    is_key,
     not_found,
     not_the_seen,
     past_end,
@@ -194,9 +194,10 @@ class LocalStore:
 
     @patient
     def list(self, prefix: str = "") -> list[str]:
-        """All keys that begin with `prefix`, sorted.  In a folder also of what was moved, with a link in
-        its place, and links that lead nowhere: to read one is `NotFound`.  All of a root may have links to
-        anywhere.  `StoreError` if the root, or what is above it, is a file or a link that leads nowhere."""
+        """All keys that begin with `prefix`, sorted, without files whose names are no keys.  In a folder
+        also of what was moved, with a link in its place, and links that lead nowhere: to read one is
+        `NotFound`.  All of a root may have links to anywhere.  `StoreError` if the root, or what is above
+        it, is a file or a link that leads nowhere."""
         check_prefix(prefix)
         top = os.path.join(self.root, "")
         directory = os.path.join(top, os.path.dirname(prefix))
@@ -204,11 +205,7 @@ class LocalStore:
             keys = [path[len(top) :] for path in walk(directory, links="/" in prefix)]
             if not keys and not os.path.isdir(self.root) and obstacle(self.root, folder=True):
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), self.root)
-        return sorted(
-            key
-            for key in keys
-            if key.startswith(prefix) and not os.path.basename(key).startswith(HIDDEN)
-        )
+        return sorted(key for key in keys if key.startswith(prefix) and is_key(key))
 
     @patient
     def delete(self, key: str) -> None:

@@ -46,7 +46,6 @@ from holdfast.patience import Patience, patient
 from holdfast.store.bucket import LONGEST_S, Address, address_of, connect
 from holdfast.store.contract import (
     BLOCK_BYTES,
-    HIDDEN,
     SMALL_BYTES,
     WHOLE_BYTES,
     Bytes,
@@ -58,6 +57,7 @@ from holdfast.store.contract import (
     check_length,
     check_prefix,
     exists,
+    is_key,
     not_found,
     not_the_seen,
     past_end,
@@ -268,7 +268,7 @@ class ObjectStore:
                 num_others += len(page) - len(ours)
                 if num_others > PAGE and len(prefixes) > 1:
                     return None
-                found += [e for e in ours if not e.key.rpartition("/")[2].startswith(HIDDEN)]
+                found += [entry for entry in ours if is_key(entry.key)]
             return found
 
         return self.ask("list", common, pages)
