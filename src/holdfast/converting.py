@@ -51,7 +51,13 @@ from holdfast.interop.sections import Sections
 from holdfast.looking import open as open_checkpoint
 from holdfast.sizes import MAX_BYTES
 from holdfast.store import LocalStore, Store, get_small, open_store
-from holdfast.store.directories import fsync_directories, fsync_directory, unlink_below, walk
+from holdfast.store.directories import (
+    first_link,
+    fsync_directories,
+    fsync_directory,
+    unlink_below,
+    walk,
+)
 from holdfast.store.oserrors import translated
 from holdfast.suggest import did_you_mean
 from holdfast.version import __version__
@@ -278,12 +284,17 @@ class _Conversion:
         return False
 
     def _make_partial(self) -> None:
+        """Make its folder.  UsageError if that, or what lies in it, is a link: where one leads, nothing is
+        written or deleted."""
         with translated("create", "", self.partial.root):
             try:
                 os.makedirs(self.partial.root, exist_ok=True)
             except (FileExistsError, NotADirectoryError) as error:
                 what = f"{error.filename} is in the way: a file where a folder must be"
                 raise UsageError(what, hint="remove it, or give another target") from None
+            if link := first_link(self.partial.root):
+                what = f"'{link}' is a link, and a conversion is written into folders of its own"
+                raise UsageError(what, hint="remove it, or give a target on the disk that is meant")
 
     def _remove_partial(self) -> None:
         """Remove it, the mark last: without it, what is left would be taken for another's."""
@@ -450,7 +461,9 @@ class _Conversion:
         target = LocalStore(self.target)
         for file in files:
             path = os.path.join(target.root, file.path)
-            os.makedirs(os.path.dirname(path), exist_ok=True)
+            os.makedirs(folder := os.path.dirname(path), exist_ok=True)
+            if os.path.islink(folder):
+                raise UsageError(f"'{folder}' is a link where a step's own folder must be")
             if _has(self.work, file):
                 os.rename(os.path.join(self.work.root, file.path), path)
         for directory in {os.path.dirname(f.path) for f in files}:

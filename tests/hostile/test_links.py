@@ -22,7 +22,7 @@ from holdfast.checkpoint.tidying import discard, sweep
 from holdfast.checkpoint.transfer import transfer
 from holdfast.delta.log import tidy_log
 from holdfast.delta.segment import segment_key
-from holdfast.errors import HoldfastWarning
+from holdfast.errors import HoldfastWarning, UsageError
 from holdfast.format.manifest import encode
 from holdfast.memory.node.segment import Segments
 from holdfast.store import LocalStore
@@ -224,3 +224,32 @@ def test_an_agents_home_is_swept_without_passing_links(tmp_path: Path, home: Pat
     assert list((node / "gone").iterdir()) == list((node / "jobs/job").iterdir()) == []
     assert not (node / "jobs/planted").is_symlink()
     assert all_below(home) == before
+
+
+@pytest.mark.parametrize("where", ["", "files", "files/model.safetensors", "files/folder"])
+def test_a_conversion_writes_and_deletes_nothing_behind_a_link(
+    root: Path, home: Path, tmp_path: Path, where: str
+) -> None:
+    (home / "model.safetensors").write_text("precious")
+    before, link = all_below(home), tmp_path / "out.partial" / where
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(home / "model.safetensors" if "." in where else home)
+    if where:
+        (tmp_path / "out.partial/holdfast-conversion.json").write_text('{"x": "y"}')
+    with pytest.raises(UsageError, match=f"'{link}' is a link"):
+        holdfast.convert(root, tmp_path / "out", to="dcp")
+    assert all_below(home) == before and not (tmp_path / "out").exists()
+    assert (home / "model.safetensors").read_text() == "precious"
+
+
+def test_a_conversion_moves_no_file_behind_a_link(root: Path, home: Path, tmp_path: Path) -> None:
+    """The name of the folder that it makes in a root can be worked out by others."""
+    holdfast.convert(root, tmp_path / "out")
+    (image,) = (tmp_path / "out" / manifest_key(3)).parent.glob("*/*.safetensors")
+    shutil.rmtree((tmp_path / "out" / manifest_key(3)).parent)
+    (home / image.name).write_text("precious")
+    image.parent.parent.mkdir()
+    image.parent.symlink_to(home)
+    with pytest.raises(UsageError, match=f"'{image.parent}' is a link"):
+        holdfast.convert(root, tmp_path / "out")
+    assert (home / image.name).read_text() == "precious"
