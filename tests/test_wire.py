@@ -40,7 +40,15 @@ from holdfast.memory.node import messages as w
 from holdfast.memory.node.jobs import Job, PersistTask, Slot, State
 from holdfast.saving.messages import ReadyToSave, SaveOutcome, Verdict, Written
 from holdfast.store import MemoryStore
-from holdfast.wire import KINDS, WireError, decode_error, encode_error, rank_errors
+from holdfast.wire import (
+    KINDS,
+    WireError,
+    decode_error,
+    decode_json,
+    decode_msgpack,
+    encode_error,
+    rank_errors,
+)
 from holdfast.writers.ranks import Ranks
 
 WHERE: dict[str, Any] = {"step": 7, "key": "steps/7/r", "rank": 3, "hint": "free some"}
@@ -372,3 +380,20 @@ def test_the_first_use_of_a_class_by_several_threads_at_once() -> None:
         capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("kind", [Any, dict[str, int], Verdict])
+@pytest.mark.parametrize(
+    ("decode", "data"),
+    [
+        (decode_json, b'{"x":' + b"[" * 100_000),
+        (decode_json, b'{"\xff":1}'),
+        (decode_msgpack, b"\x81\xa1x" + b"\x91" * 100_000),
+        (decode_msgpack, b"\x81\xa1\xff\x01"),
+    ],
+)
+def test_bytes_of_others_are_decode_errors_whatever_they_are(
+    decode: Callable[..., Any], data: bytes, kind: Any
+) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        decode(data, kind)

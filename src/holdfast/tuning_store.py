@@ -63,7 +63,7 @@ class TuningStore:
 
     def read(self) -> TuningState:
         """Return what is there; an empty `TuningState` if it cannot be read."""
-        with suppress(HoldfastError, msgspec.DecodeError, UnicodeDecodeError):
+        with suppress(HoldfastError, msgspec.DecodeError):
             return decode_json(get_small(self._store, HISTORY_KEY), TuningState)
         return TuningState()
 

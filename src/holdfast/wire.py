@@ -152,6 +152,13 @@ def _decoder(make: Any, kind: Any) -> Any:
         return make(kind)
 
 
+def _decoded(make: Any, data: Data, kind: Any) -> Any:
+    try:
+        return _decoder(make, kind).decode(data)
+    except (RecursionError, UnicodeDecodeError) as error:  # nested too deep; no UTF-8
+        raise msgspec.DecodeError(str(error)) from None
+
+
 @overload
 def decode_msgpack(data: Data, kind: type[T]) -> T: ...
 @overload
@@ -162,8 +169,10 @@ def decode_msgpack(data: Data, kind: Any) -> Any:
     msgspec works out the fields of a class at its first use, and puts them down before all are known: a
     second thread that decodes the same class in this moment crashes the process, without an error.  So
     all that holdfast decodes into a class goes through `decode_msgpack` and `decode_json`.
+
+    Whatever is wrong with the bytes is a msgspec.DecodeError.
     """
-    return _decoder(msgspec.msgpack.Decoder, kind).decode(data)
+    return _decoded(msgspec.msgpack.Decoder, data, kind)
 
 
 @overload
@@ -172,4 +181,4 @@ def decode_json(data: Data, kind: type[T]) -> T: ...
 def decode_json(data: Data, kind: Any) -> Any: ...
 def decode_json(data: Data, kind: Any) -> Any:
     """Return the value of this kind that is encoded as JSON."""
-    return _decoder(msgspec.json.Decoder, kind).decode(data)
+    return _decoded(msgspec.json.Decoder, data, kind)

@@ -12,8 +12,17 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.errors import Corrupt, FormatError, HoldfastError, NotFound
+from holdfast.delta.writer_registry import writers, writing_key
+from holdfast.errors import (
+    Corrupt,
+    FormatError,
+    HoldfastError,
+    NotFound,
+    NotRecoverable,
+    UsageError,
+)
 from holdfast.interop.verifying import verify_foreign
+from holdfast.store import LocalStore
 
 
 def saved(path: Path, value: Any) -> Path:
@@ -152,3 +161,19 @@ def test_convert_compares_the_sums_of_its_source(tmp_path: Path) -> None:
         holdfast.convert(f"torch:{path}", tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m.pt"]
     holdfast.convert(f"torch:{path}", tmp_path / "out", verify=False)
+
+
+def test_json_that_no_reader_can_take(tmp_path: Path) -> None:
+    """It is nested too deep, or is no UTF-8; each is as good as not there."""
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron/metadata.json").write_bytes(b'{"a":' + b"[" * 60_000)
+    with pytest.raises(NotRecoverable, match="no checkpoint in"):
+        holdfast.open(tmp_path / "megatron")
+    holdfast.save(tmp_path / "root", {"w": torch.zeros(2)}, step=1)
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial/holdfast-conversion.json").write_bytes(b'{"\xff":1}')
+    with pytest.raises(UsageError, match="is not of a conversion"):
+        holdfast.convert(tmp_path / "root", tmp_path / "out")
+    store = LocalStore(tmp_path / "root")
+    store.put(writing_key(1, 0, 123), b'{"z":' + b"[" * 200_000)
+    assert [*writers(store, store.list("log/"), 2)] == [writing_key(1, 0, 123)]

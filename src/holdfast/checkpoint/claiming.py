@@ -132,7 +132,7 @@ def newest_claim(store: Store, claims: list[str] | None = None) -> Claim | None:
             if key not in store.list(key):  # superseded since it was listed: there is a newer one
                 return newest_claim(store)
             found = None  # a link that leads nowhere
-        except (Corrupt, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except (Corrupt, msgspec.DecodeError):
             found = None
         run = int(match[1])
         damaged = found is None or found.run != run

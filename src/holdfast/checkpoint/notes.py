@@ -122,7 +122,7 @@ def decode(data: bytes) -> Notes:
         raise Corrupt("the notes of steps are damaged", key=NOTES_KEY, hint=HINT)
     try:
         notes = decode_json(body + b"}", Notes)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except msgspec.DecodeError as error:
         raise FormatError(f"the notes of steps: {error}", key=NOTES_KEY, hint=HINT) from None
     names = [*notes.labels, *(name for one in notes.metrics.values() for name in one.values)]
     for name in filter(CONTROL.search, names):

@@ -221,7 +221,7 @@ class Checkpoint:
         view = self.images.chunks(file, first, stop, memoryview(bytearray(b - a)))
         try:
             found = decode_json(bytes(view[file.extras - a :]), dict[str, Any])
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except msgspec.DecodeError as error:
             raise FormatError(f"malformed extras: {error}", key=self.images.key(file)) from None
         return found
 

@@ -172,7 +172,7 @@ def _stated(keys: RootKeys, saved: Saved) -> Stated | None:
     try:
         body = verified(keys.store.get(key), key)
         facts = decode_json(body + b"}", Stated)
-    except (FormatError, NotFound, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (FormatError, NotFound, msgspec.DecodeError):
         return None
     keys.known.stated[saved.step] = saved.run, facts
     return facts

@@ -215,7 +215,7 @@ def _is_index(text: bytes, manifest: Manifest) -> bool:
     """True if all that an index says is which files have which tensors, as the manifest does."""
     try:
         index = decode_json(text, _WeightIndex)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except msgspec.DecodeError:
         return False
     strips = {file.path: file.strip for file in manifest.files}
     return all(

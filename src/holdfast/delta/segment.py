@@ -133,7 +133,7 @@ def read_plan(store: Store, run: int, name: str) -> SegmentPlan:
         raise Corrupt("a plan differs from what was written", key=key, expected=name, found=found)
     try:
         plan = decode_json(data, SegmentPlan)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except msgspec.DecodeError as error:
         raise FormatError(f"malformed plan: {error}", key=key) from None
     if plan.version > VERSION:
         raise UnsupportedVersion(f"log of version {plan.version}", key=key)
@@ -170,7 +170,7 @@ def read_header(reader: Reader, key: str) -> tuple[SegmentHeader, int]:
         raise Corrupt("its header differs from what was written", key=key, start=0, stop=size)
     try:
         header = decode_json(body, SegmentHeader)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except msgspec.DecodeError as error:
         raise FormatError(f"malformed header: {error}", key=key) from None
     _check(header, key)
     return header, aligned(HEAD_BYTES + size)

@@ -61,7 +61,7 @@ def writers(store: Store, keys: Iterable[str], run: int) -> dict[str, WriterEntr
         if _WRITING.fullmatch(key) is not None and int(key.split("/")[1]) < run:
             try:
                 found[key] = decode_json(get_small(store, key), WriterEntry)
-            except (NotFound, Corrupt, msgspec.DecodeError, UnicodeDecodeError):
+            except (NotFound, Corrupt, msgspec.DecodeError):
                 found[key] = WriterEntry("", 0, "")
     return found
 

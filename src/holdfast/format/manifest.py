@@ -285,6 +285,6 @@ def decode(data: bytes, key: str) -> Manifest:
     except HoldfastError as error:
         error.key = error.key or key
         raise
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise FormatError(f"malformed manifest: {error}", key=key) from None
     return manifest

@@ -603,7 +603,7 @@ class AttachedEngine:
         try:
             pointer = json.loads(LocalStore(Path(folder, tag)).get_small(POINTER))
             return Pointed(str(pointer["root"]), int(pointer["step"]), tag, pointer.get("run"))
-        except (HoldfastError, ValueError, KeyError, TypeError) as error:
+        except (HoldfastError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise NotRecoverable(
                 f"{Path(folder, tag)} points to no step: it was not committed, or is no checkpoint "
                 f"({type(error).__name__})",

@@ -97,7 +97,7 @@ def _read_job(store: Store) -> JobFile:
     data = get_small(store, JOB_KEY)
     try:
         found = decode_json(data, JobFile)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except msgspec.DecodeError:
         found = JobFile("", "")
     if re.fullmatch(r"[0-9a-f]{16}", found.job) is None:
         raise FormatError(f"{data[:40]!r} names no job", key=JOB_KEY, hint="delete that file")

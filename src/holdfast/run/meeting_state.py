@@ -64,7 +64,7 @@ def as_pickle(data: bytes) -> bytes:
     """Return the pickle of a state that some node has put into the store.  RendezvousStateError."""
     try:
         state: MeetingState = decode_json(data, MeetingState)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+    except (msgspec.MsgspecError, ValueError) as error:
         raise RendezvousStateError(
             f"the state there is not of `holdfast run` ({error}): torchrun, another version of holdfast "
             "or a stranger has written it; give this run an --rdzv-id, or a port, of its own"

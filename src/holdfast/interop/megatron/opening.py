@@ -6,8 +6,6 @@ import re
 from dataclasses import replace
 from typing import Any
 
-import msgspec
-
 from holdfast.checkpoint.names import describe
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.errors import FormatError, NotFound, StoreError
@@ -39,6 +37,7 @@ from holdfast.interop.megatron.tensors import (
 )
 from holdfast.interop.unpickle import UnknownInstance
 from holdfast.store import Store
+from holdfast.wire import decode_json
 
 MARKER = "latest_checkpointed_iteration.txt"
 KIND = "metadata.json"
@@ -62,7 +61,7 @@ def _kind(store: Store, folder: str) -> str | None:
     try:
         if not 0 < store.size(folder + KIND) < 1 << 16:
             return None
-        found = msgspec.json.decode(store.get(folder + KIND))
+        found = decode_json(store.get(folder + KIND), dict[str, Any])
         return str(found["sharded_backend"])
     except (StoreError, ValueError, KeyError, TypeError):
         return None

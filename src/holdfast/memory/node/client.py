@@ -23,7 +23,7 @@ from holdfast.host import process_state
 from holdfast.memory.node import messages as w
 from holdfast.memory.node.segment import SOCKET, check_home, home, make_home
 from holdfast.store.oserrors import translated
-from holdfast.wire import decode_error, decode_msgpack
+from holdfast.wire import decode_error, decode_json, decode_msgpack
 
 START_S = (
     60.0  # a process that lives is waited for: on a busy node it may take half a minute to begin
@@ -205,7 +205,7 @@ class Client:
     def agent(self) -> tuple[int, str]:
         """Process and start time of the last agent that was here; 0 if none was."""
         try:
-            card = msgspec.json.decode((self.root / "agent.json").read_bytes())
+            card = decode_json((self.root / "agent.json").read_bytes(), dict[str, Any])
             return int(card["pid"]), str(card["started"])
         except (OSError, msgspec.DecodeError, KeyError, ValueError):
             return 0, ""

@@ -157,7 +157,7 @@ class Segments:
         try:
             data = self.path(job, "peers.json").read_bytes()
             return decode_json(data, tuple[Card, ...])
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        except (OSError, msgspec.DecodeError):
             return ()
 
     def _put(self, job: str, name: str, data: bytes, at: int | None = None) -> None:
@@ -257,14 +257,14 @@ class Segments:
     def _slot(self, job: str, path: Path) -> Slot | None:
         try:
             slot = decode_json(self.path(job, f"{path.name}.json").read_bytes(), Slot)
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        except (OSError, msgspec.DecodeError):
             return None
         size = path.stat().st_size
         return slot if slot.name == path.name and slot.capacity == size else None
 
     def _check_version(self, folder: Path) -> None:
         version, note = VERSION, folder / "job.json"
-        with suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
+        with suppress(OSError, msgspec.DecodeError):
             if _is_file(note):
                 version = decode_json(note.read_bytes(), _Version).version
         if version > VERSION:
@@ -276,7 +276,7 @@ class Segments:
     def _about(self, folder: Path) -> JobNote:
         try:
             return decode_json((folder / "job.json").read_bytes(), JobNote)
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        except (OSError, msgspec.DecodeError):
             return JobNote("?", 0)
 
 

@@ -42,7 +42,7 @@ def local_app(agent: Agent) -> web.Application:
     async def message(request: web.Request) -> web.Response:
         try:
             said = decode_msgpack(await request.read(), w.MESSAGES)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except msgspec.DecodeError as error:
             return web.Response(body=encode_error(UsageError(f"not a message: {error}")))
         if isinstance(said, w.Hello) and _peer(request)[0] != said.pid:
             # of another pid namespace: by which number it is here, nobody can say
