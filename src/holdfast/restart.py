@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from holdfast.checkpoint.lineage import line_from
@@ -20,7 +21,7 @@ from holdfast.errors import (
 )
 from holdfast.events import emit, span
 from holdfast.group import Group
-from holdfast.restore.candidates import Candidate, newest_good
+from holdfast.restore.candidates import STOPS, Candidate, newest_good
 from holdfast.restore.nested import loaders_in
 from holdfast.restore.plain import Plain, plain_values
 from holdfast.restore.reading import (
@@ -128,8 +129,7 @@ class Restart:
         copies.sort(key=lambda c: tier_of(c) != found.tier)  # which keeps the order of the rest
 
         def attempt(candidate: Candidate) -> None:
-            self._fetch(candidate, at.attempt)
-            self.reached = self._replay(candidate, steps)
+            self._reach(candidate, steps, at.attempt)
 
         def unsound(candidate: Candidate, error: HoldfastError) -> None:
             self.tiers.unsound[self._name(candidate, at.attempt)] = error
@@ -190,9 +190,26 @@ class Restart:
 
     def _attempt(self, candidate: Candidate, until: int | None = None) -> Identity:
         """Read a step, and do the recorded steps after it again; return the state reached."""
-        self._fetch(candidate)
-        self.reached = self._replay(candidate, self.survey.after(candidate, until))
-        return self.reached
+        return self._reach(candidate, self.survey.after(candidate, until))
+
+    def _reach(
+        self, candidate: Candidate, steps: list[RecordedStep], attempt: str = ""
+    ) -> Identity:
+        """Read a step, and do `steps` again after it.  One that is refused in its midst ends them as a
+        damaged one does, but leaves a state that is of no step: all is read once more, at most twice."""
+        is_again = False
+        while True:
+            self._fetch(candidate, attempt)
+            try:
+                self.reached = self._replay(candidate, steps)
+                return self.reached
+            except PASSED_OVER as error:
+                refused = error.step
+                before = [*takewhile(lambda step: step.step != refused, steps)]
+                if isinstance(error, STOPS) or len(before) == len(steps):
+                    raise
+                emit("replay.ended", step=refused, error=str(error))
+                steps, is_again = [] if is_again else before, True
 
     def _fetch(self, candidate: Candidate, attempt: str = "") -> None:
         """Read a step.  NotFound if it is of another `attempt`."""

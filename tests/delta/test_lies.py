@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -14,7 +15,16 @@ from torch import nn
 import holdfast
 from cli import calling
 from holdfast.codec.digest import digest
-from holdfast.delta.segment import HEAD_BYTES, aligned
+from holdfast.delta.segment import (
+    HEAD_BYTES,
+    Record,
+    SegmentHeader,
+    aligned,
+    encode_header,
+    read_header,
+)
+from holdfast.errors import FormatError, HoldfastWarning
+from holdfast.store import MemoryStore
 
 pytestmark = pytest.mark.slow
 
@@ -127,3 +137,44 @@ def test_groups_that_no_optimizer_has(tmp_path: Path, change: Callable[[Header],
     assert code == 1
     assert "Traceback" not in text
     assert not (tmp_path / "full").exists()
+
+
+def test_a_record_that_lies_costs_those_after_it_alone(tmp_path: Path) -> None:
+    """Not the steps before: all is read once more, and ends before it."""
+
+    def change(header: Header) -> None:
+        for record in header["records"]:
+            if record["step"] == 3:
+                record["applied"][0]["hyper"][0]["lr"] = "fast"
+
+    train(tmp_path)
+    lie(tmp_path, change)
+    assert reached(tmp_path) == (2, 2, 0.001)
+    lie(tmp_path, groups_that_are_none)
+    assert reached(tmp_path) == (1, 1, 0.001)
+
+
+def reached(root: Path) -> tuple[int, float, float]:
+    """The step that a restart reaches, how often AdamW has made one, and its learning rate."""
+    model = nn.Linear(4, 4)
+    optim = torch.optim.AdamW(model.parameters())
+    state = {"model": model, "optim": optim}
+    told = pytest.warns(HoldfastWarning, match="records up to step 3 are there and cannot be used")
+    with holdfast.Checkpointer(root, state, delta=holdfast.Delta()) as ckpt, told:
+        step = int(ckpt.restore())
+    return step, float(optim.state[model.weight]["step"]), optim.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize(
+    "said", [{"parent": (1, 2)}, {"parent": (2, 1)}, {"step": 10**18}, {"table": -(1 << 40)}]
+)
+def test_records_that_no_run_makes(said: dict[str, Any]) -> None:
+    record = Record(2, (1, 1), 16, 8, 8, 8, (), at=0)
+    for number, one in enumerate((record, msgspec.structs.replace(record, **said))):
+        store = MemoryStore(f"lies-{said}-{number}")
+        store.put("x", encode_header(SegmentHeader(1, 0, 1, "p", {}, records=(one,))))
+        if number == 0:
+            assert read_header(store.open("x"), "x")[0].records == (record,)
+            continue
+        with pytest.raises(FormatError, match=r"no run can make|digest table"):
+            read_header(store.open("x"), "x")

@@ -60,7 +60,7 @@ def _stretches(log: Log, store: Store) -> list[Stretch]:
     for step in sorted(log.steps.values(), key=lambda s: s.identity):
         before = out[-1][-1] if out else step
         goes_on = step.parent == before.identity and step.world == before.world
-        if goes_on and (step.identity in led) == (before.identity in led):
+        if out and goes_on and (step.identity in led) == (before.identity in led):
             out[-1].append(step)
         else:
             out.append([step])

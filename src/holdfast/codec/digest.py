@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 ALGORITHM = "xxh3_64"
 CHUNK_BYTES = 256 << 10
+MAX_TABLE_BYTES = 1 << 28
+"""Most bytes of the digests of a file: those of 8 TiB."""
 
 Digests = NDArray[np.uint64]
 

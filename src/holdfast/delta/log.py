@@ -264,7 +264,8 @@ class RecordedStep:
             lack |= set(one.missing)
         if both := have & lack:
             raise FormatError(
-                f"step {self.step}: {min(both)!r} has a gradient on one rank and none on another"
+                f"step {self.step}: {min(both)!r} has a gradient on one rank and none on another",
+                step=self.step,
             )
         return have
 

@@ -164,7 +164,8 @@ class Replay:
                 else:  # in this step something may read them
                     self._put_values(newest | {n: v for n, v in values.items() if n not in late})
                     newest = {n: v for n, v in values.items() if n in late}
-                self._apply(step, sets[number % 2])
+                with _told(step):
+                    self._apply(step, sets[number % 2])
                 last = step
             fields["steps"] = 0 if last is None else steps.index(last) + 1
         for one in self.optimizers:
@@ -172,7 +173,8 @@ class Replay:
                 p.grad = None
         if last is not None:
             self._put_values(newest)
-            self._put_rest(last)
+            with _told(last):
+                self._put_rest(last)
         return last
 
     def _put_values(self, values: dict[str, torch.Tensor]) -> None:
@@ -453,6 +455,16 @@ class Replay:
         read_together(checkpoint.images, plan.wants, self.group if self.group.size > 1 else None)
         with raise_on_all(self.group, step.step):
             plan.put()
+
+
+@contextmanager
+def _told(step: RecordedStep) -> Iterator[None]:
+    """Add the step to an error that says what is wrong with its record."""
+    try:
+        yield
+    except PASSED_OVER as error:
+        error.step = step.step
+        raise
 
 
 @contextmanager

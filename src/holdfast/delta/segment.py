@@ -19,7 +19,14 @@ from typing import Any
 
 import msgspec
 
-from holdfast.codec.digest import ALGORITHM, CHUNK_BYTES, digest, hexdigest
+from holdfast.arguments import MAX_STEP
+from holdfast.codec.digest import (
+    ALGORITHM,
+    CHUNK_BYTES,
+    MAX_TABLE_BYTES,
+    digest,
+    hexdigest,
+)
 from holdfast.errors import Corrupt, FormatError, UnsupportedVersion
 from holdfast.format.image import ALIGN
 from holdfast.format.manifest import ShardingEntry, TensorEntry
@@ -29,7 +36,9 @@ from holdfast.wire import decode_json
 VERSION = 1
 MAGIC = b"HFLOG\r\n" + bytes([VERSION])
 HEAD_BYTES = 24
-MAX_HEADER_BYTES = 1 << 30
+LONG_BYTES = 1 << 20
+"""Bytes from which on a header is worth a look of its own whether it can be there."""
+MAX_HEADER_BYTES = 1 << 28
 
 
 Identity = tuple[int, int]
@@ -147,6 +156,8 @@ def aligned(size: int) -> int:
 def encode_header(header: SegmentHeader) -> bytes:
     """The bytes before a segment's first record, padded to `ALIGN`."""
     body = msgspec.json.encode(header)
+    if len(body) > MAX_HEADER_BYTES:
+        raise FormatError(f"a header of {len(body)} bytes; at most {MAX_HEADER_BYTES}")
     head = MAGIC + len(body).to_bytes(8, "little") + digest(body).to_bytes(8, "little") + body
     return head.ljust(aligned(len(head)), b"\0")
 
@@ -164,6 +175,8 @@ def read_header(reader: Reader, key: str) -> tuple[SegmentHeader, int]:
     size = int.from_bytes(head[8:16], "little")
     if size > MAX_HEADER_BYTES:
         raise FormatError(f"a header of {size} bytes", key=key)
+    if size > LONG_BYTES:  # before memory is set aside: Corrupt if the file ends before
+        reader.read(HEAD_BYTES + size - 1, memoryview(bytearray(1)))
     body = bytearray(size)
     reader.read(HEAD_BYTES, memoryview(body))
     if digest(body) != int.from_bytes(head[16:24], "little"):
@@ -183,6 +196,12 @@ def _check(header: SegmentHeader, key: str) -> None:
     except OverflowError:
         raise FormatError("a header with a number of more than 64 bits", key=key) from None
     for record in header.records:
+        if not record.parent < (header.run, record.step) <= (header.run, MAX_STEP):
+            what = f"step {record.step} of run {header.run} leads on from {record.parent}"
+            raise FormatError(f"a record that no run can make: {what}", key=key)
+        if record.bytes - record.table > MAX_TABLE_BYTES:
+            size = record.bytes - record.table
+            raise FormatError(f"step {record.step}: a digest table of {size} bytes", key=key)
         for one in record.applied:
             groups = header.groups.get(one.key, one.hyper)
             if len(one.hyper) != len(groups) or not all(isinstance(h, dict) for h in one.hyper):
