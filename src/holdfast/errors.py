@@ -138,7 +138,9 @@ _SECRET = "key|secret|token|pass|pwd|auth|sas|sig|cred"
 SECRET = re.compile(_SECRET, re.IGNORECASE)
 """Parts of names by which the options of a URL look like secrets."""
 _IN_URL = re.compile(
-    rf"(://)[^/\s'\"]*@|([?&][^=&\s]*(?:{_SECRET})[^=&\s]*=)[^&\s'\"]+", re.IGNORECASE
+    rf"(://|:/{{1,3}}(?=[^/\s'\"@]*:))[^/\s'\"]*@"  # also of a slash too few or too many
+    rf"|([?&][^=&\s]*(?:{_SECRET})[^=&\s]*=)[^&\s'\"]+",
+    re.IGNORECASE,
 )
 
 

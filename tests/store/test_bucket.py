@@ -83,6 +83,7 @@ def test_an_address_and_its_usual_form(url: str, prefix: str, opens: str) -> Non
         ("swift://h/x?token=hidden", "unknown scheme 'swift'"),
         ("https://b.s3.amazonaws.com/x?X-Amz-Signature=hidden", "unknown scheme 'https'"),
         ("s3:/me:hidden@b", "with one slash"),
+        ("file://me:hidden@h/x", "names a host"),
     ],
 )
 def test_what_is_refused(url: str, says: str) -> None:
@@ -99,6 +100,7 @@ def test_what_is_refused(url: str, says: str) -> None:
         ("'s3a://pw@b/x' and 'http://a:b@c'", "'s3a://...@b/x' and 'http://...@c'"),
         ("https://h/x?a=1&X-Amz-Signature=ab%2F&b=2", "https://h/x?a=1&X-Amz-Signature=...&b=2"),
         ("swift://h?pass=pw", "swift://h?pass=..."),
+        ("'s3:/me:pw@b/x' and file:///me:pw@h/x", "'s3:/...@b/x' and file:///...@h/x"),
         ("file:///a@b/c and a@b", "file:///a@b/c and a@b"),
         ("s3://b/x?endpoint=http://h:1&unsafe=yes", "s3://b/x?endpoint=http://h:1&unsafe=yes"),
     ],

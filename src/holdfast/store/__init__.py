@@ -180,7 +180,5 @@ def keys_below(store: Store, prefixes: Collection[str]) -> dict[str, int]:
 def _file_path(url: str, rest: str) -> str:
     path = rest.removeprefix("localhost")
     if not path.startswith("/"):
-        raise UsageError(
-            f"cannot open '{url}': it names a host", hint=f"file:///{rest} has three /"
-        )
+        raise UsageError(f"cannot open '{url}': it names a host", hint="file:///PATH has three /")
     return os.fsdecode(unquote_to_bytes(path))
