@@ -56,6 +56,17 @@ def test_lines_and_tables(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) ->
     assert row.split("  ") == ["", SEEN, SEEN]
 
 
+@pytest.mark.parametrize("width", ["30", "5000"])
+def test_styles_in_names_of_others_are_none(monkeypatch: pytest.MonkeyPatch, width: str) -> None:
+    out = Terminal()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setenv("COLUMNS", width)
+    name = "w" * 40 + "\ufdd032\ufdd1EVIL"
+    say(name)
+    table(("name", "state"), [(name, "x")])
+    assert "EVIL" in out.getvalue() and "\x1b[32m" not in out.getvalue()
+
+
 def test_folded_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     out = Terminal()
     monkeypatch.setattr(sys, "stdout", out)
@@ -150,3 +161,12 @@ def test_notes_with_control_characters(tmp_path: Path) -> None:
     ):
         with pytest.raises(FormatError, match="has a control character"):
             notes.decode(notes.encode(bad))
+
+
+def test_names_with_half_of_a_surrogate_pair(tmp_path: Path) -> None:
+    header = rb'{"\ud800":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}'
+    data = len(header).to_bytes(8, "little") + header + bytes(4)
+    (tmp_path / "model.safetensors").write_bytes(data)
+    for verb in ("inspect", "diff"):
+        raw = call(verb, *[tmp_path] * (2 if verb == "diff" else 1), "--json")[1]
+        assert verb == "diff" or "model.\\ud800" in {t["name"] for t in json.loads(raw)["tensors"]}

@@ -42,12 +42,26 @@ def deliver(result: Result, as_json: bool) -> int:
     if as_json:
         import msgspec
 
-        data = msgspec.json.encode(result.data(), enc_hook=_plain)
+        found = result.data()
+        try:
+            data = msgspec.json.encode(found, enc_hook=_plain)
+        except UnicodeEncodeError:  # a name of others has half of a surrogate pair
+            plain = msgspec.to_builtins(found, enc_hook=_plain, str_keys=True)
+            data = msgspec.json.encode(_in_utf8(plain))
         text = msgspec.json.format(data, indent=2).decode()
         print("".join(c if c.isprintable() or c == "\n" else _in_json(c) for c in text), flush=True)
     else:
         result.show()
     return result.exit_code
+
+
+def _in_utf8(tree: Any) -> Any:
+    """The tree, with `\\udc80` for what is no UTF-8."""
+    if isinstance(tree, str):
+        return tree.encode("utf-8", "backslashreplace").decode()
+    if isinstance(tree, dict):
+        return {_in_utf8(key): _in_utf8(value) for key, value in tree.items()}
+    return [*map(_in_utf8, tree)] if isinstance(tree, (list, tuple)) else tree
 
 
 def _in_json(char: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import calendar
+import os
 import re
 import time
 from collections.abc import Sequence
@@ -24,14 +25,15 @@ __all__ = [
 
 _CODES = {"bold": 1, "dim": 2, "red": 91, "green": 32, "yellow": 33, "cyan": 36}
 MARKS = "\ufdd0\ufdd1"
-STYLE = re.compile(f"{MARKS[0]}({'|'.join(map(str, (0, *_CODES.values())))}){MARKS[1]}")
-"""A style in a text until that is written (`holdfast.cli.screen`): a number between marks, which no text
-has.  An escape sequence in a text is not ours."""
+_OURS = os.urandom(8).hex()
+STYLE = re.compile(f"{MARKS[0]}{_OURS}({'|'.join(map(str, (0, *_CODES.values())))}){MARKS[1]}")
+"""A style in a text until that is written (`holdfast.cli.screen`): between marks, a number behind what no
+text can have, for no other process knows it.  An escape sequence in a text is not ours."""
 
 
 def style(text: str, *names: str) -> str:
     """A text in a colour, `bold` or `dim`; what is no terminal is written without."""
-    before, after = MARKS[0], MARKS[1]
+    before, after = MARKS[0] + _OURS, MARKS[1]
     return "".join(f"{before}{_CODES[name]}{after}" for name in names) + f"{text}{before}0{after}"
 
 
