@@ -16,7 +16,7 @@ import holdfast
 from holdfast.checkpoint import notes
 from holdfast.checkpoint.pruning import delete_step, prunable, prune
 from holdfast.cli.main import run
-from holdfast.errors import Corrupt, HoldfastError, NotFound, StoreError, UsageError
+from holdfast.errors import Corrupt, FormatError, HoldfastError, NotFound, StoreError, UsageError
 from holdfast.store import LocalStore, MemoryStore, Store, open_store
 from holdfast.testing import Faulty
 
@@ -430,3 +430,10 @@ def test_notes_damaged_on_the_way_are_not_taken_for_none(root: Store) -> None:
     with pytest.raises(Corrupt, match="notes"):
         _ = holdfast.open(root.url).metrics
     assert isinstance(root, (LocalStore, MemoryStore))
+
+
+def test_steps_that_no_run_can_make_are_refused_in_notes() -> None:
+    """Numbers of one hash, of which a dict of n takes n * n steps."""
+    metrics = {n * ((1 << 61) - 1): notes.Measured(0, {}) for n in (1, 2)}
+    with pytest.raises(FormatError, match="Expected `int` <= 9"):
+        notes.decode(notes.encode(notes.Notes(metrics=metrics)))

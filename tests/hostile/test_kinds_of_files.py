@@ -3,9 +3,12 @@ between a restart and the older step that is sound."""
 
 from __future__ import annotations
 
+import io
 import os
 import socket
+import tracemalloc
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,11 +16,13 @@ import torch
 
 import holdfast
 from holdfast.checkpoint.names import manifest_key, read_manifest, step_prefix
+from holdfast.delta import segment
 from holdfast.errors import Corrupt, Exists, HoldfastWarning, NotFound, StoreError
 from holdfast.interop.folder import ListedFolder, OneFile
 from holdfast.patience import opening
 from holdfast.store import LocalStore, get_small
 from holdfast.store.contract import SMALL_BYTES, WHOLE_BYTES
+from holdfast.store.regular import has_hole
 
 TERA = 3 << 40
 
@@ -165,3 +170,27 @@ def test_a_claim_that_never_ends(root: LocalStore) -> None:
     claims.mkdir(exist_ok=True)
     sparse(claims / "0000000007.json")
     assert restored(root) == 2
+
+
+def test_a_manifest_of_which_parts_were_never_written(root: LocalStore) -> None:
+    """It is as long as one may be, and takes next to nothing of the disk."""
+    path = Path(root.root, manifest_key(2))
+    os.truncate(path, SMALL_BYTES + 1)
+    with path.open("rb") as file:
+        if not has_hole(io.FileIO(file.fileno(), closefd=False), SMALL_BYTES + 1):
+            pytest.skip("this file system does not tell holes")
+    with pytest.raises(Corrupt, match="parts that were never written"):
+        root.get(manifest_key(2))
+    with pytest.warns(HoldfastWarning, match="step 2"):
+        assert restored(root) == 1
+
+
+def test_a_header_of_a_segment_is_there_before_memory_is_set_aside(store: LocalStore) -> None:
+    store.put("x", segment.MAGIC + (1 << 28).to_bytes(8, "little") + bytes(8))
+    tracemalloc.start()
+    try:
+        with pytest.raises(Corrupt), closing(store.open("x")) as reader:
+            segment.read_header(reader, "x")
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()

@@ -61,6 +61,8 @@ def cut(dim: int, *axes: str) -> dict[str, Any]:
 
 
 HUGE = 1 << 62
+ALIKE = [{"$int": str(n * ((1 << 61) - 1))} for n in range(300)]
+"""Numbers that all have one hash: a set of n takes n * n steps."""
 ATTACKS: dict[str, dict[str, Any]] = {
     "negative step": {"step": -1},
     "negative run": {"run": -1},
@@ -158,6 +160,11 @@ ATTACKS: dict[str, dict[str, Any]] = {
         **file(extras=4096 + (1 << 58), table=4096 + (1 << 58), bytes=4096 + (1 << 58) + (8 << 40) + 8),
         **tensor(shape=[1 << 58]),
     },
+    "table of 2**26 chunks": {
+        "chunk_bytes": 4096,
+        **file(extras=4104, table=1 << 38, bytes=(1 << 38) + (8 << 26)),
+    },
+    "extras of 2**36 bytes": file(extras=4104, table=1 << 36, bytes=(1 << 36) + (8 << 18)),
     "digest not hex": file(digest="g" * 16),
     "digest too short": file(digest="0"),
     "digest wrong": file(digest="1" * 16),
@@ -172,6 +179,11 @@ ATTACKS: dict[str, dict[str, Any]] = {
     "extras array that wants a guess": {"extras": {"k": {"$array": ["f4", [-1, 0], ""]}}},
     "extras deque of negative length": {"extras": {"k": {"$deque": [-1, []]}}},
     "extras deque of huge length": {"extras": {"k": {"$deque": [10**30, []]}}},
+    "extras set of numbers of one hash": {"extras": {"k": {"$set": ALIKE}}},
+    "extras dict of numbers of one hash": {"extras": {"k": {"$dict": [[n, 0] for n in ALIKE]}}},
+    "extras set of complex numbers of one hash": {
+        "extras": {"k": {"$set": [{"$complex": [str(-1_000_003 * n), str(n)]} for n in range(300)]}}
+    },
     "extras set of lists": {"extras": {"k": {"$set": [[1]]}}},
     "extras dict of unhashable keys": {"extras": {"k": {"$dict": [[[1], 2]]}}},
     "extras tensor of no dtype": {"extras": {"k": {"$tensor": ["float8_zzz", [1], "AA=="]}}},

@@ -25,11 +25,11 @@ import math
 import re
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
-from holdfast.arguments import number_of, shown, text_of, unfit
+from holdfast.arguments import MAX_STEP, number_of, shown, text_of, unfit
 from holdfast.checkpoint.names import (
     NOTES_KEY,
     RootKeys,
@@ -71,7 +71,7 @@ class Notes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     holdfast: int = 1
     labels: dict[str, int | None] = {}
-    metrics: dict[int, Measured] = {}
+    metrics: dict[Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)], Measured] = {}
 
     @property
     def live_labels(self) -> dict[str, int]:

@@ -220,7 +220,7 @@ class Checkpoint:
         a, b = self.images.span(file, first, stop)
         view = self.images.chunks(file, first, stop, memoryview(bytearray(b - a)))
         try:
-            found = decode_json(bytes(view[file.extras - a :]), dict[str, Any])
+            found = decode_json(view[file.extras - a :], dict[str, Any])
         except msgspec.DecodeError as error:
             raise FormatError(f"malformed extras: {error}", key=self.images.key(file)) from None
         return found

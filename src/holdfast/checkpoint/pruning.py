@@ -171,7 +171,7 @@ def _stated(keys: RootKeys, saved: Saved) -> Stated | None:
     key = manifest_key(saved.step)
     try:
         body = verified(keys.store.get(key), key)
-        facts = decode_json(body + b"}", Stated)
+        facts = decode_json(b"".join((body, b"}")), Stated)
     except (FormatError, NotFound, msgspec.DecodeError):
         return None
     keys.known.stated[saved.step] = saved.run, facts

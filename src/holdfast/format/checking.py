@@ -10,11 +10,12 @@ import re
 from math import prod
 from typing import Any
 
-from holdfast.codec.digest import ALGORITHM
+from holdfast.codec.digest import ALGORITHM, MAX_TABLE_BYTES
 from holdfast.errors import FormatError
 from holdfast.format.dtypes import DTYPES, dtype_of
 from holdfast.format.manifest import (
     MAX_ATTACHED,
+    MAX_EXTRAS_BYTES,
     PACK_HEAD,
     Manifest,
     PackEntry,
@@ -157,6 +158,9 @@ def _check_files(m: Manifest) -> None:
         chunks = -(-f.table // m.chunk_bytes)
         ordered = 8 <= f.data <= f.extras <= f.table < f.bytes < 1 << 60
         require(ordered and f.bytes == f.table + 8 * chunks, f"{f.path}: offsets do not add up")
+        require(f.bytes - f.table <= MAX_TABLE_BYTES, f"{f.path}: a table of {8 * chunks} bytes")
+        long = f.table - f.extras
+        require(long <= MAX_EXTRAS_BYTES, f"{f.path}: extras of {long} bytes")
         require(bool(re.fullmatch("[0-9a-f]{16}", f.digest)), f"{f.path}: digest {f.digest!r}")
     require(len({f.path for f in m.objects}) == len(m.objects), "two files of one path")
     if m.attached is not None:

@@ -40,6 +40,8 @@ _MALFORMED = (
     TypeError, ValueError, LookupError, AttributeError, ArithmeticError, SyntaxError, RuntimeError,
 )  # fmt: skip
 """Errors that Python, numpy and torch raise for a tag's body that is not what `encode` writes."""
+MAX_ALIKE = 1 << 8
+"""Most keys of a dict, or members of a set, that may have one hash: they are compared with each other."""
 EXACT = frozenset([str, int, float, complex, bool, bytes, type(None)])
 """Types of keys that come back as they were."""
 
@@ -256,8 +258,15 @@ def _decode_tag(tag: str, body: Json, on_other: Any, depth: int) -> Any:
     def items(values: Any) -> list[Any]:
         return [decode(v, on_other, depth) for v in values]
 
+    def members(values: Iterable[Any]) -> list[Any]:
+        found = [*map(_hashable, values)]
+        if max(Counter(map(hash, found)).values(), default=0) > MAX_ALIKE:
+            raise FormatError(f"malformed extras: {tag}: numbers that were chosen to have one hash")
+        return found
+
     def pairs() -> list[tuple[Any, Any]]:
-        return [(_hashable(decode(k, None, depth)), decode(v, on_other, depth)) for k, v in body]
+        keys = members(decode(k, None, depth) for k, _ in body)
+        return [(k, decode(v, on_other, depth)) for k, (_, v) in zip(keys, body)]
 
     try:
         match tag:
@@ -281,9 +290,9 @@ def _decode_tag(tag: str, body: Json, on_other: Any, depth: int) -> Any:
             case "$deque":
                 return deque(items(body[1]), maxlen=body[0])
             case "$set":
-                return set(map(_hashable, items(body)))
+                return set(members(items(body)))
             case "$frozenset":
-                return frozenset(map(_hashable, items(body)))
+                return frozenset(members(items(body)))
             case "$dict":
                 return dict(pairs())
             case "$ordered":

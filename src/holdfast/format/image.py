@@ -20,7 +20,7 @@ from functools import lru_cache
 from holdfast.codec.digest import CHUNK_BYTES, num_chunks
 from holdfast.errors import FormatError
 from holdfast.format.dtypes import dtype_of
-from holdfast.format.manifest import TensorEntry
+from holdfast.format.manifest import MAX_EXTRAS_BYTES, TensorEntry
 from holdfast.layout import Box, Pieces
 
 ALIGN = 4096
@@ -70,6 +70,8 @@ def plan_image(
     strip: str = "",
 ) -> Image:
     """Lay an image out; `strip` is a prefix that tensor names lose in the header."""
+    if extras_bytes > MAX_EXTRAS_BYTES:
+        raise FormatError(f"extras of {extras_bytes} bytes; at most {MAX_EXTRAS_BYTES}")
     entries = piece_entries(tensors, pieces, strip)
     size = pieces.total_bytes
     longest = size + extras_bytes + 2 * ALIGN + 256 * (len(entries) + 4)

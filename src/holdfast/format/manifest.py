@@ -26,7 +26,8 @@ from holdfast.layout import Box, Cut, Mesh, Placement, Sharding, Table
 from holdfast.wire import decode_json
 
 VERSION = 1
-MAX_BYTES = 1 << 30
+MAX_BYTES = MAX_EXTRAS_BYTES = 1 << 30
+"""Most bytes of a manifest, and of the extras in an image."""
 
 PACK_HEAD = b"holdfast"
 """The first bytes of a pack of attached files, so that none is empty."""
@@ -220,6 +221,9 @@ def encode(manifest: Manifest) -> bytes:
         body = msgspec.json.encode(manifest)[:-1]
     except UnicodeEncodeError as error:  # of another system's checkpoint
         raise no_text(error) from None
+    if len(body) > MAX_BYTES - 64:
+        why = f"it has {len(body):,} bytes, of which readers take at most {MAX_BYTES:,}"
+        raise Unsaved("the manifest", why, "have large arrays as tensors")
     return body + f',"digest":"{hexdigest(body)}"}}'.encode()
 
 
@@ -247,7 +251,7 @@ def _check_version(data: bytes, key: str) -> None:
         )
 
 
-def verified(data: bytes, key: str) -> bytes:
+def verified(data: bytes, key: str) -> memoryview:
     """The bytes of a manifest of this version, without their seal.  Corrupt, UnsupportedVersion or
     FormatError if they are not what was written."""
     if len(data) > MAX_BYTES:
@@ -258,7 +262,7 @@ def verified(data: bytes, key: str) -> bytes:
         raise Corrupt(
             "manifest is cut short: its seal is missing", key=key, start=0, stop=len(data)
         )
-    body = data[: seal.start()]
+    body = memoryview(data)[: seal.start()]
     if (found := hexdigest(body)) != seal[1].decode():
         raise Corrupt(
             f"manifest differs from what was written: digest {found}, expected {seal[1].decode()}",
@@ -278,7 +282,7 @@ def decode(data: bytes, key: str) -> Manifest:
     body = verified(data, key)
     try:
         with uncollected():
-            manifest = decode_json(body + b"}", Manifest)
+            manifest = decode_json(b"".join((body, b"}")), Manifest)
             head = (manifest.holdfast, manifest.step, manifest.run)
             require(head == decode_head(data, key), "it states its version, step or run twice")
             check(manifest)

@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from urllib.parse import quote
 
 from holdfast.arguments import flag_of, path_of
-from holdfast.errors import NotFound, UsageError, warn_user
+from holdfast.errors import Corrupt, NotFound, UsageError, warn_user
 from holdfast.patience import Patience, patient, patient_or
 from holdfast.store.contract import (
     BLOCK_BYTES,
@@ -54,7 +54,7 @@ from holdfast.store.directories import (
 )
 from holdfast.store.oserrors import obstacle, translated
 from holdfast.store.reading import Descriptor, DirectReader
-from holdfast.store.regular import open_regular, whole
+from holdfast.store.regular import has_hole, open_regular, whole
 from holdfast.store.replacing import held
 from holdfast.store.tempfiles import TempFile, open_temp, sweep
 from holdfast.threads import in_threads
@@ -148,7 +148,12 @@ class LocalStore:
         with translated("get", key, path):
             file, _, size = open_regular(path, key)
             with file:
-                return whole(file, check_length(key, self.url, size, most_bytes))
+                check_length(key, self.url, size, most_bytes)
+                if size > SMALL_BYTES and key.endswith(".json") and has_hole(file, size):
+                    raise Corrupt(
+                        f"'{key}' in {self.url} has parts that were never written", key=key
+                    )
+                return whole(file, size)
 
     def read(self, key: str, offset: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `offset` on; `Corrupt` if the object ends before."""

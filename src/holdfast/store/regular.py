@@ -84,6 +84,14 @@ def check_regular(status: os.stat_result, path: str, key: str) -> int:
     return status.st_size
 
 
+def has_hole(file: io.FileIO, size: int) -> bool:
+    """True if parts of a file were never written: it may be far longer than what it takes of a disk."""
+    try:
+        return os.lseek(file.fileno(), 0, os.SEEK_HOLE) < size
+    except OSError:  # the file system cannot tell
+        return False
+
+
 def whole(file: io.FileIO, size: int) -> bytes:
     """The first `size` bytes of a file, or all that it has."""
     fd = file.fileno()
