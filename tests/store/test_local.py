@@ -793,6 +793,7 @@ def test_entries_have_what_the_list_has(tmp_path: Path) -> None:
     store.put("a/x", b"12345")
     (tmp_path / "root/a/y").symlink_to(tmp_path / "root/a/x")
     (tmp_path / "root/a/z").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "root/a/zz").symlink_to("x" * 3000)
     (tmp_path / "root/a/.tmp-w").write_bytes(b"under way")
     assert store.entries("a/") == [("a/x", 5), ("a/y", 5)]
-    assert store.list("a/") == ["a/x", "a/y", "a/z"]
+    assert store.list("a/") == ["a/x", "a/y", "a/z", "a/zz"]

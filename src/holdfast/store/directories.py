@@ -20,6 +20,8 @@ from holdfast.store.contract import MAX_KEY_CHARS
 from holdfast.store.oserrors import REFUSED
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY
+_NOWHERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+"""Errors by which a link leads nowhere."""
 
 
 class LinkedFolder(OSError):
@@ -181,7 +183,7 @@ def _leads_nowhere(entry: os.DirEntry[str]) -> bool:
     try:
         entry.stat()
     except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+        if error.errno in _NOWHERE:
             return True
         raise
     return False

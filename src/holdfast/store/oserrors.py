@@ -124,6 +124,8 @@ def _store_error(op: str, key: str, path: str, error: OSError) -> StoreError:
     kind = _KINDS.get(code, StoreError)
     if op in ("get", "read", "size") and code in (errno.ENOTDIR, errno.EISDIR, errno.ELOOP):
         kind = NotFound
+    if code == errno.ENAMETOOLONG and os.path.islink(path):  # to a name that there cannot be
+        kind = NotFound
     cause, hint = error.strerror or str(error), _HINTS.get(code) if kind is not NotFound else None
     found = obstacle(path, folder=op == "list") if code in _ON_THE_WAY else None
     if found is not None:
