@@ -29,9 +29,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import holdfast
 from holdfast.checkpoint import notes
 from holdfast.checkpoint.notes import read_notes
-from holdfast.errors import NotRecoverable, UsageError
+from holdfast.errors import FormatError, NotRecoverable, UsageError
 from holdfast.integrations import lightning as integration
-from holdfast.integrations.lightning_pointers import beside, label_of
+from holdfast.integrations.lightning_pointers import beside, label_of, read_pointer
 from holdfast.store import open_store
 from trainers import lit
 from trainers.forked import Ranks, losses, value
@@ -1020,3 +1020,12 @@ def test_fabric_is_handed_over_as_it_is(tmp_path: Path, ranks: Ranks) -> None:
         assert printed[step] == pytest.approx(loss.item(), rel=1e-5)
     for p, q in zip(loaded.parameters(), own.parameters()):
         torch.testing.assert_close(p, q)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"holdfast":1}', '{"holdfast":' + "[" * 100_000, '{"holdfast":x']
+)
+def test_a_path_that_should_name_a_step_and_does_not(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.ckpt").write_text(text)
+    with pytest.raises(FormatError, match=r"a.ckpt' should name a step and does not"):
+        read_pointer(tmp_path / "a.ckpt")

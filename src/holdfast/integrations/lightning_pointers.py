@@ -21,9 +21,10 @@ from holdfast.checkpoint.claiming import newest_claim
 from holdfast.checkpoint.names import manifest_key, read_head
 from holdfast.checkpoint.notes import read_notes, unpin
 from holdfast.codec.digest import hexdigest
-from holdfast.errors import HoldfastError, warn_user
+from holdfast.errors import FormatError, HoldfastError, warn_user
 from holdfast.looking import run_of
 from holdfast.store import open_store
+from holdfast.wire import decode_json
 
 __all__ = [
     "ANEW",
@@ -83,7 +84,7 @@ def newest_native(folders: Iterable[Any]) -> tuple[str, int]:
 
 
 def read_pointer(path: Any) -> Pointer | None:
-    """The pointer in a file; None if there is no file or it is no pointer."""
+    """The pointer in a file; None if there is no file or it is no pointer.  FormatError."""
     files = get_filesystem(path)
     if not files.isfile(path):
         return None
@@ -91,7 +92,13 @@ def read_pointer(path: Any) -> Pointer | None:
         begin = file.read(len(_MAGIC))
         if begin != _MAGIC:
             return None
-        pointer: Pointer = json.loads(begin + file.read(1 << 20))
+        text = begin + file.read(1 << 20)
+    try:
+        pointer: Pointer = decode_json(text, dict[str, Any])
+        pointer |= {"root": str(pointer["root"]), "step": int(pointer["step"])}
+    except (ValueError, KeyError, TypeError) as error:
+        what = f"'{path}' should name a step and does not: {type(error).__name__}: {error}"
+        raise FormatError(what[:500], hint="remove it, or put it back from a copy") from None
     if "://" not in pointer["root"]:
         folder = os.path.dirname(os.path.realpath(path))
         pointer["root"] = os.path.realpath(os.path.join(folder, pointer["root"]))
