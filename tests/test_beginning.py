@@ -288,6 +288,23 @@ def test_a_key_that_comes_after_the_restore_is_given_what_the_step_has(tmp_path:
     assert "'average' came into the state after step 4 was restored: it has been given" in texts[1]
 
 
+def test_what_was_restored_and_is_exchanged_for_a_fresh_one_is_told(tmp_path: Path) -> None:
+    """A wrapper of what was restored is none."""
+
+    def run(exchange: Any) -> list[str]:
+        model = nn.Linear(4, 4)
+        state: dict[str, Any] = {"model": model, "average": AveragedModel(model)}
+        with holdfast.Checkpointer(tmp_path, state, every=1) as ckpt:
+            step = int(ckpt.restore()) + 1
+            exchange(ckpt.state)
+            return told(ckpt, ckpt.step, step)
+
+    assert run(lambda state: None) == []
+    (fresh,) = run(lambda state: state.update(average=AveragedModel(state["model"])))
+    assert fresh.startswith("'average' was restored from step 1") and fresh.endswith("[exchanged]")
+    assert run(lambda state: state.update(model=torch.compile(state["model"]))) == []
+
+
 def test_a_key_that_begins_anew(tmp_path: Path) -> None:
     averaged(tmp_path, range(1, 5))
     count, texts = averaged(tmp_path, range(5, 7), anew=True)

@@ -22,6 +22,7 @@ from holdfast.errors import UsageError
 from holdfast.notices import Notices
 from holdfast.saving import Save
 from holdfast.state.collecting import RunState
+from holdfast.state.exchanged import Taken
 from holdfast.state.noticing import Noticing
 from holdfast.tiers import Tiers
 
@@ -52,6 +53,8 @@ class Beginning:
         self._least: int | None = None
         """The step that was restored, if later ones have to be above it; None if any will do."""
         self._late: frozenset[str] = frozenset()
+        self._taken: Taken | None = None
+        """The modules that have taken restored values, until the next save."""
         """Keys of the restored step that no rank's state had; none once ranks ask no more."""
         self._saves_left = 0
         """Saves at which late keys are still looked for."""
@@ -99,6 +102,9 @@ class Beginning:
     def look_for_late(self, *, is_save: bool = True) -> None:
         """Give what has come since the restore what the restored step has of it.  Collective if there may
         be any, which holds for a few saves."""
+        if is_save and self._taken is not None and self._origin is not None:
+            self._taken.tell_exchanged(self._state.given, self._origin.step, self._notices)
+            self._taken = None
         if self._late and self._origin is not None:
             from holdfast.late import give
 
@@ -132,7 +138,7 @@ class Beginning:
 
     def forget(self) -> None:
         """Begin a restore: what an earlier one has decided holds no more."""
-        self._least, self._late = None, frozenset()
+        self._least, self._late, self._taken = None, frozenset(), None
 
     def went_on(self, restored: Restored, origin: RestoredFrom, *, is_asked: bool) -> None:
         """Note what was restored, and tell of what the state lacks.  `is_asked`: the user has named an
@@ -143,6 +149,8 @@ class Beginning:
         missing = self._missing(origin.keys)
         if not self._anew:
             self._late, self._saves_left = missing, SAVES
+        if restored.found and not self._anew:
+            self._taken = Taken(self._state.given)
         for key in sorted(missing) if self._group.rank == 0 else ():
             self._notices.once(
                 "untaken-key",

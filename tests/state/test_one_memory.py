@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -126,3 +127,21 @@ def test_each_of_many_is_compared_with_its_own(tmp_path: Path) -> None:
         holdfast.load(tmp_path, {"t": live}, step=2)
     (line,) = error.value.problems
     assert line.startswith("t.flat and t.p2 share memory here")
+
+
+def test_arrays_that_share_memory(tmp_path: Path) -> None:
+    """With one another, and with a tensor; where the saved values fit, they are loaded."""
+    saved = {"ids": np.arange(3.0), "p": {"w": torch.arange(3.0).double(), "q": np.ones(2)}}
+    holdfast.save(tmp_path, saved, step=1)
+    flat = np.zeros(3)
+    alike: dict[str, Any] = {"ids": flat, "p": {"w": torch.from_numpy(flat), "q": np.zeros(2)}}
+    holdfast.load(tmp_path, alike)
+    assert flat.tolist() == [0, 1, 2] and alike["p"]["w"].tolist() == [0, 1, 2]
+    flat[:] = 7
+    for other in (
+        {"ids": flat, "p": {"w": torch.zeros(3).double(), "q": flat[1:]}},
+        {"ids": np.zeros(3), "p": {"w": torch.from_numpy(flat), "q": flat[:2]}},
+    ):
+        with pytest.raises(StateMismatch, match="share memory here, and different values"):
+            holdfast.load(tmp_path, other)
+    assert flat.tolist() == [7, 7, 7]

@@ -88,6 +88,44 @@ def test_what_an_object_writes_while_it_is_loaded_is_put_back(order: str, tensor
         assert text.endswith("[settings-put-back]")
 
 
+class Helper:
+    """Resets what it helps when it is loaded."""
+
+    def __init__(self, state: dict[str, Any], *, writes: bool) -> None:
+        self.state, self.writes = state, writes
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n": 1}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        if self.writes:
+            torch.nn.init.zeros_(self.state["model"].weight)
+            self.state["optim"].state.clear()
+
+
+def test_what_an_object_writes_to_weights_while_it_is_loaded_is_told(tmp_path: Path) -> None:
+    def build(*, writes: bool) -> dict[str, Any]:
+        state = build_trained()
+        state["helper"] = Helper(state, writes=writes)
+        return state
+
+    def build_trained() -> dict[str, Any]:
+        model = nn.Linear(4, 4)
+        optim = torch.optim.Adam(model.parameters())
+        model(torch.ones(4)).sum().backward()
+        optim.step()
+        return {"model": model, "optim": optim}
+
+    holdfast.save(tmp_path, build(writes=False), step=1)
+    for writes in (False, True):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always", HoldfastWarning)
+            holdfast.load(tmp_path, build(writes=writes))
+        texts = [str(one.message) for one in told]
+        assert len(texts) == writes
+    assert "helper wrote to model.weight, optim.state while it was loaded" in texts[0]
+
+
 def test_from_records(tmp_path: Path) -> None:
     options: Any = {"every": holdfast.Every(durable=3, delta=1), "delta": holdfast.Delta()}
 

@@ -462,3 +462,46 @@ def test_a_compiled_step_is_compiled_once(tmp_path: Path) -> None:
 
     assert steps(tmp_path, {"model": model, "optim": optim}, once, until=12) == []
     assert counter.frame_count == 1
+
+
+def test_a_functional_loop_whose_state_rests_is_told(tmp_path: Path) -> None:
+    """What trains are tensors that the loop makes anew; one that hands them over is told nothing."""
+    model = net()
+    params = {n: p.detach().clone() for n, p in model.named_parameters()}
+
+    def loss(params: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(model, params, (torch.ones(2, 4),)).square().mean()
+
+    def once(i: int) -> None:
+        grads = torch.func.grad(loss)(params)
+        params.update({n: p - 0.1 * grads[n] for n, p in params.items()})
+
+    rests = {"model": model, "log": [], "total": torch.zeros(2)}
+    assert steps(tmp_path / "rests", rests, once) == ["never-changes"]
+    assert steps(tmp_path / "follows", {"model": model, "params": params}, once) == []
+
+
+def test_many_batches_before_the_first_step_are_no_state_that_rests(tmp_path: Path) -> None:
+    model = net()
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    for state in ({"model": model, "optim": optim}, {"model": model}):
+        assert steps(tmp_path / str(len(state)), state, lambda i: backward(model), until=12) == []
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.SparseAdam])
+def test_sparse_gradients(tmp_path: Path, kind: Any) -> None:
+    """They lie in no one memory; those that are accumulated at a save are told like others."""
+    model = nn.Embedding(10, 3, sparse=True)
+    optim = kind(model.parameters(), lr=0.1)
+    every = {"at": 1}
+
+    def once(i: int) -> None:
+        model(torch.tensor([i % 10, 1])).square().sum().backward()
+        if i % every["at"] == 0:
+            optim.step()
+            optim.zero_grad()
+
+    state = {"model": model, "optim": optim}
+    assert steps(tmp_path / "each", state, once, every=1) == []
+    every["at"] = 4
+    assert steps(tmp_path / "amid", state, once, until=8, every=6) == ["gradients"]

@@ -353,3 +353,36 @@ def test_the_gate_is_nothing_to_compile_anew(tmp_path: Path) -> None:
         step()
     run.ckpt.close()
     assert counter.frame_count == 1
+
+
+def test_an_uncounted_write_behind_the_copy_of_what_is_looked_at_is_seen(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All elements of a weight are written once its first ones are copied."""
+    weight = run.net.body[0].weight
+
+    def act(copy: Callable[[], None]) -> None:
+        copy()
+        weight.data.mul_(0.5)
+
+    with around_copy(monkeypatch, act):
+        save = run.ckpt.save(1)
+        with pytest.raises(holdfast.HoldfastError, match=r"model\.body\.0\.weight"):
+            save.wait(WAIT_S)
+    run.train()
+    run.ckpt.save(2).wait(WAIT_S)
+    assert not different(saved(tmp_path, 2), run.copy())
+
+
+def test_all_that_is_being_written_is_named_once_the_script_rests() -> None:
+    """A swap of weights writes one after the other."""
+    one, looks = window.Window(1), iter([["a"], ["a", "b"]])
+    found: list[list[str]] = []
+    settling = threading.Thread(target=lambda: found.append(one.settle(lambda: next(looks), 60.0)))
+    one.begin(None)
+    settling.start()
+    while next(iter([one._names])) != ["a"]:
+        time.sleep(0.01)
+    window.rest()
+    settling.join(WAIT_S)
+    assert found == [["a", "b"]]

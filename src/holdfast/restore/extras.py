@@ -51,6 +51,7 @@ from holdfast.restore.targets import (
     only_tensors,
     target_of,
 )
+from holdfast.restore.written import WrittenByLoads
 from holdfast.sources import Group as ParamGroup
 from holdfast.sources import Source
 from holdfast.state.customised import OWN, Own, customised
@@ -123,6 +124,8 @@ class ExtrasRestorer:
         self._live = live
         self._filling = Filling(checkpoint.step, live.tensors.values())
         self._settings = GroupSettings(checkpoint.step)
+        self.claims = Claims()
+        """Containers, arrays and objects of the state that have places in the step."""
         live.keys = set(state)
         if options.only is None:
             check_extras(checkpoint.manifest.extras, state)
@@ -132,7 +135,7 @@ class ExtrasRestorer:
         self._plan_tensors(live)
 
     def _find_missing(self) -> None:
-        manifest, claims = self.checkpoint.manifest, Claims()
+        manifest, claims = self.checkpoint.manifest, self.claims
         for key, value in in_order(self.state).items():
             if self.options.strict:
                 self.problems.lines += self._lacking(f"{key}.engine", self._live.sources.of(value))
@@ -497,9 +500,13 @@ class ExtrasRestorer:
             from holdfast.restore.orders import put_orders
 
             put_orders(self.checkpoint, self.state, own, self.options.on_resize)
+        objects = [k for k, v in self.state.items() if is_object(v) and not is_optimizer(v)]
+        written = WrittenByLoads(self._live, self.state, self.checkpoint.step) if objects else None
         for key in sorted(self.state, key=lambda k: (k == "rng", k)):
             self._put_key(key, self.state[key], own)
             self._settings.put_back(key)
+            if written is not None and key in objects:
+                written.look(key)
         if not self.group.rank or manifest.per_rank:
             self._filling.tell()
         self._settings.tell()

@@ -181,6 +181,11 @@ class Claims:
         self._first: dict[int, tuple[str, Any, Any]] = {}
         """Path, value and saved tree of each, by id; the value is kept so that its id stays its own."""
 
+    @property
+    def arrays(self) -> list[tuple[str, np.ndarray[Any, Any], Any]]:
+        """The arrays among them: path, array and saved tree."""
+        return [one for one in self._first.values() if isinstance(one[1], np.ndarray)]
+
     def differing(self, key: str, live: Any, tree: Any) -> Iterator[tuple[str, str, Any]]:
         """Yield (path, first path, value) of those that were saved with other values in another place."""
         for path, value, saved in _places(live, tree, key):

@@ -17,21 +17,24 @@ Names of one tensor within a module are aliases: `holdfast.restore.tied` compare
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
 from holdfast.checkpoint.opened import Checkpoint
 from holdfast.checkpoint.reading import read_alone
 from holdfast.checkpoint.rows import Want
-from holdfast.errors import FormatError, StoreError
+from holdfast.errors import FormatError, HoldfastError, StoreError
+from holdfast.format import extras
 from holdfast.garbage import uncollected
+from holdfast.layout import Box
 from holdfast.restore.targets import target_of
 from holdfast.state.arrays import raw_array
 from holdfast.state.live import Live
-from holdfast.state.placed import Placed
 
 ALIGNED = 16
 """Bytes of which the addresses of elements are multiples of a divisor."""
@@ -39,18 +42,26 @@ ALIGNED = 16
 
 @dataclass(frozen=True)
 class Lying:
-    """A part of a live tensor and the addresses, `start..stop`, between which it lies."""
+    """A part of a live tensor, or an array, and the addresses, `start..stop`, between which it lies."""
 
     start: int
     stop: int
     name: str
-    index: int
-    """Number of the saved tensor."""
-    part: Placed
+    local: torch.Tensor
+    saved: tuple[int, Box] | str
+    """Number of the saved tensor and its part; of an array, the name."""
+    tree: Any = None
+    """The saved tree of an array."""
+
+    @staticmethod
+    def of(name: str, local: torch.Tensor, saved: tuple[int, Box] | str, tree: Any = None) -> Lying:
+        steps = sum((n - 1) * s for n, s in zip(local.shape, local.stride()))
+        start = local.data_ptr()
+        return Lying(start, start + (1 + steps) * local.element_size(), name, local, saved, tree)
 
     def view(self, memory: torch.Tensor, base: int) -> torch.Tensor:
         """The part in a picture of the memory, bytes that begin at address `base`."""
-        local = self.part.local
+        local = self.local
         offset = (self.start - base) // local.element_size()
         view = torch.empty(0, dtype=local.dtype)
         view.set_(memory.untyped_storage(), offset, local.shape, local.stride())
@@ -58,18 +69,23 @@ class Lying:
         return torch._neg_view(view) if local.is_neg() else view
 
 
-def two_values(checkpoint: Checkpoint, live: Live) -> list[str]:
-    """Problems: pairs of tensors in one memory of which different values were saved.  Reads these alone."""
+def two_values(
+    checkpoint: Checkpoint, live: Live, arrays: Sequence[tuple[str, np.ndarray[Any, Any], Any]]
+) -> list[str]:
+    """Problems: pairs of tensors and arrays in one memory of which different values were saved.  Reads
+    these alone.  `arrays`: those of plain values, each with what was saved of it."""
     lines: list[str] = []
     with uncollected():
-        groups = list(_groups(checkpoint, live))
+        groups = list(_groups(checkpoint, live, arrays))
     for group in groups:
-        if len({(one.index, one.part.box) for one in group}) > 1:
+        if len({one.saved for one in group}) > 1:
             lines += _differing(checkpoint, group)
     return sorted(dict.fromkeys(lines))
 
 
-def _groups(checkpoint: Checkpoint, live: Live) -> Iterator[list[Lying]]:
+def _groups(
+    checkpoint: Checkpoint, live: Live, arrays: Sequence[tuple[str, np.ndarray[Any, Any], Any]]
+) -> Iterator[list[Lying]]:
     """Yield what shares memory, directly or by way of others."""
     by_device: dict[torch.device, list[Lying]] = {}
     find, entries = checkpoint.manifest.find, checkpoint.manifest.tensors
@@ -78,11 +94,16 @@ def _groups(checkpoint: Checkpoint, live: Live) -> Iterator[list[Lying]]:
         if index is None or entries[index].shape != t.placed.shape:
             continue
         for part in t.parts:
-            local = part.local
-            if local.numel() and (start := local.data_ptr()):
-                steps = sum((n - 1) * s for n, s in zip(local.shape, local.stride()))
-                stop = start + (1 + steps) * local.element_size()
-                by_device.setdefault(local.device, []).append(Lying(start, stop, name, index, part))
+            if part.local.numel() and part.local.data_ptr():
+                lying = Lying.of(name, part.local, (index, part.box))
+                by_device.setdefault(part.local.device, []).append(lying)
+    for name, array, tree in arrays:
+        with suppress(
+            TypeError, ValueError
+        ):  # such as one that runs backwards: torch has no such tensor
+            if array.size and array.flags.writeable:
+                lying = Lying.of(name, torch.from_numpy(array), name, tree)
+                by_device.setdefault(lying.local.device, []).append(lying)
     for found in by_device.values():
         found.sort(key=lambda one: one.start)
         group, reach = found[:1], found[0].stop
@@ -98,11 +119,17 @@ def _groups(checkpoint: Checkpoint, live: Live) -> Iterator[list[Lying]]:
 
 def _differing(checkpoint: Checkpoint, group: list[Lying]) -> list[str]:
     """Problems of parts whose memory overlaps."""
-    values = [torch.empty(one.part.local.shape, dtype=one.part.local.dtype) for one in group]
+    group = [one for one in group if one.tree is None or _decoded(one) is not None]
+    values = [
+        torch.empty(one.local.shape, dtype=one.local.dtype) if one.tree is None else _decoded(one)
+        for one in group
+    ]
     wants = []
     for one, value in zip(group, values):
-        entry = checkpoint.manifest.tensors[one.index]
-        wants.append(Want(one.index, one.part.box, target_of(value, entry.dtype, one.name)))
+        if isinstance(one.saved, tuple):
+            index, box = one.saved
+            entry = checkpoint.manifest.tensors[index]
+            wants.append(Want(index, box, target_of(value, entry.dtype, one.name)))
     with suppress(FormatError, StoreError):  # met again, by all ranks together
         read_alone(checkpoint.images, wants)
         base = group[0].start // ALIGNED * ALIGNED
@@ -113,6 +140,17 @@ def _differing(checkpoint: Checkpoint, group: list[Lying]) -> list[str]:
         lost = [i for i, value in enumerate(values) if not _same(views[i], value)]
         return [_line(group, views, values, i) for i in lost]
     return []
+
+
+def _decoded(array: Lying) -> torch.Tensor | None:
+    """The saved values of an array; None if they do not go into it: it will be replaced."""
+    with suppress(HoldfastError, TypeError, ValueError):
+        found = extras.decode(array.tree)
+        if isinstance(found, np.ndarray):
+            value = torch.from_numpy(np.array(found))
+            if (value.shape, value.dtype) == (array.local.shape, array.local.dtype):
+                return value
+    return None
 
 
 def _line(

@@ -171,7 +171,8 @@ def _prepare(
         problems.add(extras.problems)
         problems.lines += unproved
         asides = {} if problems.lines else read_overlapping(checkpoint, live)
-        problems.lines += [] if problems.lines else two_values(checkpoint, live)
+        arrays = extras.claims.arrays
+        problems.lines += [] if problems.lines else two_values(checkpoint, live, arrays)
     except Exception as error:
         problems.lines.append(str(error))
         _read_numbers(checkpoint, state, [], group)

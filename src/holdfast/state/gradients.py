@@ -103,8 +103,8 @@ class PendingGradients:
                 continue
             if self._may_skip and not _is_the_same_written_again(seen, earlier):
                 continue
-            values = local_of(grad)
-            if values.layout is torch.strided and values.any() and values.isfinite().all():
+            values = _values(grad)
+            if values is not None and values.any() and values.isfinite().all():
                 return True
         return False
 
@@ -144,7 +144,21 @@ class KeptGradients:
         if not any(id(p) in own for p, *_ in self._kept):
             return None
         self._is_renewed |= self._is_added_to
-        return self.are_there() and any(bool(local_of(p.grad).any()) for p, *_ in self._kept)
+        return self.are_there() and any(map(_is_any, self._kept))
+
+
+def _values(grad: Any) -> torch.Tensor | None:
+    """The values of a gradient: of a sparse one, those that are there.  None of other layouts."""
+    local = local_of(grad)
+    if local.layout is torch.sparse_coo:
+        return local._values()
+    return local if local.layout is torch.strided else None
+
+
+def _is_any(kept: tuple[Any, ...]) -> bool:
+    """True if a gradient that was kept is not zero."""
+    values = _values(kept[0].grad)
+    return values is not None and bool(values.any())
 
 
 def _writes(grad: Any) -> int:

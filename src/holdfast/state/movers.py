@@ -104,7 +104,7 @@ class Movers:
             return False
         live.aside = {name for name, t in live.tensors.items() if not t.steady}
         loose, is_new = {n for n in live.tensors if n not in live.moved} - live.aside, False
-        self._views = {name: one for name, one in self._views.items() if name in live.tensors}
+        self._views = {name: one for name, one in [*self._views.items()] if name in live.tensors}
         seen = {}
         for name in loose - self._written:
             before, tensor = self._seen.get(name), live.tensors[name]

@@ -423,7 +423,8 @@ class Shot:
         from holdfast.state.carrying import CarriedCopies
 
         beside = self.beside.sources if self.beside is not None else []
-        return CarriedCopies(self.copies.sources + beside, room, lambda: not self.changed())
+        sources = self.copies.sources + beside
+        return CarriedCopies(sources, room, lambda: not self.changed() and not self.rewritten())
 
     def take(self, carried: CarriedCopies | None) -> float:
         """Read it.  Returns the seconds that it took."""
@@ -438,12 +439,15 @@ class Shot:
         return time.perf_counter() - began
 
     def changed(self) -> list[str]:
-        """Names of the tensors that are other than at the call, as far as counts tell; a few elements tell
-        of weights, too, that are not in the image as a whole."""
-        moment = self.moment
-        cut = {k: v for k, v in moment.corners.items() if k not in self.copies.corners}
-        names = changed(moment.live, moment.versions)
-        return [*names, *unlike(cut, self.movers.corners(moment.live))] if cut else names
+        """Names of the tensors that are other than at the call, as far as counts tell."""
+        return changed(self.moment.live, self.moment.versions)
+
+    def rewritten(self) -> list[str]:
+        """Names of the weights of which a few elements are other than at the call.
+
+        A write that nothing counts, and that has come behind the copy of these elements, is seen by it.
+        """
+        return unlike(self.moment.corners, self.movers.corners(self.moment.live))
 
     def corners_in_image(self) -> Corners:
         """A few elements of the weights as they were copied."""
@@ -487,7 +491,9 @@ def copy_in_window(shot: Shot, window: Window, *, room: CarryBuffer | None) -> N
             took_s = shot.take(carried)
         finally:  # the training thread may be waiting to carry
             is_carried = carried is not None and carried.close()
-        names = [] if is_carried else window.settle(shot.changed, shot.pause_s(took_s))
+        names = [] if is_carried else shot.rewritten()
+        if not is_carried:
+            names += window.settle(shot.changed, shot.pause_s(took_s))
         names += unlike(shot.moment.corners, shot.corners_in_image())
         shot.compare_images()
     finally:

@@ -10,7 +10,7 @@ Then each step has old moments, or nothing that was trained, and no save fails. 
 optimizers step (torch's hook on all of them), which parameters they have, and which tensors were written
 (`writes`).  That an optimizer of the state rests is no fact of that kind: it may begin later, or step less
 often, once in many micro-batches say.  So it counts only where another optimizer, which is not in the
-state, steps in its place, and so does that nothing of a state changes.  That other one has to stay: one for
+state, steps in its place, and so does that its models do not change.  That other one has to stay: one for
 each task, as in meta-learning, begins anew by design.
 
 What the state has may be inside of what was handed over: a wrapper around an optimizer, an object with both
@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from holdfast.state.live import State, is_of_framework, stages, tensors_of
 from holdfast.state.observer import StepCounts, calls_hooks
 from holdfast.state.outside import few, held
+from holdfast.state.still import Still
 from holdfast.state.writes import Mark, count_and_address
 
 CALLS = 10
@@ -223,7 +224,11 @@ class Trains:
         """Nothing that is trained has changed in all these calls, in which others were."""
         mine = {id(one) for parts in own.values() for one in parts}
         seen = self._seen
-        if self._counts.has_compiled or seen is None or not seen.models or is_of_framework(state):
+        if self._counts.has_compiled or seen is None or is_of_framework(state):
+            return
+        if not stepped and not own and seen.still.is_same(state):  # an optimizer may begin later
+            yield "never-changes", _nothing_changes([*state], seen.step), ""
+        if not seen.models:
             return
         if any(id(one) in mine for one, _ in stepped) or not seen.is_same(state):
             return
@@ -276,6 +281,14 @@ def _never_changes(keys: list[str], since: int, kind: str) -> str:
     )
 
 
+def _nothing_changes(keys: list[str], since: int) -> str:
+    return (
+        f"nothing of the state ({few(keys)}) has changed since step {since}: what trains is not what is "
+        "saved, and a restart finds it as it was; hand over the objects that the loop uses, and set "
+        "ckpt.state[...] where it makes new ones"
+    )
+
+
 class _AtFirst:
     """The values of a state at one time."""
 
@@ -288,6 +301,7 @@ class _AtFirst:
         """The models that are trained: an average of another one's weights changes with that one."""
         tensors = [t for key in self.models for t in _all(state[key])]
         self._marks = _marks(tensors)
+        self.still = Still(state)
 
     def is_same(self, state: State) -> bool:
         """True if no tensor of the models was written or moved since, or is another."""

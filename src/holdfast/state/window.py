@@ -127,7 +127,7 @@ class Window:
         with _moves:
             self._changed = changed
             self._look()
-            if self.is_over or self._names or not pause_s:
+            if self.is_over or not pause_s:
                 self._go(Phase.OVER)
                 return self._names
             self._go(Phase.COPIED)

@@ -72,7 +72,8 @@ def count_and_address(tensor: torch.Tensor) -> tuple[int, int]:
     """Equal to what it is later only if the tensor was not written, so far as that is counted, nor moved.
     Another tensor in the same memory, such as a view that is made anew each time, is not told apart."""
     memory = memory_of(tensor)
-    return write_count(tensor, memory), memory.data_ptr()
+    has_address = memory.layout is torch.strided  # a sparse one has several memories
+    return write_count(tensor, memory), memory.data_ptr() if has_address else 0
 
 
 def corner(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
