@@ -91,11 +91,12 @@ def trains(root: Path) -> None:
 
 
 def saves(root: Path) -> None:
-    """Do the saves of the script, (step, value) after (step, value)."""
+    """Do the saves of the script, (step, value) after (step, value), behind the newest step or `back`."""
     what, state = what_of(root), state_of(0)
     note(root, pid=os.getpid())
     keep = holdfast.Keep(last=what["keep"])
     with holdfast.Checkpointer(what["url"], state, keep=keep, deadline_s=300) as ckpt:
+        ckpt.restore(step=what.get("back"))
         note(root, claimed=True)
         for step, value in what["saves"]:
             state["data"].update(state_of(value)["data"])

@@ -111,7 +111,7 @@ def pid(place: Path) -> int:
 
 CASES = {
     "save": {"saves": [(3, 3.0)], "keep": 5},
-    "repeated save": {"saves": [(2, 20.0)], "keep": 5},
+    "repeated save": {"saves": [(2, 20.0)], "keep": 5, "back": 1},
     "prune": {"saves": [(3, 3.0)], "keep": 1},
 }
 
