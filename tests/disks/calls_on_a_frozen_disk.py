@@ -42,6 +42,8 @@ def main(mount: str) -> None:
     for root in (a, b):
         holdfast.save(root, state(), step=1)
     saving, closing = (holdfast.Checkpointer(root, state(), deadline_s=60) for root in (a, b))
+    for one in (saving, closing):
+        one.restore()
     saving._notices.on_error = "raise"
     be_patient(saving._tiers.store, LIMIT_S)
     print("ready", flush=True)

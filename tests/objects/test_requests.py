@@ -145,7 +145,9 @@ def test_ranks_with_100_steps_kept(seaweed: SeaweedFS, tmp_path: Path, num_ranks
             assert ranks[0][name].total() <= 1 + MOST_OF_RANK_0
             assert all(others[name] == {"PUT": 1} for others in ranks[1:])
     for kind in ("", " with records"):
-        reads = {"GET": 2} if num_ranks > 1 else {}  # all ranks look whether their root has the claim
+        reads = (
+            {"GET": 2} if num_ranks > 1 else {}
+        )  # all ranks look whether their root has the claim
         assert ranks[0][f"claim{kind}"] == CLAIM | reads
         both = (one[phase + kind] for one in ranks for phase in ("claim", "restore"))
         assert sum(made["LIST"] for made in both) == 2
