@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,6 +27,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 Address = tuple[str, int]
+ABORT_S = 5.0
+"""Seconds for which aborts are waited for; after twice that the launcher ends a rank."""
 LISTENS = "0A"
 """The state of a socket that listens, as the kernel lists it."""
 
@@ -91,23 +95,25 @@ def on_devices() -> list[Any]:
 
 
 def abort_on_devices() -> None:
-    """Abort what runs there: kernels of collectives end, and a thread that waits for them goes on."""
-    backends = on_devices()
-    if not backends:
-        return
-    first = backends[0]
-    has_groups = hasattr(
-        first, "_group_start"
-    )  # NCCL: several aborts, each of which may need the others
-    try:
-        if has_groups:
-            first._group_start()
-        for backend in backends:
-            with suppress(Exception):  # whatever it says, the others are to be aborted too
-                backend.abort()
-    finally:
-        if has_groups:
-            first._group_end()
+    """Abort what runs there: kernels of collectives end, and a thread that waits for them goes on.
+
+    All at once, each on a thread of its own: one may not end before the others have begun to, and what
+    torch has to group NCCL's is of the calling thread, not of those that abort.  Blocks for `ABORT_S`.
+    """
+    threads = [
+        threading.Thread(target=_abort, args=(backend,), name="holdfast-abort", daemon=True)
+        for backend in on_devices()
+    ]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + ABORT_S
+    for thread in threads:
+        thread.join(max(until - time.monotonic(), 0.0))
+
+
+def _abort(backend: Any) -> None:
+    with suppress(Exception):  # whatever it says, there is nothing else to be done
+        backend.abort()
 
 
 def first_free_port() -> int:

@@ -472,9 +472,13 @@ def end_if_device_is_lost(left: Left) -> None:
 
     if not torch.cuda.is_initialized():
         return
+    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", lambda _: True)
+    devices = [i for i in range(torch.cuda.device_count()) if has_context(i)]  # and make none
     try:
-        torch.ones(1, device="cuda").add_(1).item()
-        torch.cuda.synchronize()
+        for device in devices:
+            with torch.cuda.device(device):
+                torch.ones(1, device="cuda").add_(1).item()
+                torch.cuda.synchronize()
         torch.cuda.empty_cache()
     except RuntimeError as error:
         print(
