@@ -341,6 +341,7 @@ CALLS: dict[str, tuple[Callable[[Made], Call], dict[str, Values]]] = {
             "when_full": WORDS,
             "max_bytes": SIZES_BUT_NOTHING,
             "upload_every_s": SECONDS,
+            "device_bytes": SIZES,
         },
     ),
     "Rng.load_state_dict": (

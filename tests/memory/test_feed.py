@@ -229,7 +229,7 @@ def test_weights_that_are_written_elsewhere(folder: Path, when: str) -> None:
 
 def test_a_step_that_calls_no_hooks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One in a device's graph, which writes uncounted: the replica has missed it, and is not copied."""
-    monkeypatch.setattr(holding, "first_device", lambda live: torch.device("cpu"))
+    monkeypatch.setattr(holding, "devices_in", lambda live: [torch.device("cpu")])
     run = Run(folder)
     for _ in range(4):
         run.train()

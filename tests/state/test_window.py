@@ -268,7 +268,7 @@ def replay(run: Run) -> None:
 @pytest.fixture
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the tensors pass for those of a device, which has graphs."""
-    monkeypatch.setattr(holding, "first_device", lambda live: torch.device("cpu"))
+    monkeypatch.setattr(holding, "devices_in", lambda live: [torch.device("cpu")])
 
 
 @pytest.mark.usefixtures("on_device")
@@ -311,7 +311,7 @@ def test_nothing_waits_without_a_device_or_after_a_step_with_hooks(
             ckpt.save(1)
             returned.set()
             ckpt.wait()
-    monkeypatch.setattr(holding, "first_device", lambda live: torch.device("cpu"))
+    monkeypatch.setattr(holding, "devices_in", lambda live: [torch.device("cpu")])
     run = Run(tmp_path, every=2, on_error="raise", anew=True)
     with run.ckpt as ckpt:
         run.train()

@@ -15,6 +15,7 @@ import torch
 
 from holdfast.format.image import Image
 from holdfast.state.arrays import array_of
+from holdfast.state.devices import devices_of, wait_for
 
 
 class _Scratch(threading.local):
@@ -37,10 +38,7 @@ class Gathered:
         self._starts = (image.data_start + image.pieces.offset).tolist()
         self._stops = [a + n for a, n in zip(self._starts, image.pieces.bytes.tolist())]
         self._scratch = _Scratch()
-        for device in {flat.device for flat in self._flat if not flat.is_cpu}:
-            torch.accelerator.current_stream(
-                device
-            ).synchronize()  # other threads have other streams
+        wait_for(devices_of(self._flat))  # other threads have other streams
 
     def block(self, start: int, stop: int) -> memoryview:
         """Gather bytes `start..stop` into the memory of this thread."""

@@ -56,6 +56,7 @@ from holdfast.group.handed import hand, handed, take_away
 from holdfast.layout import Pieces
 from holdfast.roots import require_native_root, sweep_host
 from holdfast.saving.writing import write_blocks
+from holdfast.state.devices import devices_of, wait_for
 from holdfast.state.kinds import check_kind
 from holdfast.state.placed import dtype_name
 from holdfast.store import Store, open_store
@@ -116,8 +117,7 @@ class Prepared:
     def staged(self) -> Prepared:
         """The same, with copies of the tensors on the host."""
         copies = [t.to("cpu", copy=True, non_blocking=True) for t in self.tensors]
-        if any(t.is_cuda for t in self.tensors):
-            torch.cuda.synchronize()
+        wait_for(devices_of(self.tensors))
         return replace(self, tensors=copies)
 
     def write(self, root: str) -> RankWritten:

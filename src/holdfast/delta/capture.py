@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -32,7 +33,7 @@ from holdfast.delta.optimizers import (
     missing_of,
 )
 from holdfast.delta.options import Delta
-from holdfast.delta.places import copy, places
+from holdfast.delta.places import places
 from holdfast.delta.planning import RecordPlan, RecordPlanner
 from holdfast.delta.queue import Queue
 from holdfast.delta.ring import Ring
@@ -44,6 +45,7 @@ from holdfast.group import Group
 from holdfast.layout import Mesh
 from holdfast.memory_limit import memory_bytes
 from holdfast.patience import slowest
+from holdfast.state.devices import devices_of, lock_pages
 from holdfast.state.observer import hooks_after
 from holdfast.state.step_extras import encoded_hyper
 from holdfast.store import Store
@@ -101,6 +103,7 @@ class RecordCapture:
         run: int,
         mesh: Mesh | None,
         deadline_s: float,
+        tell: Callable[[str], None],
     ) -> None:
         self.open: OpenRecord | None = None
         self.failure: HoldfastError | None = None
@@ -116,7 +119,7 @@ class RecordCapture:
         """Bytes of the node's memory, shared evenly among its ranks."""
         self._planner = RecordPlanner(group, store, self.space, run=run, mesh=mesh)
         self._memory: RecordMemory | None = None
-        self._copier = GradientCopier()
+        self._copier = GradientCopier(options.most_device_bytes, tell)
         self._handing: Future[None] | None = None
         """The newest record on its way to the writer."""
         self.way = WayToStorage(self._copier, self._new_queue())
@@ -189,8 +192,10 @@ class RecordCapture:
     def _make_memory(self, plan: RecordPlan) -> None:
         """Make memory for records, and tell a writer of them.  Blocks while earlier ones are written."""
         plan.layout.forget_places()
+        self._copier.forget()
         slots = replace(self._options, batch=self.batch).slots
         ring = Ring(slots, aligned(plan.layout.image.total_bytes))
+        ring.locked = lock_pages(ring.view, devices_of(plan.layout.tensors_here))
         threading.Thread(target=ring.populate, name="holdfast-ring", daemon=True).start()
         self._queue.open(plan.header, ring, self.batch)
         self._memory = RecordMemory(plan, ring, self.batch)
@@ -229,7 +234,7 @@ class RecordCapture:
 
     def gradients(self, record: OpenRecord, one: NamedOptimizer) -> None:
         """Begin to copy the gradients of one optimizer; they must stay as they are until
-        `wait_copied`."""
+        `let_go`."""
         differs = any(group.get("differentiable") for group in one.optimizer.param_groups)
         read_only = is_torchs(one.optimizer) and not differs
         for name, p in one.params:
@@ -237,13 +242,13 @@ class RecordCapture:
         record.applied.append(_applied(one))
         self._copier.copy(record, one)
 
-    def wait_copied(self) -> dict[str, list[str]]:
-        """Wait for the copies; gradients may be changed after this.  Return those that are not as
-        declared, by what they have: the record cannot be, and the next plan has such gradients
-        whole."""
+    def let_go(self) -> dict[str, list[str]]:
+        """Let the training change gradients after this: wait for their copies, where it must.  Return those
+        that are not as declared, by what they have: the record cannot be, and the next plan has such
+        gradients whole."""
         wrong: dict[str, list[str]] = {}
         if self.open is not None:
-            self.open.wait_copied()
+            self.open.let_go()
             for error in self.open.misdeclared:
                 wrong[error.what] = list(dict.fromkeys([*wrong.get(error.what, ()), *error.names]))
                 self._planner.record_whole(error.names, self.open.layout)
@@ -260,7 +265,8 @@ class RecordCapture:
             return "a buffer has another shape or dtype"
         record.extras = extras
         into = places(record.memory, (piece for piece, _ in written))
-        copy([(place, tensor) for place, (_, tensor) in zip(into, written)])
+        self._copier.copy_values(record, [(at, tensor) for at, (_, tensor) in zip(into, written)])
+        record.let_go()
         return ""
 
     def hand_over(
@@ -302,7 +308,7 @@ class RecordCapture:
         """Drop the record under way."""
         record, self.open = self.open, None
         if record is not None:
-            record.wait_copied()
+            futures.wait([copying.done for copying in record.copying])  # into the slot
             self._queue.give_back(record.slot)
 
     # -- the way to storage -----------------------------------------------------------------------

@@ -23,7 +23,9 @@ class Delta:
     all ranks' records may take in storage, in bytes or as `"200GiB"`: full saves are made for older records
     to go; None: as much as lies between full saves that are kept.  `upload_every_s`: how often records are
     copied to the home behind the root, if there is one (`Checkpointer(upload=)`); they are what is lost
-    with the root.
+    with the root.  `device_bytes`: memory of each device for copies of gradients that the next backward
+    pass writes to (DDP's buckets, `zero_grad(set_to_none=False)`), in bytes or as `"2GiB"`: where they do
+    not fit, the device waits for their way to the host.
     """
 
     batch: int = 1
@@ -31,6 +33,7 @@ class Delta:
     when_full: Literal["wait", "drop"] = "wait"
     max_bytes: int | str | None = None
     upload_every_s: float = 10.0
+    device_bytes: int | str = 0
 
     def __post_init__(self) -> None:
         for name in ("batch", "queue"):
@@ -39,12 +42,17 @@ class Delta:
         every_s = seconds_of(self.upload_every_s, "Delta", "upload_every_s")
         object.__setattr__(self, "upload_every_s", every_s)
         choice_of(self.when_full, ("wait", "drop"), "Delta", "when_full")
-        _ = self.bound
+        _ = self.bound, self.most_device_bytes
 
     @property
     def slots(self) -> int:
         """Records in memory: a batch being written, and those that wait or are being filled."""
         return self.batch + self.queue
+
+    @property
+    def most_device_bytes(self) -> int:
+        """`device_bytes` as a number."""
+        return size_of(self.device_bytes, "Delta", "device_bytes", or_zero=True)
 
     @property
     def bound(self) -> int:

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from holdfast.delta.optimizers import NamedOptimizer, grad_name
 from holdfast.delta.packing import (
@@ -29,7 +28,7 @@ from holdfast.saving.planning import new_plan
 from holdfast.state.agreed import Agreement
 from holdfast.state.arrays import raw_array
 from holdfast.state.live import Live
-from holdfast.state.placed import Placed, local_of, torch_dtype
+from holdfast.state.placed import Placed, local_of, memory_of, torch_dtype
 
 MANY = 1 << 15
 """Number of elements from which on torch copies with several threads."""
@@ -74,6 +73,12 @@ class RecordLayout:
     def rounded(self) -> set[str]:
         """The gradients that are recorded in another dtype than their own."""
         return {p.name for pieces in self.grads.values() for p in pieces if p.is_rounded}
+
+    @property
+    def tensors_here(self) -> list[torch.Tensor]:
+        """The parameters and values of which there are pieces in this rank's records."""
+        pieces = [p for some in self.grads.values() for p in some] + self.values
+        return [local_of(piece.tensor) for piece in pieces]
 
     def forget_places(self) -> None:
         """Forget known places: slots are of other memory now."""
@@ -198,6 +203,11 @@ class Place:
     raw: np.ndarray[Any, Any] | None
     """For large pieces on the CPU: torch would copy them with threads that the training needs."""
 
+    def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the piece in a tensor; shares memory."""
+        local = memory_of(tensor)
+        return local if self.piece.at is None else local[self.piece.at]
+
 
 def places(memory: memoryview, pieces: Iterable[RecordPiece]) -> list[Place]:
     """Places of pieces in the memory of a slot."""
@@ -213,17 +223,14 @@ def places(memory: memoryview, pieces: Iterable[RecordPiece]) -> list[Place]:
 
 
 def copy(placed: list[tuple[Place, torch.Tensor]]) -> None:
-    """Copy each tensor's piece to its place.  Device copies are given to the current stream.
+    """Copy pieces of tensors to their places.  Device copies are given to the current stream.
     NotAsDeclared."""
     many: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     rounded: dict[str, torch.Tensor] = {}
     """True on its device for each rounded gradient that has lost bits."""
     less = ""
     with torch.no_grad():
-        for place, tensor in placed:
-            source = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            if place.piece.at is not None:
-                source = source[place.piece.at]
+        for place, source in placed:
             if place.raw is not None:
                 np.copyto(place.raw, raw_array(source))
             elif place.piece.is_rounded:

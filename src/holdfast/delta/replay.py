@@ -61,6 +61,7 @@ from holdfast.restore.targets import RestoreOptions, is_known, only_tensors, tar
 from holdfast.saving.merging import merge_extras
 from holdfast.state.agreed import Agreement
 from holdfast.state.blockwise import Blockwise, steps_by_itself
+from holdfast.state.devices import devices_of, wait_for
 from holdfast.state.live import Live, State, named_parameters, stages
 from holdfast.state.observer import hooked, hooks_after, unhooked, without_hooks_before
 from holdfast.state.placed import local_of
@@ -121,6 +122,10 @@ class Gradients:
         self.packed: dict[str, np.ndarray[Any, Any]] = {}
         """Bytes of sparse gradients that ranks have packed, by name."""
 
+    def wait(self) -> None:
+        """Wait until a step that was made with them is over: to a device it was only given."""
+        wait_for(devices_of(self.of.values()))
+
 
 class Replay:
     """A walk from a restored state along its records.  Collective; all ranks do the same."""
@@ -157,6 +162,7 @@ class Replay:
                         emit("replay.ended", step=step.step, error=str(error))
                         break
                 values = dict(sets[number % 2].values)
+                sets[(number + 1) % 2].wait()
                 if number + 1 < len(steps):
                     reading = ahead.submit(self._read, steps[number + 1], sets[(number + 1) % 2])
                 if (late := _late(step)) is None:
@@ -175,6 +181,8 @@ class Replay:
             self._put_values(newest)
             with _told(last):
                 self._put_rest(last)
+        for gradients in sets:  # what a device still reads is not to be given to others
+            gradients.wait()
         return last
 
     def _put_values(self, values: dict[str, torch.Tensor]) -> None:

@@ -7,8 +7,12 @@ import mmap
 import os
 from contextlib import suppress
 from io import FileIO
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from holdfast.state.devices import LockedPages
 
 MADV_POPULATE_WRITE = 23
 POPULATED_BYTES = 4 << 20
@@ -34,6 +38,8 @@ class Ring:
         """It is closed with the object where `close` was interrupted, as by the loss of another rank."""
         self._map = mmap.mmap(fd, size)
         self.view = memoryview(self._map)
+        self.locked: LockedPages | None = None
+        """Its pages, where they are locked for a device."""
 
     @property
     def fd(self) -> int:
@@ -62,6 +68,8 @@ class Ring:
     def close(self) -> None:
         """Give the memory up; what somebody still looks at goes with the last look."""
         self._file.close()
+        if self.locked is not None:
+            self.locked.undo()
         try:
             self.view.release()
             self._map.close()

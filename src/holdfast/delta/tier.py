@@ -107,7 +107,7 @@ class DeltaTier:
         self.news: list[str] = []
         """Messages that the user has to be told."""
         self._capture = RecordCapture(
-            group, store, options, run=run, mesh=mesh, deadline_s=deadline_s
+            group, store, options, run=run, mesh=mesh, deadline_s=deadline_s, tell=self._tell
         )
         self._watch = Watch()
         self._parts: Parts = {}
@@ -348,12 +348,15 @@ class DeltaTier:
     def _after(self, key: str, optimizer: Optimizer) -> None:
         """The gradients may be changed as soon as they are copied.  Hooks may have written to whatever."""
         if self._capture.open is not None:
-            misdeclared = self._capture.wait_copied()
+            misdeclared = self._capture.let_go()
             self._watch.accept_writes(None if is_watched(optimizer) else key)
             for what, names in misdeclared.items():
                 self._tell_of(names, what)
             if misdeclared:
                 self._again("gradients that are not as declared")
+
+    def _tell(self, text: str) -> None:
+        self.news += [text] if text else []
 
     def _tell_of(self, names: list[str], what: str) -> None:
         few = ", ".join(name.removesuffix(f".{GRAD}") for name in names[:3])

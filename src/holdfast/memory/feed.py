@@ -28,7 +28,7 @@ from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import emit
 from holdfast.format.image import Image
 from holdfast.layout import Box, whole
-from holdfast.memory.proof import Proof
+from holdfast.memory.proof import Proof, most_drift
 from holdfast.memory.replica import pieces_of
 from holdfast.memory.twin import ParamPart
 from holdfast.memory.twins import Twins
@@ -201,7 +201,7 @@ class Feed:
         called = dict(zip(in_window, op.moment.versions))
         rest = {n: t for n, t in op.live.tensors.items() if n not in self._covered.trained}
         aside = op.live.aside & rest.keys()
-        live = replace(op.live, tensors={**rest, **self._tensors}, aside=aside)
+        live = replace(op.live, tensors={**rest, **self._tensors}, aside=aside, devices=None)
         versions = [
             called[n] if n in rest else t.version for n, t in live.tensors.items() if n not in aside
         ]
@@ -353,7 +353,8 @@ class Feed:
             live = torch.frombuffer(view[at : at + size], dtype=mine.dtype).view(mine.shape)
             if not np.array_equal(raw_array(mine), raw_array(live)):
                 off = float((mine.double() - live.double()).abs().nan_to_num(inf).max())
-                part = max(part, off / max(float(live.double().abs().max()), 1e-30))
+                largest = max(float(live.double().abs().max()), 1e-30)
+                part = max(part, off / largest / most_drift(live.dtype))
                 where = where or name
                 most, where = (off, name) if off > most else (most, where)
         if where:

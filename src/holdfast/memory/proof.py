@@ -9,11 +9,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from holdfast.saving.exactness import Exactness
 
 MOST_DRIFT = 1e-3
 """Largest difference, as a share of a tensor's largest element, that the first comparison after
 learning may find: more is no rounding, on whatever device."""
+ROUNDINGS = 4
+"""Roundings to its dtype that an element may differ by then: of bfloat16 one is 0.8 % of it."""
+
+
+def most_drift(dtype: torch.dtype) -> float:
+    """The share for tensors of a dtype."""
+    eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+    return max(MOST_DRIFT, ROUNDINGS * eps)
 
 
 @dataclass
@@ -48,14 +58,14 @@ class Proof:
     def passes(self, most: float, share: float, *, differs: bool) -> bool:
         """Take a comparison into account; False if the replica has to learn anew.
 
-        `most`: the largest difference; `share`: the largest as a share of its tensor's largest element.
+        `most`: the largest difference; `share`: the largest as a share of what its tensor may differ by.
         """
         if not differs:
             self.is_passed = True
             self.drift = self.drift if self.is_on_device else None
             return True
         self.drift = max(self.drift or 0.0, most)
-        if self.is_on_device and not self.is_passed and share <= MOST_DRIFT:
+        if self.is_on_device and not self.is_passed and share <= 1:
             self.is_passed = True
             return True
         return False

@@ -23,6 +23,7 @@ from holdfast.memory.slots import lease_of
 from holdfast.policy.survival import Scheme
 from holdfast.saving import Draft, SaveOperation
 from holdfast.state.carrying import CarriedCopies
+from holdfast.state.devices import Moment
 from holdfast.wire import encode_error, wire_error
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Making:
     def sources(self) -> list[torch.Tensor]:
         return self.guard.sources
 
-    def run(self, carried: CarriedCopies | None, first: int, ready: torch.Event | None) -> None:
+    def run(self, carried: CarriedCopies | None, first: int, ready: Moment | None) -> None:
         self.protector.fill(self, carried, first, ready)
 
 

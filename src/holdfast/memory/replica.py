@@ -31,8 +31,9 @@ from holdfast.layout import Box
 from holdfast.saving.planning import SavePlan
 from holdfast.state.arrays import raw_array
 from holdfast.state.carrying import CarriedCopies
+from holdfast.state.devices import Moment, after, devices_in, on_stream, page_locks
 from holdfast.state.live import Live, LiveTensor
-from holdfast.state.snapshot import SetAside, first_device, on_stream
+from holdfast.state.snapshot import SetAside
 
 WINDOW_BYTES = 4 << 20
 """Bytes that are laid out at a time; what fits in a core's cache is not written to memory."""
@@ -193,10 +194,9 @@ class ReplicaGuard:
         """(member, first chunk, digests) of the chunks as they are on this rank, from the last
         `fill`."""
         self.files = tuple(files)
-        pinned = device is not None and device.type == "cuda"
+        pinned = device is not None and device.type in page_locks
         self._scratch = torch.empty(WINDOW_BYTES, dtype=torch.uint8, pin_memory=pinned).numpy()
         self._device = device
-        self._stream = torch.Stream(device) if device is not None else None
         self._windows = list(self._planned(me, images))
         self.sources = [r.source for w in self._windows for r in w.reads if r.is_live]
         """The training's own tensors that are read, in the order in which they are."""
@@ -217,24 +217,27 @@ class ReplicaGuard:
         view: memoryview,
         carried: CarriedCopies | None = None,
         first: int = 0,
-        ready: torch.Event | None = None,
+        ready: Moment | None = None,
     ) -> None:
         """Make it in `view`, where the agent's memory for it is.
 
         In `carried`, `sources` are those from number `first` on.  Nothing is read before `ready`; without
         that, after all that the device has been given.
         """
-        if self._stream is None:
+        if self._device is None:
             self._fill(view, carried, first)
             return
-        if ready is not None and ready.device == self._device:
-            self._stream.wait_event(ready)
-        else:
-            torch.accelerator.synchronize(self._device)
-        with on_stream(self._stream):
-            self._fill(view, carried, first)
+        stream = after(ready, self._device, "guard")
+        with on_stream(stream):
+            self._fill(view, carried, first, stream)
 
-    def _fill(self, view: memoryview, carried: CarriedCopies | None, number: int) -> None:
+    def _fill(
+        self,
+        view: memoryview,
+        carried: CarriedCopies | None,
+        number: int,
+        stream: torch.Stream | None = None,
+    ) -> None:
         self.seen = []
         kept: Any = np.frombuffer(view, np.uint8)
         for window in self._windows:
@@ -243,7 +246,10 @@ class ReplicaGuard:
                 if carried is None or not read.is_live:
                     read.into(block, read.source)
                 else:
-                    read.into(block, carried.take(number))
+                    source = carried.take(number)
+                    if stream is not None:
+                        carried.before(stream)
+                    read.into(block, source)
                     carried.done()
                 number += read.is_live
             if window.size:
@@ -285,4 +291,5 @@ def replica_guard(
         if image is None:
             return None
         images[member] = image
-    return ReplicaGuard(stripes, me, files, images, first_device(live))
+    device = next(iter(devices_in(live)), None)
+    return ReplicaGuard(stripes, me, files, images, device)

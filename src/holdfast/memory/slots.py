@@ -8,19 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from holdfast.errors import AgentError, StoreError
 from holdfast.memory.node import messages as w
+from holdfast.state.devices import LockedPages, devices_in, lock_pages
 from holdfast.state.live import Live
-from holdfast.state.snapshot import Buffer, PrivateBuffer, lock_pages, unlock_pages
+from holdfast.state.snapshot import Buffer, PrivateBuffer
 from holdfast.store.oserrors import translated
 
 
 @dataclass
 class _Mapped:
     view: memoryview
-    locked_on: torch.device | None
+    locked: LockedPages | None
 
 
 class Slots:
@@ -45,7 +44,7 @@ class Slots:
                 self._forget_removed()
                 flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
                 view = memoryview(mmap.mmap(file.fileno(), stat.st_size, flags))
-                self._mapped[key] = _Mapped(view, lock_pages(view, live))
+                self._mapped[key] = _Mapped(view, lock_pages(view, devices_in(live)))
             return self._mapped[key].view
 
     def _forget_removed(self) -> None:
@@ -70,8 +69,8 @@ class Slots:
 
     @staticmethod
     def _unlock(one: _Mapped) -> None:
-        if one.locked_on is not None:
-            unlock_pages(one.view, one.locked_on)
+        if one.locked is not None:
+            one.locked.undo()
 
 
 class SlotBuffer:

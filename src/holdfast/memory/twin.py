@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.state.blockwise import Blockwise
+from holdfast.state.devices import Moment, devices_of, page_locks
 from holdfast.state.observer import unhooked
 from holdfast.state.optimizers import hyper
 from holdfast.state.wrapped import stepping
@@ -58,7 +59,7 @@ class Gradient:
     values: list[torch.Tensor]
     given: list[bool]
     hypers: list[dict[str, Any]]
-    ready: list[torch.Event]
+    ready: Moment
 
 
 class Twin:
@@ -133,7 +134,9 @@ class Twin:
             if into:
                 torch._foreach_copy_(into, sources, non_blocking=True)
         hypers = [copy.deepcopy(hyper(g)) for g in self.outer.param_groups]
-        return Gradient(self, values, given, hypers, _events(self.parts))
+        return Gradient(
+            self, values, given, hypers, Moment(devices_of(p.param for p in self.parts))
+        )
 
     def _room(self) -> list[torch.Tensor]:
         """Memory for a gradient, whose pages are there."""
@@ -144,8 +147,7 @@ class Twin:
 
     def apply(self, gradient: Gradient) -> None:
         """Make the step.  Blocks."""
-        for event in gradient.ready:
-            event.synchronize()
+        gradient.ready.wait()
         for mine, value, given in zip(self.weights, gradient.values, gradient.given):
             mine.grad = value if given else None
         for group, new in zip(self._inner.param_groups, gradient.hypers):
@@ -172,19 +174,8 @@ class Twin:
 
 def _host(like: torch.Tensor) -> torch.Tensor:
     """Memory of its shape, to which a device can copy in the background."""
-    pinned = like.device.type == "cuda"
+    pinned = like.device.type in page_locks
     return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=pinned)
-
-
-def _events(parts: Sequence[ParamPart]) -> list[torch.Event]:
-    """Return events after all that the training thread's streams have been given, one for each
-    device but the CPU."""
-    found = []
-    for device in dict.fromkeys(part.param.device for part in parts):
-        if device.type != "cpu":
-            found.append(torch.Event(device))
-            found[-1].record(torch.accelerator.current_stream(device))
-    return found
 
 
 def _defaults(optimizer: Any) -> dict[str, Any]:

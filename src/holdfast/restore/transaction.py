@@ -39,6 +39,7 @@ from holdfast.restore.overlapping import Aside, read_overlapping
 from holdfast.restore.positions import by_order
 from holdfast.restore.targets import Change, RestoreOptions, target_of, targets
 from holdfast.restore.uninitialised import nan_if_it_fails
+from holdfast.state.devices import devices_in, wait_for
 from holdfast.state.kinds import writing
 from holdfast.state.live import (
     Live,
@@ -92,13 +93,14 @@ def _restore(checkpoint: Checkpoint, state: State, group: Group, options: Restor
         with raise_on_all(group, checkpoint.step):
             prepared.begin()
         with span("restore.read", step=checkpoint.step):
-            prepared.read()
+            _in_turn(prepared)
         with raise_on_all(group, checkpoint.step):
             for aside in prepared.asides.values():
                 aside.put()
             for put in prepared.live.puts:
                 put()
             prepared.put_extras()
+            wait_for(devices_in(prepared.live))  # for what was read on the side, and is let go of
         with raise_on_all(group, checkpoint.step):
             for source in prepared.live.sources.of_frameworks():
                 source.refresh()
@@ -108,6 +110,15 @@ def _restore(checkpoint: Checkpoint, state: State, group: Group, options: Restor
         raise
     finally:
         count_writes(prepared.live)
+
+
+def _in_turn(prepared: _Prepared) -> None:
+    """Read behind all that the training has given to devices, and before what it gives them next: threads
+    that read have other streams than it."""
+    devices = devices_in(prepared.live)
+    wait_for(devices)
+    prepared.read()
+    wait_for(devices)
 
 
 def _tell_left_behind(error: BaseException) -> None:

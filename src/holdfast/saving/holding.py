@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from holdfast.errors import notice_text
 from holdfast.sizes import size_text
+from holdfast.state.devices import devices_in
 from holdfast.state.live import Live
-from holdfast.state.snapshot import few, first_device
+from holdfast.state.snapshot import few
 
 if TYPE_CHECKING:
     from holdfast.saving.operation import SaveOperation
@@ -26,7 +27,7 @@ def is_bypassed(saver: Saver, live: Live) -> bool:
     """True if the next step of an optimizer may be made without waiting for a copy: in a graph, which
     only devices have."""
     has_optimizer = any(kind == "optimizer" for kind, _ in live.kinds.values())
-    return saver.gate.is_bypassed and has_optimizer and first_device(live) is not None
+    return saver.gate.is_bypassed and has_optimizer and bool(devices_in(live))
 
 
 def hold_bypassed(saver: Saver, op: SaveOperation) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from holdfast.events import emit
+from holdfast.state.devices import Moment, devices_of
 
 
 class CarryBuffer:
@@ -68,7 +69,7 @@ class CarriedCopies:
         self._closed = False
         self._wanted = False
         """The training thread waits to set the rest aside: as soon as it fits, the copier lets it."""
-        self._ready: dict[torch.device, torch.Event] = {}
+        self._aside: Moment | None = None
         self._changed = threading.Condition()
         self.is_carried = False
 
@@ -79,10 +80,12 @@ class CarriedCopies:
             self._next = number + 1
             self._busy += 1
             self._left -= self._sizes[number]
-            source = self._sources[number]
-        if self.is_carried and source.device in self._ready:
-            torch.accelerator.current_stream(source.device).wait_event(self._ready[source.device])
-        return source
+            return self._sources[number]
+
+    def before(self, stream: torch.Stream) -> None:
+        """Have a stream read what was taken not before it is there."""
+        if self._aside is not None:
+            self._aside.before(stream)
 
     def done(self) -> None:
         """Note that all copies that were taken are made."""
@@ -122,12 +125,11 @@ class CarriedCopies:
     def _set_aside(self) -> None:
         rest = self._sources[self._next :]
         aside = self._room.views(rest)
-        for into, source in zip(aside, rest):
-            into.copy_(source)
+        for device in dict.fromkeys(source.device for source in rest):
+            here = [n for n, source in enumerate(rest) if source.device == device]
+            torch._foreach_copy_([aside[n] for n in here], [rest[n] for n in here])
         self._sources[self._next :] = aside
-        for device in {s.device for s in rest if s.device.type != "cpu"}:
-            event = self._ready[device] = torch.Event(device)
-            event.record(torch.accelerator.current_stream(device))
+        self._aside = Moment(devices_of(rest))
 
     def _may_carry(self) -> bool:
         """True if the copier has to let the training thread at the rest, when a batch is done."""

@@ -15,6 +15,7 @@ from holdfast.arguments import rules_of
 from holdfast.errors import warn_user
 from holdfast.sources import Source, Sources
 from holdfast.state.customised import Own, add_made, add_own, customised, refuse_own
+from holdfast.state.devices import devices_in, devices_of
 from holdfast.state.live import (
     RULES,
     Live,
@@ -32,6 +33,7 @@ from holdfast.state.live import (
     loaded_states,
     sources_in,
     stages,
+    tensors_of,
     unwrap,
 )
 from holdfast.state.merged import tell_merged
@@ -68,6 +70,13 @@ class RunState:
 
     def everything(self) -> State:
         """The state as it is now, with the generators, in one order on all ranks."""
+        if self.generators is not None and self.generators.devices is None:
+            self.generators.devices = devices_of(
+                t
+                for value in self.given.values()
+                for m in stages(value) or ()
+                for t in tensors_of(m)
+            )
         return in_order({"rng": self._rng, **self.given})
 
     @property
@@ -92,6 +101,8 @@ class RunState:
         """Name and place everything; see `collect`."""
         live = collect(self.everything(), self.on_resize, self._placed)
         self._placed = {name: t for name, t in live.tensors.items() if t.steady}
+        if self.generators is not None:
+            self.generators.devices = devices_in(live)
         return live
 
 

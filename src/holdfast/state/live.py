@@ -139,6 +139,8 @@ class Live:
     """Tensors found the last time, by name; those that lie where they did are not placed again."""
     apart: dict[str, list[str]] = field(default_factory=dict)
     """Names of the tensors that a tensor is made of, by its own (`state.apart`)."""
+    devices: list[torch.device] | None = None
+    """Its devices, without the CPU, once that was asked (`state.devices`)."""
     saved: Callable[[str], Any] | None = None
     """In a restore: what is saved under a name (a manifest's entry), or None."""
     puts: list[Callable[[], None]] = field(default_factory=list)

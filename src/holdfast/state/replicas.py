@@ -36,6 +36,7 @@ from holdfast.events import emit
 from holdfast.group import Group
 from holdfast.layout import Placement
 from holdfast.state.arrays import raw_array
+from holdfast.state.devices import devices_of, wait_for
 from holdfast.state.live import Live, LiveTensor
 from holdfast.state.sampling import Class, Replicated, Row, Sample, Sampler, value_of
 from holdfast.state.snapshot import SetAside, StateView
@@ -279,9 +280,8 @@ def _digests(
 ) -> dict[Class, list[Row]]:
     """Digests of what this rank holds of those tensors that other ranks hold too.  `apart`: mark buffers
     as such, in classes of their own."""
-    for device in {t.placed.local.device for t in wanted.values()}:
-        if device.type != "cpu":  # what the training has given it may still be under way
-            torch.accelerator.synchronize(device)
+    # what the training has given may still be under way
+    wait_for(devices_of(part.local for t in wanted.values() for part in t.parts))
     found: dict[Class, list[Row]] = {}
     for one in replicated(wanted, placement, rank, apart=apart):
         local = value_of(wanted[one.name], one.number, kept)

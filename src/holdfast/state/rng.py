@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from holdfast.arguments import unfit
-from holdfast.errors import UsageError
+from holdfast.errors import UsageError, warn_user
 
 USUAL = "MT19937"
 """The bit generator that numpy's global functions draw from, unless a script has set another."""
@@ -25,6 +25,8 @@ class Rng:
     on_resize = "fresh"
     restored: dict[str, Any] | None = None
     """The states that were put back last."""
+    devices: list[torch.device] | None = None
+    """The devices whose generators it has; None: the current one of CUDA, if that is used."""
 
     def state_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = {
@@ -32,8 +34,19 @@ class Rng:
             "numpy": _numpys(),
             "torch": torch.get_rng_state(),
         }
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            found["cuda"] = torch.cuda.get_rng_state()
+        for kind, devices in self._by_kind().items():
+            states = [torch.get_device_module(kind).get_rng_state(device) for device in devices]
+            found[kind] = states[0] if len(states) == 1 else states
+        return found
+
+    def _by_kind(self) -> dict[str, list[torch.device]]:
+        devices = self.devices
+        if devices is None:
+            is_used = torch.cuda.is_initialized()
+            devices = [torch.device("cuda", torch.cuda.current_device())] if is_used else []
+        found: dict[str, list[torch.device]] = {}
+        for device in devices:
+            found.setdefault(device.type, []).append(device)
         return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -43,8 +56,18 @@ class Rng:
         random.setstate(state["python"])
         _set_numpys(state["numpy"])
         torch.set_rng_state(state["torch"])
-        if "cuda" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state(state["cuda"])
+        for kind, devices in self._by_kind().items():
+            states = state.get(kind)
+            if states is None:
+                continue  # saved where there was no such device
+            states = states if isinstance(states, list) else [states]
+            if len(states) != len(devices):
+                warn_user(
+                    f"rng: the generators of {len(states)} {kind} devices were saved, the state is on "
+                    f"{len(devices)}: random numbers of the others are fresh"
+                )
+            for device, its in zip(devices, states):
+                torch.get_device_module(kind).set_rng_state(its, device)
 
 
 def _numpys() -> list[Any] | dict[str, Any]:

@@ -25,8 +25,9 @@ import torch
 from numpy.typing import NDArray
 
 from holdfast.codec.digest import digest
+from holdfast.state.devices import Moment, after, on_stream
 from holdfast.state.live import LiveTensor
-from holdfast.state.snapshot import SetAside, on_stream
+from holdfast.state.snapshot import SetAside
 
 SMALL_BYTES = 64 << 10
 EACH_BYTES = 2 << 20
@@ -97,9 +98,9 @@ class Sampler:
                     self._tenths[(position + abs(kind[0])) % ROUNDS].append(one)
 
     def take(
-        self, tensors: Mapping[str, LiveTensor], kept: SetAside, ready: torch.Event | None
+        self, tensors: Mapping[str, LiveTensor], kept: SetAside, ready: Moment | None
     ) -> Sample:
-        """Take this round's sample of the state at the call; `ready`: an event of its device then."""
+        """Take this round's sample of the state at the call; `ready`: its devices then."""
         pieces: defaultdict[tuple[Class, torch.device], list[tuple[Replicated, torch.Tensor]]]
         pieces = defaultdict(list)
         for one in (*self._each, *self._tenths[self.round % ROUNDS]):
@@ -116,7 +117,7 @@ class Sampler:
                 taken = self._joined(parts)
             else:
                 if device not in streams:
-                    streams[device] = _stream_after(device, ready)
+                    streams[device] = after(ready, device, "samples")
                 with on_stream(streams[device]):
                     taken = self._joined(parts)
             self._taken.setdefault(kind, []).append(taken)
@@ -179,16 +180,6 @@ def _digest(taken: list[tuple[NDArray[np.uint8], list[tuple[int, int, int]]]]) -
     if len(taken) == 1:
         return digest(taken[0][0].data)
     return digest(b"".join(data.tobytes() for data, _ in taken))
-
-
-def _stream_after(device: torch.device, ready: torch.Event | None) -> torch.Stream:
-    """A stream that waits for what the device had been given at the call, and not for more."""
-    stream = torch.cuda.Stream(device) if device.type == "cuda" else torch.Stream(device)
-    if ready is not None and ready.device == device:
-        stream.wait_event(ready)
-    else:
-        torch.accelerator.synchronize(device)
-    return stream
 
 
 def unlike(samples: list[Sample | None]) -> tuple[int, list[Class]]:

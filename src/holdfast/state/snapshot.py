@@ -31,6 +31,16 @@ from holdfast.format.image import Image
 from holdfast.format.manifest import TensorEntry
 from holdfast.layout import Box
 from holdfast.state.arrays import array_of, raw_array
+from holdfast.state.devices import (
+    LockedPages,
+    Moment,
+    after,
+    devices_in,
+    devices_of,
+    lock_pages,
+    on_stream,
+    wait_for_stream,
+)
 from holdfast.state.live import Live
 from holdfast.state.movers import Corners, Movers, changed, is_on_host, unlike, versions
 from holdfast.state.window import Window
@@ -75,7 +85,7 @@ class PrivateBuffer:
 
     def __init__(self) -> None:
         self._map: mmap.mmap | None = None
-        self._pinned_on: torch.device | None = None
+        self._locked: LockedPages | None = None
         self.view = memoryview(b"")
 
     def reserve(self, size: int, live: Live) -> memoryview:
@@ -86,44 +96,19 @@ class PrivateBuffer:
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 self._map.madvise(mmap.MADV_HUGEPAGE)
             self.view = memoryview(self._map)
-            self._pinned_on = lock_pages(self.view, live)
+            self._locked = lock_pages(self.view, devices_in(live))
         return self.view
 
     def _unpin(self) -> None:
-        if self._pinned_on is not None:
-            unlock_pages(self.view, self._pinned_on)
-            self._pinned_on = None
+        if self._locked is not None:
+            self._locked.undo()
+            self._locked = None
 
     def close(self) -> None:
         """Give the memory back; nothing may be using it."""
         self._unpin()
         self.view = memoryview(b"")
         self._map = None
-
-
-def lock_pages(view: memoryview, live: Live) -> torch.device | None:
-    """Page-lock memory so that device copies run at full speed, beside the training.
-
-    On the tensors' own device: a thread begins on device 0, where this would make a context.  Returns the
-    device; None if there is none, or it would not.
-    """
-    device = first_device(live)
-    if device is None or device.type != "cuda":
-        return None
-    with torch.cuda.device(device):
-        register = torch.cuda.cudart().cudaHostRegister
-        failed = int(register(_address(view), len(view), PORTABLE))
-    return None if failed else device
-
-
-def unlock_pages(view: memoryview, device: torch.device) -> None:
-    """Undo `lock_pages`, before the memory goes."""
-    with torch.cuda.device(device):
-        torch.cuda.cudart().cudaHostUnregister(_address(view))
-
-
-def _address(view: memoryview) -> int:
-    return int(np.frombuffer(view, np.uint8).ctypes.data)
 
 
 class CopyTap(Protocol):
@@ -133,7 +118,7 @@ class CopyTap(Protocol):
     def sources(self) -> list[torch.Tensor]:
         """The tensors that it reads, in the order in which it does."""
 
-    def run(self, carried: CarriedCopies | None, first: int, ready: torch.Event | None) -> None:
+    def run(self, carried: CarriedCopies | None, first: int, ready: Moment | None) -> None:
         """Read them, not before `ready`; `carried` has them from number `first` on."""
 
 
@@ -317,15 +302,17 @@ class Copies:
         ]
 
     def run(
-        self, filling: FillProgress, ready: torch.Event | None, carried: CarriedCopies | None = None
+        self, filling: FillProgress, ready: Moment | None, carried: CarriedCopies | None = None
     ) -> None:
         """Do them all, in the image's order; those that were `carried` over from where they are now.
 
         Device copies come first, on a stream of their own that waits for `ready`; without it, for
-        all that the device has been given.
+        all that the device has been given.  Host tensors may be what a device writes to, too.
         """
         if self.device:
             self._run_device(ready, carried)
+        elif ready is not None:
+            ready.wait()
         marked = 0
         for number, (into, source, stop) in enumerate(self.host, len(self.device)):
             if carried is None:
@@ -337,57 +324,41 @@ class Copies:
                 filling.advance(stop)
                 marked = stop
 
-    def _run_device(self, ready: torch.Event | None, carried: CarriedCopies | None) -> None:
+    def _run_device(self, ready: Moment | None, carried: CarriedCopies | None) -> None:
         """Copy in batches if the rest may have to be carried over: what a stream was given cannot be."""
-        streams = {}
-        for device in dict.fromkeys(source.device for _, source in self.device):
-            stream = torch.cuda.Stream(device) if device.type == "cuda" else torch.Stream(device)
-            if ready is not None and ready.device == device:
-                stream.wait_event(ready)
-            else:
-                torch.accelerator.synchronize(device)
-            streams[device] = stream
-        given = 0
-        for number, (into, live) in enumerate(self.device):
-            with on_stream(streams[live.device]):
-                source = live if carried is None else carried.take(number)
-                into.copy_(source, non_blocking=True)
-            given += into.numel() * into.element_size()
-            if carried is not None and given >= BATCH_BYTES:
-                streams[live.device].synchronize()
+        devices = devices_of(source for _, source in self.device)
+        streams = [after(ready, device, "snapshot") for device in devices]
+        numbers = range(len(self.device))
+        batches = [numbers] if carried is None else self._batches()
+        for batch in batches:
+            into = [self.device[number][0] for number in batch]
+            sources = [
+                self.device[number][1] if carried is None else carried.take(number)
+                for number in batch
+            ]
+            for stream in streams:
+                here = [n for n, source in enumerate(sources) if source.device == stream.device]
+                with on_stream(stream):
+                    if carried is not None:
+                        carried.before(stream)
+                    torch._foreach_copy_(
+                        [into[n] for n in here], [sources[n] for n in here], non_blocking=True
+                    )
+            for stream in streams:
+                wait_for_stream(stream)
+            if carried is not None:
                 carried.done()
-                given = 0
-        for stream in streams.values():
-            stream.synchronize()
-        if carried is not None:
-            carried.done()
 
-
-def on_stream(stream: torch.Stream) -> Any:
-    """A context in which work goes to `stream`; torch 2.6 knows `with stream` of CUDA only so."""
-    return torch.cuda.stream(stream) if stream.device.type == "cuda" else stream
-
-
-def first_device(live: Live) -> torch.device | None:
-    """The device of the first tensor that is not on the CPU."""
-    for t in live.tensors.values():
-        if not t.placed.local.is_cpu:
-            return t.placed.local.device
-    return None
-
-
-def device_event(live: Live) -> torch.Event | None:
-    """An event after all that the calling thread's device stream has been given; None on the CPU."""
-    device = first_device(live)
-    if device is None:
-        return None
-    event = torch.Event(device)
-    event.record(torch.accelerator.current_stream(device))
-    return event
-
-
-PORTABLE = 1
-"""cudaHostRegisterPortable: page-locked for every device's context."""
+    def _batches(self) -> Iterator[range]:
+        """Numbers of device copies, some `BATCH_BYTES` at a time."""
+        first, given = 0, 0
+        for number, (into, _) in enumerate(self.device):
+            given += into.nbytes
+            if given >= BATCH_BYTES:
+                yield range(first, number + 1)
+                first, given = number + 1, 0
+        if first < len(self.device):
+            yield range(first, len(self.device))
 
 
 @dataclass(frozen=True)
@@ -396,13 +367,13 @@ class StateView:
 
     live: Live
     versions: list[int]
-    ready: torch.Event | None
+    ready: Moment
     corners: Corners = field(default_factory=dict)
     """A few elements of each weight on the host."""
 
     @staticmethod
     def of(live: Live, corners: Corners) -> StateView:
-        return StateView(live, versions(live), device_event(live), corners)
+        return StateView(live, versions(live), Moment(devices_in(live)), corners)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Snapshots and restores of tensors on a CUDA device."""
+"""Snapshots and restores of tensors on a device (`gpu.devices`)."""
 
 from __future__ import annotations
 
@@ -10,29 +10,32 @@ import torch
 from torch import nn
 
 import holdfast
+from gpu.devices import DEVICE, needs_device
 from state.test_devices import Sums
 from state.test_nested_objects import Kept
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+pytestmark = needs_device
+in_a_graph = pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are of CUDA")
 
 WAIT_S = 60.0
+WIDTH = 2048 if DEVICE.startswith("cuda") else 128  # a simulated device computes on the CPU
 
 
 class Net(nn.Module):
-    def __init__(self, width: int = 2048) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Dropout())
-        self.half = nn.Parameter(torch.randn(333, 77, dtype=torch.bfloat16))
+        self.narrow = nn.Parameter(torch.randn(333, 77, dtype=torch.bfloat16))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen += 1
-        return self.body(x).square().mean() + self.half.float().mean()
+        return self.body(x).square().mean() + self.narrow.float().mean()
 
 
 def make(seed: int, **options: Any) -> tuple[Net, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    net = Net().cuda()
+    net = Net().to(DEVICE)
     return net, torch.optim.AdamW(net.parameters(), lr=0.001, **options)
 
 
@@ -40,7 +43,7 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()
-        loss = net(torch.ones(16, 2048, device="cuda"))
+        loss = net(torch.ones(16, WIDTH, device=DEVICE))
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -82,21 +85,22 @@ def test_the_copy_waits_for_queued_kernels(tmp_path: Path) -> None:
     """The training stream is busy when the save is called: the copy must come after."""
     net, optimizer = make(0)
     train(net, optimizer, 1)
-    big = torch.randn(4096, 4096, device="cuda")
+    big = torch.randn(2 * WIDTH, 2 * WIDTH, device=DEVICE)
     with holdfast.Checkpointer(tmp_path, {"model": net, "optim": optimizer}) as ckpt:
         for _ in range(50):
-            big = big @ big.t() / 4096
+            big = big @ big.t() / (2 * WIDTH)
         with torch.no_grad():
-            net.body[0].weight.copy_(big[:2048, :2048])
+            net.body[0].weight.copy_(big[:WIDTH, :WIDTH])
         ckpt.save(1).wait(WAIT_S)
     check_saved(tmp_path, 1, copies(net, optimizer))
 
 
+@in_a_graph
 @pytest.mark.parametrize("captured", ["before", "after"])
 def test_steps_in_a_graph_come_after_the_copy(tmp_path: Path, captured: str) -> None:
     """A replay calls no hooks and counts no writes; also if captured before there are saves."""
     net, optimizer = make(0, capturable=True)
-    x, graph = torch.ones(16, 2048, device="cuda"), torch.cuda.CUDAGraph()
+    x, graph = torch.ones(16, WIDTH, device=DEVICE), torch.cuda.CUDAGraph()
     state = {"model": net, "optim": optimizer}
 
     def capture() -> None:
@@ -150,7 +154,7 @@ def test_numbers_in_optimizers_go_on(tmp_path: Path, kind: Any, foreach: bool) -
 
     def made(seed: int) -> tuple[nn.ParameterDict, torch.optim.Optimizer]:
         torch.manual_seed(seed)
-        model = nn.ParameterDict({"scale": torch.randn(()), "weight": torch.randn(300)}).cuda()
+        model = nn.ParameterDict({"scale": torch.randn(()), "weight": torch.randn(300)}).to(DEVICE)
         return model, kind(model.parameters(), foreach=foreach)
 
     def go_on(model: nn.ParameterDict, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -166,7 +170,7 @@ def test_numbers_in_optimizers_go_on(tmp_path: Path, kind: Any, foreach: bool) -
     again, fresh = made(1)
     holdfast.load(tmp_path, {"model": again, "optim": fresh})
     for p in again.values():
-        places = {state: value.is_cuda for state, value in fresh.state[p].items()}
+        places = {state: not value.is_cpu for state, value in fresh.state[p].items()}
         assert places == {state: state != "step" for state in places}
     assert all(map(torch.equal, go_on(again, fresh), go_on(model, optimizer)))
 
@@ -214,9 +218,9 @@ def test_meta_models_are_made_on_the_default_device(tmp_path: Path) -> None:
     holdfast.save(tmp_path, {"model": net}, step=1)
     with torch.device("meta"):
         empty = Net()
-    with torch.device("cuda"):
+    with torch.device(DEVICE):
         holdfast.load(tmp_path, {"model": empty})
-    assert all(p.is_cuda for p in empty.parameters())
+    assert all(p.device == torch.device(DEVICE) for p in empty.parameters())
     assert all(torch.equal(a, b) for a, b in zip(empty.parameters(), net.parameters()))
 
 
@@ -225,13 +229,13 @@ def test_lbfgs_goes_on(tmp_path: Path) -> None:
 
     def made(seed: int) -> tuple[nn.Linear, torch.optim.LBFGS]:
         torch.manual_seed(seed)
-        model = nn.Linear(200, 100).cuda()
+        model = nn.Linear(200, 100).to(DEVICE)
         return model, torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
 
     def go_on(model: nn.Linear, optimizer: torch.optim.LBFGS) -> list[float]:
         def closure() -> torch.Tensor:
             optimizer.zero_grad()
-            loss = model(torch.ones(4, 200, device="cuda")).square().mean()
+            loss = model(torch.ones(4, 200, device=DEVICE)).square().mean()
             loss.backward()
             return loss
 
@@ -244,24 +248,24 @@ def test_lbfgs_goes_on(tmp_path: Path) -> None:
     again = made(1)
     holdfast.load(tmp_path, {"model": again[0], "optim": again[1]})
     state = again[1].state[again[0].weight]
-    assert all(t.is_cuda for t in (*state["old_dirs"], *state["old_stps"], *state["ro"]))
+    assert all(not t.is_cpu for t in (*state["old_dirs"], *state["old_stps"], *state["ro"]))
     assert go_on(*again) == expected
 
 
 def test_metrics_stay_on_their_device(tmp_path: Path) -> None:
-    sums, again = Sums("cuda"), Sums("cuda")
+    sums, again = Sums(DEVICE), Sums(DEVICE)
     sums.total += 1
-    sums.seen.append(torch.ones(3, device="cuda"))
+    sums.seen.append(torch.ones(3, device=DEVICE))
     holdfast.save(tmp_path, {"sums": nn.ModuleList([sums])}, step=1)
     holdfast.load(tmp_path, {"sums": nn.ModuleList([again])})
-    assert again.total.is_cuda and again.seen[0].is_cuda
+    assert not again.total.is_cpu and not again.seen[0].is_cpu
     assert (again.total.tolist(), again.seen[0].tolist()) == ([1, 1], [1, 1, 1])
 
 
 def test_tensors_of_objects_stay_on_their_device(tmp_path: Path) -> None:
     """Those that are too large to lie among an object's plain values."""
     kept, again = Kept(4, 40_000), Kept(0, 40_000)
-    kept.table, again.table = kept.table.cuda(), again.table.cuda()
+    kept.table, again.table = kept.table.to(DEVICE), again.table.to(DEVICE)
     holdfast.save(tmp_path, {"kept": kept}, step=1)
     holdfast.load(tmp_path, {"kept": again})
-    assert again.table.is_cuda and torch.equal(again.table, kept.table)
+    assert not again.table.is_cpu and torch.equal(again.table, kept.table)

@@ -1,0 +1,115 @@
+"""What saves do beside a training on a device: which generators they have, which streams, which memory."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from gpu.devices import DEVICE, needs_device, other_device
+from holdfast.errors import HoldfastWarning
+from holdfast.state import devices, movers
+from holdfast.state.rng import Rng
+
+pytestmark = needs_device
+WAIT_S = 60.0
+
+
+def trained(width: int = 64) -> tuple[nn.Linear, torch.optim.Optimizer]:
+    model = nn.Linear(width, width).to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    return model, optimizer
+
+
+def train(model: nn.Linear, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(4, model.in_features, device=DEVICE)).square().mean().backward()
+    optimizer.step()
+
+
+def test_the_generators_are_those_of_the_devices_that_the_state_is_on(tmp_path: Path) -> None:
+    """The script names its device, and has never made it the current one."""
+    kind, other = torch.device(DEVICE).type, other_device()
+    module = torch.get_device_module(kind)
+    model, optimizer = trained()
+    state = {"model": model, "optim": optimizer, "rng": Rng()}
+    with holdfast.Checkpointer(tmp_path, state) as ckpt:
+        drawn = module.get_rng_state(DEVICE)
+        elsewhere = module.get_rng_state(other)
+        ckpt.save(1).wait(WAIT_S)
+        module.manual_seed_all(99)
+        assert not torch.equal(module.get_rng_state(DEVICE), drawn)
+        ckpt.restore()
+        ckpt.restore_rng()
+    assert torch.equal(module.get_rng_state(DEVICE), drawn)
+    assert not torch.equal(module.get_rng_state(other), elsewhere)  # no tensor is there
+
+
+def test_saves_take_no_stream_after_the_first(tmp_path: Path) -> None:
+    """A stream of torch's pool may be one that NCCL has."""
+    model, optimizer = trained()
+    with holdfast.Checkpointer(tmp_path, {"model": model, "optim": optimizer}) as ckpt:
+        ckpt.save(1).wait(WAIT_S)
+        known = dict(devices._streams)
+        for step in range(2, 6):
+            train(model, optimizer)
+            ckpt.save(step).wait(WAIT_S)
+    assert devices._streams == known and known
+
+
+class Refuses:
+    """Locks no pages, as where a process may lock no more memory."""
+
+    def lock(self, address: int, size: int) -> str:
+        return "a limit"
+
+    def unlock(self, address: int) -> None:
+        raise AssertionError("nothing was locked")
+
+
+def test_memory_that_cannot_be_locked_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(devices.page_locks, torch.device(DEVICE).type, Refuses())
+    monkeypatch.setattr(movers, "SMALL_BYTES", 0)
+    devices._tell_unlocked.cache_clear()
+    model, optimizer = trained()
+    expected = {}
+    with pytest.warns(HoldfastWarning, match="not page-locked .a limit.") as told:  # noqa: PT031
+        for root in (tmp_path / "a", tmp_path / "b"):
+            with holdfast.Checkpointer(root, {"model": model, "optim": optimizer}) as ckpt:
+                for step in (1, 2):
+                    train(model, optimizer)
+                    ckpt.save(step).wait(WAIT_S)
+                    expected[root, step] = model.weight.detach().cpu()
+    assert len([one for one in told if "page-locked" in str(one.message)]) == 1
+    for (root, step), weight in expected.items():
+        with holdfast.open(root, step=step) as checkpoint:
+            assert torch.equal(torch.from_numpy(checkpoint.read("model.weight")), weight)
+
+
+@pytest.mark.parametrize("stays", [False, True])
+@pytest.mark.parametrize("grant", [0, "1MB"])
+def test_gradients_that_a_device_has_to_wait_for_are_told(
+    tmp_path: Path, stays: bool, grant: int | str
+) -> None:
+    model, optimizer = trained()
+    options = {"every": holdfast.Every(durable=20, delta=1), "on_error": "raise"}
+    delta = holdfast.Delta(device_bytes=grant)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", HoldfastWarning)
+        state = {"model": model, "optim": optimizer}
+        with holdfast.Checkpointer(tmp_path, state, delta=delta, **options) as ckpt:
+            for step in range(1, 10):
+                optimizer.zero_grad(set_to_none=not stays)
+                model(torch.ones(4, model.in_features, device=DEVICE)).square().mean().backward()
+                optimizer.step()
+                ckpt.step(step)
+    texts = [str(one.message) for one in told if "gradients of optim stay" in str(one.message)]
+    assert len(texts) == (stays and not grant)
+    assert all("Delta(device_bytes=16640)" in text for text in texts)
