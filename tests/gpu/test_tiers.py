@@ -20,7 +20,7 @@ from torch import nn
 
 import holdfast
 from gpu.devices import DEVICE, needs_device, other_device
-from holdfast.state import movers
+from holdfast.state import movers, snapshot
 from memory.agents import kill
 
 pytestmark = [pytest.mark.slow, needs_device]
@@ -102,6 +102,7 @@ def side_streams(devices: tuple[str, str], on_the_side: bool) -> Iterator[None]:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("HOLDFAST_MEMORY_DIR", str(tmp_path / "node"))
     monkeypatch.setattr(movers, "SMALL_BYTES", 0)  # nothing is so small that it is set aside
+    monkeypatch.setattr(snapshot, "BATCH_BYTES", 1000)  # batches of one device, where there are two
     gc.collect()
     if DEVICE.startswith("late"):
         late().forget()

@@ -338,6 +338,8 @@ class Copies:
             ]
             for stream in streams:
                 here = [n for n, source in enumerate(sources) if source.device == stream.device]
+                if not here:
+                    continue
                 with on_stream(stream):
                     if carried is not None:
                         carried.before(stream)
