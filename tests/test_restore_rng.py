@@ -135,3 +135,35 @@ def test_it_is_refused_where_it_has_nothing_to_put_back(tmp_path: Path) -> None:
     mine = Checkpointer(tmp_path / "mine", {"model": model, "rng": {"seed": 1}})
     with mine as ckpt, pytest.raises(UsageError, match="its own 'rng'"):
         ckpt.restore_rng()
+
+
+class Generators:
+    """Stands for `torch.cuda`, which has generators of devices."""
+
+    def __init__(self) -> None:
+        self.states = {0: torch.tensor([1]), 1: torch.tensor([2])}
+
+    def get_rng_state(self, device: torch.device) -> torch.Tensor:
+        return self.states[device.index]
+
+    def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
+        self.states[device.index] = state
+
+
+@pytest.mark.parametrize("used", [True, False], ids=["used before", "used later"])
+def test_a_state_on_the_host_has_the_generator_of_the_device_that_computes(
+    monkeypatch: pytest.MonkeyPatch, used: bool
+) -> None:
+    """As with FSDP2's CPUOffloadPolicy; the device may be used only after the restore."""
+    device = Generators()
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    rng = holdfast.Rng()
+    rng.devices = []  # as found for a state on the host
+    saved = rng.state_dict()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used)
+    device.states[1] = torch.tensor([9])
+    rng.load_state_dict(saved)
+    assert device.states == {0: torch.tensor([1]), 1: torch.tensor([2])}

@@ -26,7 +26,8 @@ class Rng:
     restored: dict[str, Any] | None = None
     """The states that were put back last."""
     devices: list[torch.device] | None = None
-    """The devices whose generators it has; None: the current one of CUDA, if that is used."""
+    """The devices whose generators it has.  None, or an empty list (a state that is offloaded to the host,
+    and computed with on a device): the current one of CUDA, if that is used."""
 
     def state_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = {
@@ -40,10 +41,7 @@ class Rng:
         return found
 
     def _by_kind(self) -> dict[str, list[torch.device]]:
-        devices = self.devices
-        if devices is None:
-            is_used = torch.cuda.is_initialized()
-            devices = [torch.device("cuda", torch.cuda.current_device())] if is_used else []
+        devices = self.devices or _current(is_used=torch.cuda.is_initialized())
         found: dict[str, list[torch.device]] = {}
         for device in devices:
             found.setdefault(device.type, []).append(device)
@@ -56,10 +54,13 @@ class Rng:
         random.setstate(state["python"])
         _set_numpys(state["numpy"])
         torch.set_rng_state(state["torch"])
-        for kind, devices in self._by_kind().items():
+        known = self._by_kind()
+        if "cuda" in state and not known:  # the model may go there later
+            known = {"cuda": _current(is_used=torch.cuda.is_available())}
+        for kind, devices in known.items():
             states = state.get(kind)
-            if states is None:
-                continue  # saved where there was no such device
+            if states is None or not devices:
+                continue  # saved where there was no such device, or restored where there is none
             states = states if isinstance(states, list) else [states]
             if len(states) != len(devices):
                 warn_user(
@@ -68,6 +69,11 @@ class Rng:
                 )
             for device, its in zip(devices, states):
                 torch.get_device_module(kind).set_rng_state(its, device)
+
+
+def _current(*, is_used: bool) -> list[torch.device]:
+    """The current device of CUDA, if that is used."""
+    return [torch.device("cuda", torch.cuda.current_device())] if is_used else []
 
 
 def _numpys() -> list[Any] | dict[str, Any]:
