@@ -53,9 +53,9 @@ class Beginning:
         self._least: int | None = None
         """The step that was restored, if later ones have to be above it; None if any will do."""
         self._late: frozenset[str] = frozenset()
+        """Keys of the restored step that no rank's state had; none once ranks ask no more."""
         self._taken: Taken | None = None
         """The modules that have taken restored values, until the next save."""
-        """Keys of the restored step that no rank's state had; none once ranks ask no more."""
         self._saves_left = 0
         """Saves at which late keys are still looked for."""
         self._was_read = False

@@ -127,9 +127,7 @@ class GradientCopier:
             self._copy_here(record, [(p, p.part_of(p.piece.tensor.grad)) for p in given])
             _pack(record, pack, self._beside.map if torch.get_num_threads() > 1 else map)
             return
-        held = [
-            memory_of(place.piece.tensor.grad) for place in given
-        ]  # no alias, which is an owner
+        held = [memory_of(place.piece.tensor.grad) for place in given]  # an alias were an owner
         may_keep = self._lender.may_keep(one.key, held) and only_reads(one.optimizer)
         parts = [place.part_of(place.piece.tensor.grad) for place in given]
         if record.layout.packs or record.layout.rounded:  # whether it can be is not known before

@@ -124,10 +124,6 @@ class Moment:
             with on(device):
                 event.synchronize()
 
-    def is_over(self) -> bool:
-        """True if the devices have done it."""
-        return all(event.query() for event in self._events.values())
-
     def __del__(
         self,
     ) -> None:  # an event goes to its device to be destroyed, whoever lets go of it last

@@ -2,19 +2,22 @@
 lists and tensors, while the state has those that it was made of.
 
 Only a state of which that can be seen for certain is looked at: modules, tensors, plain values and
-containers that are not large.  An optimizer of the state may begin later, and gradients tell that one will.
+containers that are not large.  Gradients tell that an optimizer will step later.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from holdfast.errors import HoldfastError
 from holdfast.format import extras
+from holdfast.state.kinds import PLAIN
 from holdfast.state.live import State, stages, tensors_of
-from holdfast.state.outside import held
 from holdfast.state.rng import Rng
 from holdfast.state.writes import Mark
 
@@ -50,18 +53,35 @@ def _seen(state: State) -> tuple[list[Mark], dict[str, Any]] | None:
             if any(t.grad is not None for t in own if t.requires_grad and t.is_leaf):
                 return None
             tensors += own
+        elif _size(value) > LARGE:
+            return None
         else:
-            tensors += (t for _, t in held(value))
             try:
-                plain[key] = extras.encode(value, lambda leaf, _: _of_tensor(leaf))
-            except (HoldfastError, extras.Unsaved):
+                plain[key] = extras.encode(value, lambda leaf, _: _among(tensors, leaf))
+            except HoldfastError:
                 return None
-    if any(isinstance(one, (list, dict)) and len(one) > LARGE for one in plain.values()):
+    if any(type(t) not in PLAIN or t.layout is not torch.strided for t in tensors):
         return None
     return [Mark.sampled(t) for t in tensors], plain
 
 
-def _of_tensor(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return id(leaf)
-    raise extras.Unsaved("", "an object")
+def _size(value: Any) -> int:
+    """Items of a value and of what it holds; more than `LARGE` are not counted."""
+    if isinstance(value, np.ndarray):
+        return int(value.size)
+    if not isinstance(value, (Mapping, list, tuple, set, frozenset, deque)):
+        return 1
+    total = len(value)
+    for one in (value.values() if isinstance(value, Mapping) else value) if total <= LARGE else ():
+        total += _size(one)
+        if total > LARGE:
+            break
+    return total
+
+
+def _among(tensors: list[torch.Tensor], leaf: Any) -> int:
+    """Add a tensor to the others; return its number.  `Unsaved` if it is something else."""
+    if not isinstance(leaf, torch.Tensor):
+        raise extras.Unsaved("", "an object")
+    tensors.append(leaf)
+    return len(tensors)

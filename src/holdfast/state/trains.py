@@ -226,7 +226,7 @@ class Trains:
         seen = self._seen
         if self._counts.has_compiled or seen is None or is_of_framework(state):
             return
-        if not stepped and not own and seen.still.is_same(state):  # an optimizer may begin later
+        if not stepped and seen.still is not None and seen.still.is_same(state):
             yield "never-changes", _nothing_changes([*state], seen.step), ""
         if not seen.models:
             return
@@ -301,7 +301,7 @@ class _AtFirst:
         """The models that are trained: an average of another one's weights changes with that one."""
         tensors = [t for key in self.models for t in _all(state[key])]
         self._marks = _marks(tensors)
-        self.still = Still(state)
+        self.still = None if own else Still(state)  # an optimizer may begin later
 
     def is_same(self, state: State) -> bool:
         """True if no tensor of the models was written or moved since, or is another."""
