@@ -91,7 +91,7 @@ class Run:
 def side_streams(devices: tuple[str, str], on_the_side: bool) -> Iterator[None]:
     """A block in which the training's kernels go to streams of its own; autograd follows."""
     with ExitStack() as streams:
-        for device in dict.fromkeys(reversed(devices)) if on_the_side else ():
+        for device in dict.fromkeys(d for d in reversed(devices) if on_the_side and d != "cpu"):
             stream = torch.Stream(torch.device(device))
             is_cuda = device.startswith("cuda")
             streams.enter_context(torch.cuda.stream(stream) if is_cuda else stream)
@@ -134,12 +134,13 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> N
 
 @pytest.mark.parametrize("stays", [False, True], ids=["anew", "stays"])
 @pytest.mark.parametrize("on_the_side", [False, True], ids=["default", "side"])
-@pytest.mark.parametrize("split", [False, True], ids=["one", "two"])
+@pytest.mark.parametrize("split", ["one", "two", "host"])
 @pytest.mark.parametrize("tier", [*OPTIONS])
 def test_goes_on_as_on_the_cpu(
-    folder: Path, tier: str, split: bool, on_the_side: bool, stays: bool
+    folder: Path, tier: str, split: str, on_the_side: bool, stays: bool
 ) -> None:
-    devices = (DEVICE, other_device() if split else DEVICE)
+    second = {"one": lambda: DEVICE, "two": other_device, "host": lambda: "cpu"}[split]()
+    devices = (DEVICE, second)
     expected = on_cpu(STEPS + 2)
     options = {"deadline_s": WAIT_S, "when_busy": "queue", "on_error": "raise", **OPTIONS[tier]}
     run = Run(devices, set_to_none=not stays)

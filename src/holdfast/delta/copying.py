@@ -120,11 +120,14 @@ class GradientCopier:
     def copy(self, record: OpenRecord, one: NamedOptimizer) -> None:
         """Begin to copy the gradients of one optimizer; they must stay as they are until `let_go`."""
         places = record.layout.places(record.slot, record.memory, one.key)
-        given = [place for place in places if place.piece.tensor.grad is not None]
+        all_given = [place for place in places if place.piece.tensor.grad is not None]
+        given = [place for place in all_given if is_device(place.piece.tensor.grad.device)]
         devices = devices_of(p.grad for _, p in one.params if p.grad is not None)
         pack = record.layout.packs.get(one.key)
+        if len(given) < len(all_given):  # of an optimizer with parameters on the host, too
+            on_host = [p for p in all_given if not is_device(p.piece.tensor.grad.device)]
+            self._copy_here(record, [(p, p.part_of(p.piece.tensor.grad)) for p in on_host])
         if not devices:
-            self._copy_here(record, [(p, p.part_of(p.piece.tensor.grad)) for p in given])
             _pack(record, pack, self._beside.map if torch.get_num_threads() > 1 else map)
             return
         held = [memory_of(place.piece.tensor.grad) for place in given]  # an alias were an owner
