@@ -27,7 +27,7 @@ from holdfast.state.devices import (
     after,
     devices_of,
     is_device,
-    on_stream,
+    on_streams,
     wait_for_stream,
 )
 from holdfast.state.placed import memory_of
@@ -213,13 +213,10 @@ def _copy(
 ) -> None:
     """Copy on the copying thread.  Blocks until all are copied, and what is sparse is packed."""
     try:
-        placed = [*zip(places, copying.lent.tensors)]
         streams = [after(moment, device, "records") for device in devices]
-        for stream in streams:
-            with on_stream(stream):
-                _copy_part(record, [(p, t) for p, t in placed if t.device == stream.device])
-                _pack(record, pack, map)
-                pack = None
+        with on_streams(streams):
+            _copy_part(record, [*zip(places, copying.lent.tensors)])
+            _pack(record, pack, map)
         copying.given.set_result(Moment.of(streams))
         for stream in streams:
             wait_for_stream(stream)

@@ -31,7 +31,7 @@ from holdfast.layout import Box
 from holdfast.saving.planning import SavePlan
 from holdfast.state.arrays import raw_array
 from holdfast.state.carrying import CarriedCopies
-from holdfast.state.devices import Moment, after, devices_in, on_stream, page_locks
+from holdfast.state.devices import Moment, after, devices_in, on_streams, page_locks
 from holdfast.state.live import Live, LiveTensor
 from holdfast.state.snapshot import SetAside
 
@@ -187,16 +187,16 @@ class ReplicaGuard:
         me: int,
         files: Sequence[FileEntry],
         images: dict[int, ReplicaImage],
-        device: torch.device | None,
+        devices: Sequence[torch.device],
     ) -> None:
         self.stripes = stripes
         self.seen: list[tuple[int, int, bytes]] = []
         """(member, first chunk, digests) of the chunks as they are on this rank, from the last
         `fill`."""
         self.files = tuple(files)
-        pinned = device is not None and device.type in page_locks
+        pinned = any(device.type in page_locks for device in devices)
         self._scratch = torch.empty(WINDOW_BYTES, dtype=torch.uint8, pin_memory=pinned).numpy()
-        self._device = device
+        self._devices = devices
         self._windows = list(self._planned(me, images))
         self.sources = [r.source for w in self._windows for r in w.reads if r.is_live]
         """The training's own tensors that are read, in the order in which they are."""
@@ -224,19 +224,16 @@ class ReplicaGuard:
         In `carried`, `sources` are those from number `first` on.  Nothing is read before `ready`; without
         that, after all that the device has been given.
         """
-        if self._device is None:
-            self._fill(view, carried, first)
-            return
-        stream = after(ready, self._device, "guard")
-        with on_stream(stream):
-            self._fill(view, carried, first, stream)
+        streams = [after(ready, device, "guard") for device in self._devices]
+        with on_streams(streams):
+            self._fill(view, carried, first, streams)
 
     def _fill(
         self,
         view: memoryview,
         carried: CarriedCopies | None,
         number: int,
-        stream: torch.Stream | None = None,
+        streams: Sequence[torch.Stream],
     ) -> None:
         self.seen = []
         kept: Any = np.frombuffer(view, np.uint8)
@@ -247,8 +244,7 @@ class ReplicaGuard:
                     read.into(block, read.source)
                 else:
                     source = carried.take(number)
-                    if stream is not None:
-                        carried.before(stream)
+                    carried.before(streams)
                     read.into(block, source)
                     carried.done()
                 number += read.is_live
@@ -291,5 +287,4 @@ def replica_guard(
         if image is None:
             return None
         images[member] = image
-    device = next(iter(devices_in(live)), None)
-    return ReplicaGuard(stripes, me, files, images, device)
+    return ReplicaGuard(stripes, me, files, images, devices_in(live))

@@ -82,10 +82,11 @@ class CarriedCopies:
             self._left -= self._sizes[number]
             return self._sources[number]
 
-    def before(self, stream: torch.Stream) -> None:
-        """Have a stream read what was taken not before it is there."""
+    def before(self, streams: Iterable[torch.Stream]) -> None:
+        """Have streams read what was taken not before it is there."""
         if self._aside is not None:
-            self._aside.before(stream)
+            for stream in streams:
+                self._aside.before(stream)
 
     def done(self) -> None:
         """Note that all copies that were taken are made."""

@@ -12,7 +12,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from functools import cache
 from typing import Any, Protocol
 
@@ -57,6 +63,15 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
 def on_stream(stream: torch.Stream) -> Iterator[None]:
     """A context in which work goes to `stream`."""
     with on(stream.device), torch.cuda.stream(stream) if stream.device.type == "cuda" else stream:
+        yield
+
+
+@contextmanager
+def on_streams(streams: Iterable[torch.Stream]) -> Iterator[None]:
+    """A context in which work of each device goes to its one of `streams`."""
+    with ExitStack() as entered:
+        for stream in streams:
+            entered.enter_context(on_stream(stream))
         yield
 
 

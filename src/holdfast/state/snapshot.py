@@ -38,7 +38,7 @@ from holdfast.state.devices import (
     devices_in,
     devices_of,
     lock_pages,
-    on_stream,
+    on_streams,
     wait_for_stream,
 )
 from holdfast.state.live import Live
@@ -336,16 +336,10 @@ class Copies:
                 self.device[number][1] if carried is None else carried.take(number)
                 for number in batch
             ]
-            for stream in streams:
-                here = [n for n, source in enumerate(sources) if source.device == stream.device]
-                if not here:
-                    continue
-                with on_stream(stream):
-                    if carried is not None:
-                        carried.before(stream)
-                    torch._foreach_copy_(
-                        [into[n] for n in here], [sources[n] for n in here], non_blocking=True
-                    )
+            with on_streams(streams):
+                if carried is not None:
+                    carried.before(streams)
+                torch._foreach_copy_(into, sources, non_blocking=True)
             for stream in streams:
                 wait_for_stream(stream)
             if carried is not None:
