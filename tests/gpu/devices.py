@@ -25,3 +25,12 @@ def other_device() -> str:
     if torch.get_device_module(kind).device_count() < 2:
         pytest.skip("needs two devices")
     return f"{kind}:{1 - int(index or 0)}"
+
+
+def occupy(seconds: float) -> None:
+    """Have the current stream do nothing else for a while."""
+    if DEVICE.startswith("late"):
+        with torch.accelerator.device_index(torch.device(DEVICE).index):
+            device.core.sleep(seconds)
+    else:
+        torch.cuda._sleep(int(seconds * 1.5e9))  # of its cycles

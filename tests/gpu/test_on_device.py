@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 import holdfast
-from gpu.devices import DEVICE, needs_device
+from gpu.devices import DEVICE, needs_device, occupy
+from holdfast.delta import packing
+from holdfast.state.devices import on_stream
 from state.test_devices import Sums
 from state.test_nested_objects import Kept
 
@@ -92,6 +94,23 @@ def test_the_copy_waits_for_queued_kernels(tmp_path: Path) -> None:
         with torch.no_grad():
             net.body[0].weight.copy_(big[:WIDTH, :WIDTH])
         ckpt.save(1).wait(WAIT_S)
+    check_saved(tmp_path, 1, copies(net, optimizer))
+
+
+def test_the_copy_waits_for_a_step_on_a_stream_that_nobody_has_joined_yet(tmp_path: Path) -> None:
+    net, optimizer = make(0)
+    train(net, optimizer, 1)
+    side = torch.Stream(torch.device(DEVICE))
+    with holdfast.Checkpointer(tmp_path, {"model": net, "optim": optimizer}) as ckpt:
+        side.wait_stream(torch.accelerator.current_stream(torch.device(DEVICE)))
+        optimizer.zero_grad()
+        with on_stream(side):
+            net(torch.ones(16, WIDTH, device=DEVICE)).backward()
+            occupy(1.0)
+            optimizer.step()
+        save = ckpt.save(1)
+        torch.accelerator.current_stream(torch.device(DEVICE)).wait_stream(side)
+        save.wait(WAIT_S)
     check_saved(tmp_path, 1, copies(net, optimizer))
 
 
@@ -269,3 +288,14 @@ def test_tensors_of_objects_stay_on_their_device(tmp_path: Path) -> None:
     holdfast.save(tmp_path, {"kept": kept}, step=1)
     holdfast.load(tmp_path, {"kept": again})
     assert not again.table.is_cpu and torch.equal(again.table, kept.table)
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 100])
+def test_what_is_not_zero_is_looked_for_in_pieces(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(packing, "MOST_AT_ONCE", 8)
+    tensor = torch.arange(size, dtype=torch.float32) % 3
+    where, bits = packing.nonzero(tensor.to(DEVICE))
+    expected = packing.nonzero(tensor)
+    assert where.tolist() == expected[0].tolist() and bits.tolist() == expected[1].tolist()

@@ -146,6 +146,18 @@ torch._register_device_module("late", _Late("torch.late"))
 torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 
 
+class Graph:
+    """The capture of a graph: what is called is done at once, and is no error where it would be one."""
+
+    def capture_begin(self) -> None:
+        core.begin_capture()
+
+    def capture_end(self) -> None:
+        voided_by = core.end_capture()
+        if voided_by:
+            raise RuntimeError(f"the capture was voided by {sorted(voided_by)}")
+
+
 class _PageLocks:
     """How a test's host memory is page-locked, as `holdfast.state.devices.page_locks` has it."""
 

@@ -34,6 +34,7 @@
 #include <set>
 #include <thread>
 #include <unordered_map>
+#include <utility>
 
 namespace {
 
@@ -78,11 +79,23 @@ void note_context(int device) {
     contexts_by.emplace_back(device, this_thread());
 }
 
+// A graph is not made here; what would void its capture is: waits, and what other threads ask of a device.
+std::atomic<int64_t> capturing{0};  // the thread that captures
+std::set<std::string> voided_by;
+
+void note_unsafe(const std::string& kind, bool also_for_capturing = false) {
+  if (!capturing || (capturing == this_thread() && !also_for_capturing))
+    return;
+  Lock lock(notes_mutex);
+  voided_by.insert(kind);
+}
+
 // -- streams and events --------------------------------------------------------------------------------------
 
 thread_local double host_s = 0;  // the reckoned time of this thread
 
 void wait_until(double at_s, std::string kind) {
+  note_unsafe(kind, true);
   double held = std::max(at_s - host_s, 0.0);
   host_s += held;
   Lock lock(notes_mutex);
@@ -378,6 +391,7 @@ struct LateAllocator final : c10::Allocator {
     auto& some = freed[{device, stream, size}];
     void* data;
     if (some.empty()) {
+      note_unsafe("allocation");
       data = aligned_alloc(512, size);
       memset(data, 0xA5, size);
     } else {
@@ -898,13 +912,21 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("bytes_per_s", [](int64_t n) { bytes_per_s = n; });
   m.def("all_is_pinned", [](bool is) { all_is_pinned = is; });
   m.def("streams_taken", [] { return streams_taken.load(); });
+  m.def("begin_capture", [] { capturing = this_thread(); });
+  m.def("end_capture", [] {  // what has voided it
+    capturing = 0;
+    Lock lock(notes_mutex);
+    return std::exchange(voided_by, {});
+  });
   m.def("host_register", [](uintptr_t at, size_t n) {
+    note_unsafe("register");
     Lock lock(memory_mutex);
     locked[at] = n;
   });
   m.def("host_unregister", &unlock);
   m.def("is_locked", [](uintptr_t at) { return is_locked(reinterpret_cast<const void*>(at)); });
   m.def("work", [](double takes_s) { current_queue(get_device()).give(takes_s, [] {}); });
+  m.def("sleep", [](double s) { current_queue(get_device()).give(s, [s] { nap(static_cast<int64_t>(s * 1e6)); }); });
   m.def("now_s", [] { return host_s; });
   m.def("go_to_s", [](double s) { host_s = std::max(host_s, s); });
   m.def("stream_s", [](int device, StreamId id) { return queue_of(device, id).at_s; });

@@ -11,6 +11,7 @@ had given to it, and a stream of ours begins `after` that.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import (
     AbstractContextManager,
@@ -27,6 +28,7 @@ import torch
 
 from holdfast.errors import warn_user
 from holdfast.events import emit
+from holdfast.state.graphs import working
 from holdfast.state.live import Live
 
 
@@ -51,8 +53,14 @@ def devices_in(live: Live) -> list[torch.device]:
     return live.devices
 
 
-def on(device: torch.device) -> AbstractContextManager[Any]:
-    """A context in which a device is the calling thread's."""
+@contextmanager
+def on(device: torch.device) -> Iterator[None]:
+    """A context in which a device is the calling thread's, while no graph is captured by another."""
+    with working(), _made_current(device):
+        yield
+
+
+def _made_current(device: torch.device) -> AbstractContextManager[Any]:
     if device.type == "cuda":
         return torch.cuda.device(device)
     index = getattr(torch.accelerator, "device_index", None)  # since torch 2.8
@@ -96,6 +104,30 @@ def _new_stream(device: torch.device) -> torch.Stream:
     if device.type == "cuda":  # NCCL's are of the other pool, unless that is asked for
         return torch.cuda.Stream(device, priority=-1)
     return torch.Stream(device)
+
+
+_stepped_on: dict[torch.device, set[torch.Stream]] = {}
+"""Streams on which optimizers have stepped: a script may not have joined them before its next call."""
+_places: weakref.WeakKeyDictionary[Any, list[torch.device]] = weakref.WeakKeyDictionary()
+"""The devices of each optimizer's parameters."""
+
+
+def note_streams(optimizer: Any) -> None:
+    """Note, behind an optimizer's step, on which streams it was made."""
+    if optimizer not in _places:
+        _places[optimizer] = devices_of(p for g in optimizer.param_groups for p in g["params"])
+    for device in _places[optimizer]:
+        _stepped_on.setdefault(device, set()).add(torch.accelerator.current_stream(device))
+
+
+def join_streams() -> None:
+    """Have the calling thread's streams go on behind the steps that were noted."""
+    while _stepped_on:
+        device, streams = _stepped_on.popitem()
+        current = torch.accelerator.current_stream(device)
+        for stream in streams - {current}:
+            with on(device):
+                current.wait_stream(stream)
 
 
 class Moment:

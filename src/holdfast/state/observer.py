@@ -54,6 +54,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from holdfast.state.graphs import is_capturing
+
 Name = TypeVar("Name", bound=Hashable)
 
 
@@ -140,7 +142,7 @@ class Observer(Generic[Name]):
     def _begins(
         self, name: Name, optimizer: Any, frame: FrameType, args: Any, kwargs: dict[str, Any]
     ) -> None:
-        if os.getpid() != self._pid:
+        if os.getpid() != self._pid or is_capturing():
             return
         around = self._around(frame)
         again = around is None and self.forget_failed(name)
@@ -205,6 +207,18 @@ def _ours(hooks: OrderedDict[int, Any]) -> list[tuple[Order, int]]:
 def before_every_step(call: Callable[[], None]) -> Handle:
     """Have `call` called before each step of any torch optimizer, ahead of the hooks of that optimizer."""
     handle: Handle = register_optimizer_step_pre_hook(lambda *_: call())
+    return handle
+
+
+def after_every_step(call: Callable[[Any], None]) -> Handle:
+    """Have `call` called with the optimizer after each step of any torch optimizer, but for compiled
+    ones."""
+
+    def called(optimizer: Any, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            call(optimizer)
+
+    handle: Handle = register_optimizer_step_post_hook(called)
     return handle
 
 

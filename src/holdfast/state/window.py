@@ -24,7 +24,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from holdfast.events import span
-from holdfast.state.observer import before_every_step
+from holdfast.state.devices import join_streams, note_streams
+from holdfast.state.graphs import before_capture, is_capturing
+from holdfast.state.observer import after_every_step, before_every_step
 from holdfast.threads import before_exit
 
 if TYPE_CHECKING:
@@ -218,7 +220,7 @@ class Gate:
         """Number of saves in a row that were held for that; None once the user was told."""
         self._looked_at = -1
         self._was_called = self._is_in_graph = False
-        self._hook = before_every_step(self._before_step)
+        self._hooks = before_every_step(self._before_step), after_every_step(note_streams)
 
     def look(self, step: int) -> None:
         """See, on the training thread, whether the hook was called since it came to the step before."""
@@ -228,18 +230,20 @@ class Gate:
         if self.num_held and not self.is_bypassed:
             self.num_held = 0
         self._looked_at = step
+        join_streams()
 
     def _before_step(self) -> None:
         self._was_called = True  # a count would have torch.compile compile each step anew
-        if torch.cuda.is_initialized() and not torch.compiler.is_compiling():
-            self._is_in_graph |= torch.cuda.is_current_stream_capturing()
+        if not torch.compiler.is_compiling():
+            self._is_in_graph |= is_capturing()
         if self.window is not None:
             self.window.wait()
 
     def close(self) -> None:
         """Let every later step pass; on the training thread."""
         self.window = None
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
 
 
 def _rest_for_ever() -> None:
@@ -256,4 +260,5 @@ def _forget() -> None:
 
 
 before_exit(_rest_for_ever)
+before_capture.append(wait_for_copies)
 os.register_at_fork(after_in_child=_forget)
