@@ -171,6 +171,9 @@ class Pack:
         return source if at is None else source[at]
 
 
+MOST_AT_ONCE = 1 << 30
+"""Elements on a device in which what is not zero is looked for at once; torch refuses 2^31 on CUDA."""
+
 _NONE = np.zeros(0, np.uint8)
 _NOWHERE = np.zeros(0, np.int64)
 
@@ -183,7 +186,12 @@ def nonzero(tensor: torch.Tensor) -> tuple[Ints, NDArray[Any]]:
     with torch.no_grad():
         if tensor.device.type != "cpu":
             bits = tensor.reshape(-1).view(_INTEGER[tensor.element_size()])
-            on_device = bits.nonzero().squeeze(1)
+            on_device = torch.cat(
+                [
+                    bits[i : i + MOST_AT_ONCE].nonzero().squeeze(1) + i
+                    for i in range(0, len(bits) or 1, MOST_AT_ONCE)
+                ]
+            )
             return on_device.cpu().numpy(), bits[on_device].cpu().numpy()
         raw = raw_array(tensor).reshape(-1)
     where = _where(raw)
