@@ -10,13 +10,14 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE = 1
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes: they need not compile each time
 
-.PHONY: demo test soak unit check docs format bench clean help
+.PHONY: demo test soak unit gpu check docs format bench clean help
 
 help:
 	@echo "make demo    train, kill, resume on other layouts; shows a table and demo-out/loss.png"
 	@echo "make test    every promise once, but for trainers: ten minutes on two cores"
 	@echo "make soak    the rest: an hour, with packages of others (torchao, bitsandbytes, peft, ...)"
 	@echo "make unit    the fast tests only (a minute or two)"
+	@echo "make gpu     on a machine with a GPU, with its own torch: what holds there, in ten minutes"
 	@echo "make check   ruff, mypy, architecture, the site without warnings and dead links"
 	@echo "make docs    the site of docs/, in build/site"
 	@echo "make bench   benchmarks against torch.distributed.checkpoint and the raw device"
@@ -60,6 +61,14 @@ docs: $(READY)
 format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# With the Python that has torch for the device, not the environment of development.
+gpu:
+	@$(PYTHON) -c 'import torch; assert torch.cuda.is_available(), "no CUDA device here"'
+	@$(PYTHON) -c 'import msgspec' || $(PYTHON) -m pip install msgspec
+	PYTHONPATH=src $(PYTHON) bench/gpu.py
+	@$(PYTHON) -c 'import pytest' || $(PYTHON) -m pip install pytest
+	PYTHONPATH=src $(PYTHON) -m pytest -q -m "" tests/gpu
 
 bench: $(READY) $(STRANGERS)
 	$(BIN)/python bench/run_all.py

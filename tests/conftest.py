@@ -2,22 +2,25 @@
 
 import gc
 import os
+from contextlib import suppress
 
 import pytest
-from hypothesis import settings
 
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
 )  # before torch: processes are forked, and compute alike
 os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a process that crashes says where it was
 # A busy machine is no failure.  The soak draws other cases each time.
-settings.register_profile("holdfast", deadline=None, derandomize=True)
-settings.register_profile("anew", deadline=None)
-settings.load_profile("holdfast")
+with suppress(ImportError):  # tests of devices run where it is not
+    from hypothesis import settings
 
-from gate import in_order, leave_to_the_soak  # noqa: E402  after the environment is set
-from holdfast.errors import silence  # noqa: E402
-from memory.fixtures import lives, zygote  # noqa: E402
+    settings.register_profile("holdfast", deadline=None, derandomize=True)
+    settings.register_profile("anew", deadline=None)
+    settings.load_profile("holdfast")
+
+from gate import in_order, leave_to_the_soak
+from holdfast.errors import silence
+from memory.fixtures import lives, zygote
 
 __all__ = ["lives", "zygote"]
 
