@@ -40,8 +40,8 @@ before = len(os.listdir("/proc/self/fd"))
 with ThreadWatch().over_this_thread():  # it makes its calls itself
     for _ in range(1000):
         armed = True
-        signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 4e-4))
         try:
+            signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 4e-4))
             while armed:
                 call(store)
         except Ended:
