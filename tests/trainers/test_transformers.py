@@ -298,6 +298,29 @@ def test_a_folder_of_the_trainers_own_that_is_newer_is_told(tmp_path: Path) -> N
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize(
+    ("extras", "error", "text"),
+    [
+        (
+            {},
+            holdfast.errors.UsageError,
+            "step 2 was not saved by the Trainer: there is no 'trainer'",
+        ),
+        ({"trainer": 3}, holdfast.errors.UsageError, "step 2 was not saved by the Trainer"),
+        ({"trainer": {}}, holdfast.errors.FormatError, "state is damaged: KeyError"),
+        ({"trainer": {"json": "{"}}, holdfast.errors.FormatError, "state is damaged: JSON"),
+        ({"trainer": {"json": "[1]"}}, holdfast.errors.FormatError, "state is damaged: Type"),
+    ],
+)
+def test_a_root_of_something_else_is_refused(
+    tmp_path: Path, extras: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    holdfast.save(tmp_path / "holdfast", {"model": Net(), **extras}, step=2)
+    with pytest.raises(error, match=text):
+        trained(tmp_path, Data(16), max_steps=4)
+
+
+@pytest.mark.soak
 def test_gradients_that_a_pass_leaves_are_told(tmp_path: Path) -> None:
     given = {"save_strategy": "epoch", "max_steps": 3, "per_device_train_batch_size": 4}
     with pytest.warns(holdfast.HoldfastWarning, match="step 1 is saved while gradients are"):

@@ -87,7 +87,7 @@ from holdfast.integrations.lightning_pointers import (
     unpin_path,
     write_pointer,
 )
-from holdfast.integrations.native import tell_newer
+from holdfast.integrations.native import kept_by, tell_newer
 from holdfast.looking import open as open_step
 from holdfast.looking import run_of, steps
 from holdfast.once import load, save
@@ -543,7 +543,9 @@ class _Saving:
             all_of_it = self._homes is not None and not (pointer or {}).get("weights_only")
             if all_of_it and callbacks_of(module.trainer):
                 with open_step(root, step=step) as saved:
-                    prepare(module.trainer, saved.extras["lightning"])
+                    prepare(
+                        module.trainer, kept_by("Lightning", saved.extras, "lightning", saved.step)
+                    )
             state = self._state(own, weights_only=not all_of_it)
             load(root, state, step=step, strict=module.strict_loading)
             rest = own.take()
@@ -740,7 +742,8 @@ def _load_also_pointers(path: Any, map_location: Any = None, weights_only: Any =
         }
         device = map_location if isinstance(map_location, (str, torch.device)) else "cpu"
         moved = {name: tensor.to(device) for name, tensor in weights.items()}
-        return {**step.extras["lightning"], "state_dict": moved}
+        own = kept_by("Lightning", step.extras, "lightning", pointer["step"])
+        return {**own, "state_dict": moved}
 
 
 lightning_saving.pl_load = _load_also_pointers

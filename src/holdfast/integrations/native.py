@@ -1,8 +1,23 @@
-"""Checkpoints that a trainer has saved itself beside the root, as before it was moved to holdfast."""
+"""Steps and checkpoints of others beside those of a trainer: saved by itself before it was moved to
+holdfast, or by another trainer in the same root."""
 
 from __future__ import annotations
 
-from holdfast.errors import warn_user
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast.errors import UsageError, warn_user
+
+
+def kept_by(trainer: str, extras: Mapping[str, Any], name: str, step: int) -> dict[str, Any]:
+    """What a trainer keeps in each of its steps, as `name`.  UsageError if the step is of another."""
+    own = extras.get(name)
+    if isinstance(own, dict):
+        return own
+    raise UsageError(
+        f"step {step} was not saved by {trainer}: there is no {name!r} in it",
+        hint="give each training a root of its own; holdfast.load(root, {...}) takes weights from any step",
+    )
 
 
 def tell_newer(step: int, folder: str | None, number: int, how: str) -> None:

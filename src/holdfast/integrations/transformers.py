@@ -43,13 +43,14 @@ from holdfast.arguments import MAX_STEP, shown, step_of, unfit
 from holdfast.checkpoint.notes import MOST_CHARS, values_of
 from holdfast.checkpoint.tidying import Keep
 from holdfast.checkpointer import Checkpointer
-from holdfast.errors import NotFound, NotRecoverable, UsageError, warn_user
+from holdfast.errors import FormatError, NotFound, NotRecoverable, UsageError, warn_user
 from holdfast.integrations.accelerate import LoaderDraws, bare, check_engine
 from holdfast.integrations.accelerate_loaders import data_in
-from holdfast.integrations.native import tell_newer
+from holdfast.integrations.native import kept_by, tell_newer
 from holdfast.integrations.trl_parts import moving_reference, tell_of_generated
 from holdfast.once import load
 from holdfast.restore.reading import OWN
+from holdfast.restore.result import Found
 from holdfast.schedule import Every
 from holdfast.state.gradients import gradients_text
 from holdfast.state.orders import Data, tell_other_data
@@ -216,7 +217,7 @@ class _Holdfast(_Mixin):
         if resume is True and own is not None and self.is_world_process_zero():
             how = f"train(resume_from_checkpoint={own!r})"
             tell_newer(run.found.step, own, _step_in(os.path.basename(own)), how)
-        saved = json.loads(run.found.extras["trainer"]["json"])
+        saved = _own_state(run.found)
         Path(folder, TRAINER_STATE_NAME).write_text(
             json.dumps({**saved, "best_model_checkpoint": None})
         )
@@ -241,8 +242,7 @@ class _Holdfast(_Mixin):
             max_steps, steps_per_pass, num_passes, *args, **kwargs
         )
         if run.found is not None:
-            found = run.found.extras["trainer"]
-            saved = json.loads(found["json"])
+            found, saved = run.found.extras["trainer"], _own_state(run.found)
             self.state.best_model_checkpoint = saved["best_model_checkpoint"]
             if saved["global_step"] < max_steps:
                 self._holdfast_tell_of_callbacks(saved)
@@ -560,6 +560,19 @@ class _Evaluated:
     def metrics_of(self, step: int) -> dict[str, float]:
         """Return the metrics of a step; none if another one was evaluated last."""
         return self._metrics if step == self._step else {}
+
+
+def _own_state(found: Found) -> dict[str, Any]:
+    """The Trainer's own state in a step.  UsageError if another saved it, FormatError if it is damaged."""
+    own = kept_by("the Trainer", found.extras, "trainer", found.step)
+    try:
+        saved = json.loads(own["json"])
+        return {**saved, "global_step": int(saved["global_step"]),
+                "best_model_checkpoint": saved["best_model_checkpoint"]}  # fmt: skip
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise FormatError(
+            f"step {found.step}: the Trainer's own state is damaged: {error!r}"
+        ) from None
 
 
 def _is_metric(name: str, value: float) -> bool:
