@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +78,22 @@ def test_weights_written_before_the_first_record(root: Path) -> None:  # noqa: F
     """The ranks plan what records hold when the first begins: what was written since the full save is no
     part of that."""
     check_takes_a_full_save(root, halve, at=2)
+
+
+@pytest.mark.parametrize("way", ["data", "numpy", "pointer"])
+def test_weights_written_by_ways_that_are_not_counted(root: Path, way: str) -> None:  # noqa: F811
+    def halve_unseen(run: Run) -> None:
+        weight = run.model.last.weight
+        if way == "data":
+            weight.data.mul_(0.5)
+        elif way == "numpy":
+            weight.detach().numpy()[:] *= 0.5
+        else:
+            size = weight.numel()
+            values = (ctypes.c_float * size).from_address(weight.data_ptr())
+            values[:] = [0.5 * value for value in values]
+
+    check_takes_a_full_save(root, halve_unseen)
 
 
 def test_weights_written_after_a_restart(root: Path) -> None:  # noqa: F811
@@ -501,11 +518,11 @@ def test_an_optimizer_for_each_parameter(root: Path, monkeypatch: pytest.MonkeyP
     """What a step looks at grows as the parameters do, not as their square."""
     looks, look = [], Watch._look
 
-    def counted(optimizer: torch.optim.Optimizer) -> Any:
-        looks.append(optimizer)
-        return look(optimizer)
+    def counted(watch: Watch, name: str) -> Any:
+        looks.append(name)
+        return look(watch, name)
 
-    monkeypatch.setattr(Watch, "_look", staticmethod(counted))
+    monkeypatch.setattr(Watch, "_look", counted)
     run = EachByItself()
     with unsteered(root, run) as ckpt:
         for number in range(1, UNTIL):

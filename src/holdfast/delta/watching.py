@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim import Optimizer
 
+from holdfast.state.arrays import raw_array
 from holdfast.state.customised import customised, own_tensors
 from holdfast.state.ignoring import trainable_marks
 from holdfast.state.live import (
@@ -18,11 +21,16 @@ from holdfast.state.live import (
     stages,
 )
 from holdfast.state.optimizers import tensors_in
+from holdfast.state.placed import memory_of
 from holdfast.state.trainable import frozen_in
 from holdfast.state.wrapped import stepping
-from holdfast.state.writes import Mark, Marks, count_and_address
+from holdfast.state.writes import Mark, Marks, corner, count_and_address
 
 SMALL_BYTES = 1 << 20
+MOST_SEEN = 64
+"""Weights of an optimizer whose elements are looked at, at each step."""
+
+Look = tuple[list[int], Marks, list[bytes]]
 
 
 def untrained(state: State) -> dict[str, torch.Tensor]:
@@ -65,6 +73,29 @@ def small(tensors: dict[str, torch.Tensor]) -> set[str]:
     return {n for n, t in tensors.items() if t.numel() * t.element_size() <= SMALL_BYTES}
 
 
+class HostElements:
+    """A few elements of an optimizer's weights on the host, or of some of many: they show writes that torch
+    does not count."""
+
+    def __init__(self) -> None:
+        self._views: dict[int, tuple[int, np.ndarray[Any, Any]]] = {}
+        """The place of each weight, and its elements, by its number."""
+
+    def look(self, weights: list[torch.Tensor]) -> list[bytes]:
+        """Return them as they are now."""
+        found = []
+        for number in range(0, len(weights), -(-len(weights) // MOST_SEEN) or 1):
+            local = memory_of(weights[number])
+            if not local.is_cpu or not local.numel():
+                continue
+            known = self._views.get(number)
+            if known is None or known[0] != local.data_ptr():
+                known = local.data_ptr(), corner(raw_array(local))  # which keeps that memory
+                self._views[number] = known
+            found.append(known[1].tobytes())
+        return found
+
+
 class Watch:
     """Sees writes between two records, as far as they can be seen."""
 
@@ -75,14 +106,16 @@ class Watch:
         self._marks: dict[str, Mark] = {}
         """Marks of what no optimizer changes, as it was at the last record, by name."""
         self._optimizers: dict[str, Optimizer] = {}
-        self._seen: dict[str, tuple[list[int], Marks]] = {}
+        self._seen: dict[str, Look] = {}
         """Sizes of each optimizer's groups, and its weights and states as it left them."""
+        self._elements: defaultdict[str, HostElements] = defaultdict(HostElements)
         self._is_shared = False
         """True if two of the optimizers train one parameter."""
 
     def begin(self, state: State) -> None:
         """Records lead on from the state as it is now."""
         self._untrained = untrained(state)
+        self._elements.clear()
         self._mark(state)
         self._optimizers = {k: v for k, v in state.items() if isinstance(v, Optimizer)}
         params = [
@@ -94,12 +127,12 @@ class Watch:
     def accept_writes(self, key: str | None = None) -> None:
         """Take writes up to now to weights and states of an optimizer (None: of all) as its own."""
         for name in self._of(key):
-            self._seen[name] = self._look(self._optimizers[name])
+            self._seen[name] = self._look(name)
 
     def is_edited(self, key: str | None = None) -> bool:
         """True if somebody else has written to a weight or to a state of an optimizer (None: of any), or it
         has others."""
-        return any(self._look(self._optimizers[n]) != self._seen[n] for n in self._of(key))
+        return any(self._look(name) != self._seen[name] for name in self._of(key))
 
     def _of(self, key: str | None) -> list[str]:
         return list(self._optimizers) if key is None or self._is_shared else [key]
@@ -137,10 +170,12 @@ class Watch:
     def _mark(self, state: State) -> None:
         self._marks = {name: Mark.sampled(t) for name, t in self.tensors(state).items()}
 
-    @staticmethod
-    def _look(optimizer: Optimizer) -> tuple[list[int], Marks]:
+    def _look(self, name: str) -> Look:
+        optimizer = self._optimizers[name]
         groups = [g["params"] for g in optimizer.param_groups]
-        values: list[Any] = [p for params in groups for p in params]
+        weights = [p for params in groups for p in params]
+        values: list[Any] = [*weights]
         for states in stepping(optimizer).state.values():
             values += states.values() if isinstance(states, dict) else [states]
-        return [len(params) for params in groups], Marks(values)
+        elements = self._elements[name].look(weights)
+        return [len(params) for params in groups], Marks(values), elements
