@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import warnings
 from pathlib import Path
@@ -12,7 +13,8 @@ import torch
 from torch import nn
 
 import holdfast
-from gpu.devices import DEVICE, needs_device, other_device
+from gpu.devices import DEVICE, needs_device, occupy, other_device
+from holdfast.delta import lending
 from holdfast.errors import HoldfastWarning
 from holdfast.state import devices, graphs, movers
 from holdfast.state.rng import Rng
@@ -95,26 +97,69 @@ def test_memory_that_cannot_be_locked_is_told_once(
             assert torch.equal(torch.from_numpy(checkpoint.read("model.weight")), weight)
 
 
-@pytest.mark.parametrize("stays", [False, True])
-@pytest.mark.parametrize("grant", [0, "1MB"])
-def test_gradients_that_a_device_has_to_wait_for_are_told(
-    tmp_path: Path, stays: bool, grant: int | str
-) -> None:
+class Notes:
+    """Notes what is locked."""
+
+    def __init__(self) -> None:
+        self.locked: list[int] = []
+
+    def lock(self, address: int, size: int) -> str:
+        self.locked.append(address)
+        return ""
+
+    def unlock(self, address: int) -> None:
+        self.locked.remove(address)
+
+
+def test_memory_is_unlocked_where_nobody_has_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes = Notes()
+    monkeypatch.setitem(devices.page_locks, torch.device(DEVICE).type, notes)
+    locked = devices.lock_pages(memoryview(bytearray(4096)), [torch.device(DEVICE)])
+    assert locked is not None
+    locked.wait()
+    assert notes.locked
+    del locked
+    gc.collect()
+    assert not notes.locked
+
+
+def gradients_told_of(root: Path, grant: int | str, *, stays: bool) -> list[str]:
+    """What is told of gradients that stay, in some recorded steps."""
     model, optimizer = trained()
     options = {"every": holdfast.Every(durable=20, delta=1), "on_error": "raise"}
     delta = holdfast.Delta(device_bytes=grant)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", HoldfastWarning)
         state = {"model": model, "optim": optimizer}
-        with holdfast.Checkpointer(tmp_path, state, delta=delta, **options) as ckpt:
+        with holdfast.Checkpointer(root, state, delta=delta, **options) as ckpt:
             for step in range(1, 10):
                 optimizer.zero_grad(set_to_none=not stays)
                 model(torch.ones(4, model.in_features, device=DEVICE)).square().mean().backward()
                 optimizer.step()
                 ckpt.step(step)
-    texts = [str(one.message) for one in told if "gradients of optim stay" in str(one.message)]
+    return [str(one.message) for one in told if "gradients of optim stay" in str(one.message)]
+
+
+@pytest.mark.parametrize("stays", [False, True])
+@pytest.mark.parametrize("grant", [0, "1MB"])
+def test_gradients_that_a_device_has_to_wait_for_are_told(
+    tmp_path: Path, stays: bool, grant: int | str
+) -> None:
+    texts = gradients_told_of(tmp_path, grant, stays=stays)
     assert len(texts) == (stays and not grant)
     assert all("Delta(device_bytes=16640)" in text for text in texts)
+
+
+@pytest.mark.parametrize("why", ["graph", "room"])
+def test_gradients_are_not_kept_where_that_is_not_safe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """A graph uses its memory again, whoever has tensors there; and a device may be full."""
+    if why == "graph":
+        monkeypatch.setattr(graphs, "_has_captured", True)
+    else:
+        monkeypatch.setattr(lending, "room_beside_peak", lambda _: 100.0)
+    assert len(gradients_told_of(tmp_path, 0, stays=False)) == 1
 
 
 class Graph:
@@ -143,13 +188,25 @@ class Graph:
             self._on_stream.__exit__(None, None, None)
 
 
-@pytest.mark.parametrize("tier", ["durable", "memory", "records"])
-def test_a_graph_is_captured_beside_a_save(tmp_path: Path, tier: str) -> None:
+@pytest.mark.parametrize("tier", ["durable", "memory", "records", "carry"])
+def test_a_graph_is_captured_beside_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: str
+) -> None:
     """The first save reserves and page-locks memory, and copies: none of it while a graph is captured."""
+    monkeypatch.setattr(graphs, "_has_captured", False)
     model, optimizer = trained(512)
     options: dict[str, Any] = {
-        "memory": {"memory": holdfast.Memory("none"), "every": holdfast.Every(memory=1)},
+        "memory": {
+            "memory": holdfast.Memory("none"),
+            "every": holdfast.Every(memory=1),
+            "when_busy": "queue",
+        },
         "records": {"delta": holdfast.Delta(), "every": holdfast.Every(durable=4, delta=1)},
+        "carry": {
+            "memory": holdfast.Memory("none", carry="1MB"),
+            "every": holdfast.Every(memory=1),
+            "when_busy": "queue",
+        },
     }
     state = {"model": model, "optim": optimizer}
     weights = {}
@@ -169,3 +226,43 @@ def test_a_graph_is_captured_beside_a_save(tmp_path: Path, tier: str) -> None:
             model.weight.zero_()
         step = ckpt.restore()
         assert step >= 3 and torch.equal(model.weight, weights[step])
+
+
+class Holds:
+    """An object with a tensor that is small enough to lie among its plain values."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tensor": self.tensor}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tensor = state["tensor"]
+
+
+@pytest.mark.parametrize("model_too", [False, True])
+@pytest.mark.parametrize("where", ["small", "large", "object"])
+def test_tensors_of_the_host_that_a_device_writes(
+    tmp_path: Path, where: str, model_too: bool
+) -> None:
+    """As offloading does: the copy to the host is still to be made when the save is called."""
+    size = 5 << 20 if where == "large" else 100
+    there, host = torch.ones(size, device=DEVICE), torch.zeros(size, pin_memory=True)
+
+    def state_of(tensor: torch.Tensor) -> dict[str, Any]:
+        model = {"model": trained()[0]} if model_too else {}
+        return {"host": Holds(tensor) if where == "object" else tensor, **model}
+
+    state = state_of(host)
+    with devices.on(torch.device(DEVICE)), holdfast.Checkpointer(tmp_path, state) as ckpt:
+        for step in range(1, 4):
+            occupy(0.2)
+            there += 1
+            host.copy_(there, non_blocking=True)
+            ckpt.save(step).wait(WAIT_S)
+    for step in range(1, 4):
+        found = state_of(torch.zeros(size))
+        holdfast.load(tmp_path, found, step=step)
+        value = found["host"].tensor if where == "object" else found["host"]
+        assert torch.equal(value, torch.full((size,), step + 1.0)), step

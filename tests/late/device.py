@@ -144,6 +144,7 @@ class _Late(types.ModuleType):
 
 torch._register_device_module("late", _Late("torch.late"))
 torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+torch.empty(1, pin_memory=True)  # before that torch takes no memory for page-locked
 
 
 class Graph:

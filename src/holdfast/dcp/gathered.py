@@ -16,6 +16,7 @@ import torch
 from holdfast.format.image import Image
 from holdfast.state.arrays import array_of
 from holdfast.state.devices import devices_of, wait_for
+from holdfast.state.managed import wait_for_writers
 
 
 class _Scratch(threading.local):
@@ -39,6 +40,7 @@ class Gathered:
         self._stops = [a + n for a, n in zip(self._starts, image.pieces.bytes.tolist())]
         self._scratch = _Scratch()
         wait_for(devices_of(self._flat))  # other threads have other streams
+        wait_for_writers(self._flat)
 
     def block(self, start: int, stop: int) -> memoryview:
         """Gather bytes `start..stop` into the memory of this thread."""

@@ -58,6 +58,7 @@ from holdfast.roots import require_native_root, sweep_host
 from holdfast.saving.writing import write_blocks
 from holdfast.state.devices import devices_of, wait_for
 from holdfast.state.kinds import check_kind
+from holdfast.state.managed import wait_for_writers
 from holdfast.state.placed import dtype_name
 from holdfast.store import Store, open_store
 from holdfast.threads import Worker
@@ -116,6 +117,7 @@ class Prepared:
 
     def staged(self) -> Prepared:
         """The same, with copies of the tensors on the host."""
+        wait_for_writers(self.tensors)
         copies = [t.to("cpu", copy=True, non_blocking=True) for t in self.tensors]
         wait_for(devices_of(self.tensors))
         return replace(self, tensors=copies)

@@ -30,6 +30,7 @@ from holdfast.state.devices import (
     on_streams,
     wait_for_stream,
 )
+from holdfast.state.managed import wait_for_writers
 from holdfast.state.placed import memory_of
 from holdfast.state.writes import times_written
 from holdfast.threads import Worker
@@ -148,7 +149,9 @@ class GradientCopier:
     def copy_values(self, record: OpenRecord, placed: list[tuple[Place, torch.Tensor]]) -> None:
         """Begin to copy what is no gradient; what is on the host is copied now."""
         parts = [(place, place.part_of(tensor)) for place, tensor in placed]
-        copy([(place, part) for place, part in parts if not is_device(part.device)])
+        here = [(place, part) for place, part in parts if not is_device(part.device)]
+        wait_for_writers(part for _, part in here)
+        copy(here)
         there = [(place, part) for place, part in parts if is_device(part.device)]
         if there:
             lent = on_device([t for _, t in there], max(self._room, SMALL_BYTES))

@@ -1,7 +1,8 @@
 """The way of a device's gradients to a record, and what the training does meanwhile.
 
     gradients                                                     while they are copied
-    that nobody else has, and that are made anew for each step    the training goes on: their memory is ours
+    that nobody else has, and that are made anew for each step,   the training goes on: their memory is ours
+    where no graph was captured and the device has room
     that stay, and are written to again, of `device_bytes` or     the training goes on: they are copied on
     less (DDP's buckets, zero_grad(set_to_none=False))            the device first, in passing
     that stay, more of them                                       the training's stream waits
@@ -20,10 +21,14 @@ from typing import Literal
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from holdfast.state.devices import room_beside_peak
+from holdfast.state.graphs import has_captured
 from holdfast.state.writes import times_written
 
 SURE_AT = 2
 """Steps of other gradients than the step before from which on each step is taken to have others."""
+ASKS_EACH = 50
+"""Number of steps between two looks at a device's memory."""
 TELLS_AT = 6
 """Step at which it is told that a device waits."""
 
@@ -57,6 +62,8 @@ class Lender:
         """Number of steps of each optimizer that were compared with the step before."""
         self._staying: set[str] = set()
         """Optimizers with a gradient that was there at the step before, once."""
+        self._room: dict[str, bool] = {}
+        """True if there is memory to keep an optimizer's gradients for longer than the training does."""
         self._waits: Counter[str] = Counter()
         """Number of steps of each optimizer for whose gradients its device had to wait."""
 
@@ -78,7 +85,22 @@ class Lender:
                 self._staying.add(key)
             self._anew[key] += 1
         is_sure = self._anew[key] >= SURE_AT and key not in self._staying
-        return is_sure and _are_nobody_elses(grads)
+        return (
+            is_sure
+            and not has_captured()
+            and _are_nobody_elses(grads)
+            and self._has_room(key, grads)
+        )
+
+    def _has_room(self, key: str, grads: Sequence[torch.Tensor]) -> bool:
+        """True if gradients may stay through the next passes, beside what these have taken at most; asked
+        now and then, since devices tell it slowly."""
+        if key not in self._room or self._anew[key] % ASKS_EACH == 0:
+            needed: Counter[torch.device] = Counter()
+            for grad in grads:
+                needed[grad.device] += grad.nbytes
+            self._room[key] = all(room_beside_peak(d) > 1.1 * n for d, n in needed.items())
+        return self._room[key]
 
     def wait(self, key: str, num_bytes: int) -> str:
         """Note that a device waits for the copy of an optimizer's gradients; return what to tell the user,
@@ -87,9 +109,9 @@ class Lender:
         if self._waits[key] != TELLS_AT:
             return ""
         return (
-            f"gradients of {key} stay where they are (DDP's buckets, zero_grad(set_to_none=False)), so the "
-            f"device waits at each step until they are copied: Delta(device_bytes={num_bytes}) copies "
-            "them on the device first"
+            f"gradients of {key} stay where they are (DDP's buckets, zero_grad(set_to_none=False)), or a "
+            "graph or the device's memory has no room to keep them, so the device waits at each step until "
+            f"they are copied: Delta(device_bytes={num_bytes}) copies them on the device first"
         )
 
 

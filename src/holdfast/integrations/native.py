@@ -10,7 +10,7 @@ from holdfast.errors import UsageError, warn_user
 
 
 def kept_by(trainer: str, extras: Mapping[str, Any], name: str, step: int) -> dict[str, Any]:
-    """What a trainer keeps in each of its steps, as `name`.  UsageError if the step is of another."""
+    """Return what a trainer keeps in each of its steps as `name`.  UsageError if the step is of another."""
     own = extras.get(name)
     if isinstance(own, dict):
         return own

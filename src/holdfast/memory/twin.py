@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.state.blockwise import Blockwise
-from holdfast.state.devices import Moment, devices_of, page_locks
+from holdfast.state.devices import Moment, devices_of, on, page_locks
 from holdfast.state.observer import unhooked
 from holdfast.state.optimizers import hyper
 from holdfast.state.wrapped import stepping
@@ -174,8 +174,10 @@ class Twin:
 
 def _host(like: torch.Tensor) -> torch.Tensor:
     """Memory of its shape, to which a device can copy in the background."""
-    pinned = like.device.type in page_locks
-    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=pinned)
+    if like.device.type not in page_locks:
+        return torch.empty(like.shape, dtype=like.dtype)
+    with on(like.device):
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
 
 def _defaults(optimizer: Any) -> dict[str, Any]:

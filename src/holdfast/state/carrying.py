@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from holdfast.events import emit
-from holdfast.state.devices import Moment, devices_of
+from holdfast.state.devices import Moment, devices_of, on
+from holdfast.state.graphs import is_capturing
+from holdfast.state.managed import wait_for_writers
 
 
 class CarryBuffer:
@@ -32,7 +34,8 @@ class CarryBuffer:
         try:
             for device in dict.fromkeys(devices):
                 if device not in self._memory and self.size:
-                    memory = torch.empty(self.size, dtype=torch.uint8, device=device)
+                    with on(device):
+                        memory = torch.empty(self.size, dtype=torch.uint8, device=device)
                     self._memory[device] = memory.zero_() if device.type == "cpu" else memory
         except RuntimeError as error:  # torch's
             self.size = 0
@@ -110,7 +113,7 @@ class CarriedCopies:
         with self._changed:
             if self.is_carried:
                 return True
-            if not self._room.size:
+            if not self._room.size or is_capturing():
                 return False
             self._wanted = True
             try:
@@ -126,6 +129,7 @@ class CarriedCopies:
     def _set_aside(self) -> None:
         rest = self._sources[self._next :]
         aside = self._room.views(rest)
+        wait_for_writers(rest)
         for device in dict.fromkeys(source.device for source in rest):
             here = [n for n, source in enumerate(rest) if source.device == device]
             torch._foreach_copy_([aside[n] for n in here], [rest[n] for n in here])

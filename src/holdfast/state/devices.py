@@ -10,6 +10,8 @@ had given to it, and a stream of ours begins `after` that.
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
@@ -21,15 +23,17 @@ from contextlib import (
     suppress,
 )
 from functools import cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
 from holdfast.errors import warn_user
 from holdfast.events import emit
-from holdfast.state.graphs import working
-from holdfast.state.live import Live
+from holdfast.state.graphs import is_barred, working
+
+if TYPE_CHECKING:
+    from holdfast.state.live import Live
 
 
 def is_device(device: torch.device) -> bool:
@@ -50,12 +54,38 @@ def devices_in(live: Live) -> list[torch.device]:
             t.placed.local.is_cpu for t in tensors
         )  # which is asked within each save's call
         live.devices = [] if on_host else devices_of(p.local for t in tensors for p in t.parts)
+        _met.update(live.devices)
     return live.devices
+
+
+_met: set[torch.device] = set()
+"""Devices that a state of this process had tensors on."""
+
+
+def devices_in_use() -> list[torch.device]:
+    """The devices that may write to memory of the host: those of states, else the current one.  None are
+    where the process has used none."""
+    kind = _accelerator()
+    module = torch.get_device_module(kind) if kind else None
+    if module is None or not module.is_initialized():
+        return []
+    return [*_met] or [torch.device(kind, module.current_device())]
+
+
+@cache
+def _accelerator() -> str:
+    """The kind of devices that there are; empty if there are none."""
+    accelerator = torch.accelerator.current_accelerator()
+    return "" if accelerator is None else accelerator.type
 
 
 @contextmanager
 def on(device: torch.device) -> Iterator[None]:
-    """A context in which a device is the calling thread's, while no graph is captured by another."""
+    """A context in which a device is the calling thread's, while no graph is captured by another; the host
+    needs none."""
+    if not is_device(device):
+        yield
+        return
     with working(), _made_current(device):
         yield
 
@@ -135,6 +165,8 @@ class Moment:
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._events: dict[torch.device, torch.Event] = {}
+        while _parked:
+            _let_go(_parked.pop())
         for device in devices:
             with on(device):
                 event = torch.Event(device)
@@ -171,13 +203,23 @@ class Moment:
             with on(device):
                 event.synchronize()
 
-    def __del__(
-        self,
-    ) -> None:  # an event goes to its device to be destroyed, whoever lets go of it last
-        while self._events:
-            device, event = self._events.popitem()
-            with on(device):
-                del event
+    def __del__(self) -> None:
+        if is_barred():  # the collector runs on whatever thread
+            _parked.append(self._events)
+        else:
+            _let_go(self._events)
+
+
+_parked: list[dict[torch.device, torch.Event]] = []
+"""Events that are to be let go of."""
+
+
+def _let_go(events: dict[torch.device, torch.Event]) -> None:
+    """Each goes to its device to be destroyed, whoever lets go of it last."""
+    while events:
+        device, event = events.popitem()
+        with on(device):
+            del event
 
 
 def after(moment: Moment | None, device: torch.device, purpose: str) -> torch.Stream:
@@ -196,6 +238,16 @@ def wait_for(devices: Iterable[torch.device]) -> None:
     for device in devices:
         with on(device):
             torch.accelerator.synchronize(device)
+
+
+def room_beside_peak(device: torch.device) -> float:
+    """Bytes of a device that this process has not used at its peak; infinite if it does not tell."""
+    module = torch.get_device_module(device.type)
+    try:
+        free, _ = module.mem_get_info(device)
+        return float(free + module.memory_reserved(device) - module.max_memory_allocated(device))
+    except AttributeError:
+        return float("inf")
 
 
 def wait_for_stream(stream: torch.Stream) -> None:
@@ -246,22 +298,24 @@ page_locks: dict[str, PageLocks] = {"cuda": _CudaPageLocks()}
 class LockedPages:
     """Memory that a thread beside page-locks, so that copies of a device into it run at full speed.
 
-    That takes 0.2 to 1 s for each GB.  Until it is done copies take longer, and are right.
+    That takes 0.2 to 1 s for each GB.  Until it is done copies take longer, and are right.  It is undone
+    before the memory goes, also by who forgets to: a device would go on to write where it was.
     """
 
     def __init__(self, view: memoryview, device: torch.device) -> None:
         self._view = view
         self._device = device
-        self._failed = ""
+        self._is_locked, self._pid = False, os.getpid()
         self._thread = threading.Thread(target=self._lock, name="holdfast-pages", daemon=True)
         self._thread.start()
 
     def _lock(self) -> None:
         with on(self._device):
-            self._failed = page_locks[self._device.type].lock(_address(self._view), len(self._view))
-        if self._failed:
-            emit("pages.unlocked", bytes=len(self._view), error=self._failed)
-            _tell_unlocked(self._failed)
+            failed = page_locks[self._device.type].lock(_address(self._view), len(self._view))
+        self._is_locked = not failed
+        if failed:
+            emit("pages.unlocked", bytes=len(self._view), error=failed)
+            _tell_unlocked(failed)
 
     def wait(self) -> None:
         """Block until it is locked, or cannot be."""
@@ -270,9 +324,14 @@ class LockedPages:
     def undo(self) -> None:
         """Unlock it, before the memory goes."""
         self.wait()
-        if not self._failed:
+        is_locked, self._is_locked = self._is_locked, False
+        if is_locked:
             with on(self._device):
                 page_locks[self._device.type].unlock(_address(self._view))
+
+    def __del__(self) -> None:
+        if os.getpid() == self._pid and not sys.is_finalizing():
+            self.undo()
 
 
 def lock_pages(view: memoryview, devices: Iterable[torch.device]) -> LockedPages | None:

@@ -27,8 +27,11 @@ before_capture: list[Callable[[], None]] = []
 _moves = threading.Condition()
 _working: Counter[int] = Counter()
 """Pieces of work on devices that each thread is inside of."""
-_capturing: int | None = None
-"""The thread that captures a graph."""
+_owner: int | None = None
+"""The thread whose captures any other thread would void."""
+_captured: list[int] = []
+"""Such captures, by the id of the graph: one may be inside of another."""
+_has_captured = False
 
 
 @contextmanager
@@ -37,7 +40,7 @@ def working() -> Iterator[None]:
     me = threading.get_ident()
     with _moves:
         if not _working[me]:
-            _moves.wait_for(lambda: _capturing in (None, me), LONGEST_S)
+            _moves.wait_for(lambda: not is_barred(), LONGEST_S)
         _working[me] += 1
     try:
         yield
@@ -49,27 +52,47 @@ def working() -> Iterator[None]:
                 _moves.notify_all()
 
 
+def is_barred() -> bool:
+    """True while another thread captures a graph that the calling thread would void."""
+    return _owner not in (None, threading.get_ident())
+
+
 def is_capturing() -> bool:
-    """True while a graph is captured: what the training calls is done at each replay, and not now."""
-    return _capturing is not None
+    """True while the calling thread captures a graph: what it calls is done at each replay, and not now."""
+    if _owner == threading.get_ident():
+        return True
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def observe(graph: Any) -> None:
-    """See when graphs are captured, of a class with `capture_begin` and `capture_end`."""
-    graph.capture_begin = _beginning(graph.capture_begin)
-    graph.capture_end = _ending(graph.capture_end)
+def has_captured() -> bool:
+    """True if this process has ever captured a graph: memory of one comes again at each replay, whoever
+    still has tensors of it."""
+    return _has_captured
+
+
+def observe(kind: Any) -> None:
+    """See when graphs of a class are captured, which has `capture_begin` and `capture_end`."""
+    kind.capture_begin = _beginning(kind.capture_begin)
+    kind.capture_end = _ending(kind.capture_end)
 
 
 def _beginning(begin: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(begin)
-    def capture_begin(*args: Any, **kwargs: Any) -> Any:
+    def capture_begin(
+        graph: Any, pool: Any = None, capture_error_mode: str = "global", **more: Any
+    ) -> Any:
+        global _has_captured
+        _has_captured = True
+        given = {} if pool is None else {"pool": pool}
+        if capture_error_mode != "global":  # no other thread voids it
+            return begin(graph, capture_error_mode=capture_error_mode, **given, **more)
         for wait in before_capture:
             wait()
-        _take_turn()
         try:
-            return begin(*args, **kwargs)
+            _take_turn(graph)
+            return begin(graph, **given, **more)
         except BaseException:
-            _end_turn()
+            _end_turn(graph)
             raise
 
     return capture_begin
@@ -77,37 +100,44 @@ def _beginning(begin: Callable[..., Any]) -> Callable[..., Any]:
 
 def _ending(end: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(end)
-    def capture_end(*args: Any, **kwargs: Any) -> Any:
+    def capture_end(graph: Any) -> Any:
         try:
-            return end(*args, **kwargs)
+            return end(graph)
         finally:
-            _end_turn()
+            _end_turn(graph)
 
     return capture_end
 
 
-def _take_turn() -> None:
-    global _capturing
+def _take_turn(graph: Any) -> None:
+    global _owner
     me, until = threading.get_ident(), time.monotonic() + LONGEST_S
     with _moves:
-        _moves.wait_for(lambda: _capturing is None, until - time.monotonic())
-        _capturing = me
+        _moves.wait_for(lambda: not is_barred(), until - time.monotonic())
+        _owner = me
+        _captured.append(id(graph))
         _moves.wait_for(lambda: set(_working) <= {me}, until - time.monotonic())
 
 
-def _end_turn() -> None:
-    global _capturing
+def _end_turn(graph: Any) -> None:
+    global _owner
     with _moves:
-        _capturing = None
-        _moves.notify_all()
+        if id(graph) in _captured:
+            _captured.remove(id(graph))
+        if not _captured:
+            _owner = None
+            _moves.notify_all()
 
 
 def _forget() -> None:
     """A forked child has none of its parent's threads."""
-    global _moves, _capturing
-    _moves, _capturing = threading.Condition(), None
+    global _moves, _owner
+    _moves, _owner = threading.Condition(), None
     _working.clear()
+    _captured.clear()
 
 
 os.register_at_fork(after_in_child=_forget)
 observe(torch.cuda.CUDAGraph)
+if hasattr(torch.accelerator, "Graph"):  # since torch 2.13
+    observe(torch.accelerator.Graph)

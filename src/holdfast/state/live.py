@@ -33,6 +33,7 @@ from holdfast.layout import Box
 from holdfast.sources import Master, Source, Sources, frameworks, is_owned
 from holdfast.state.ignoring import trainable_marks
 from holdfast.state.kinds import check_kind, check_unit
+from holdfast.state.managed import wait_for_writers
 from holdfast.state.own_errors import naming
 from holdfast.state.placed import Placed, is_apart, memory_of, parts_in, place, torch_dtype
 from holdfast.state.several import taken_apart
@@ -598,6 +599,7 @@ def content_digest(tensor: torch.Tensor) -> str:
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the same values whose memory is just these, in row-major order, on the CPU."""
+    wait_for_writers((tensor,))
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 

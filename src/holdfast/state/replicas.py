@@ -36,7 +36,7 @@ from holdfast.events import emit
 from holdfast.group import Group
 from holdfast.layout import Placement
 from holdfast.state.arrays import raw_array
-from holdfast.state.devices import devices_of, wait_for
+from holdfast.state.devices import devices_of, on, wait_for
 from holdfast.state.live import Live, LiveTensor
 from holdfast.state.sampling import Class, Replicated, Row, Sample, Sampler, value_of
 from holdfast.state.snapshot import SetAside, StateView
@@ -285,7 +285,8 @@ def _digests(
     found: dict[Class, list[Row]] = {}
     for one in replicated(wanted, placement, rank, apart=apart):
         local = value_of(wanted[one.name], one.number, kept)
-        plain = np.ascontiguousarray(raw_array(local.cpu()))
+        with on(local.device):
+            plain = np.ascontiguousarray(raw_array(local.cpu()))
         row = one.index, one.part, digest(plain.reshape(-1).view(np.uint8).data)
         found.setdefault(one.kind, []).append(row)
     return found

@@ -36,12 +36,14 @@ from holdfast.state.devices import (
     Moment,
     after,
     devices_in,
+    devices_in_use,
     devices_of,
     lock_pages,
     on_streams,
     wait_for_stream,
 )
 from holdfast.state.live import Live
+from holdfast.state.managed import wait_for_writers
 from holdfast.state.movers import Corners, Movers, changed, is_on_host, unlike, versions
 from holdfast.state.window import Window
 from holdfast.state.writes import address_and_strides, corner
@@ -182,6 +184,7 @@ def set_aside(live: Live, kept: SetAside) -> None:
                 kept[name, number] = old = _memory_for(local)
             into.append(old)
             sources.append(local)
+    wait_for_writers(live.tensors[name].counted for name in live.aside)
     for key in kept.keys() - {
         (name, n) for name in live.aside for n in range(len(live.tensors[name].parts))
     }:
@@ -369,7 +372,10 @@ class StateView:
 
     @staticmethod
     def of(live: Live, corners: Corners) -> StateView:
-        return StateView(live, versions(live), Moment(devices_in(live)), corners)
+        devices = devices_in(live)
+        if live.tensors and not devices:  # one may write to them on the host
+            devices = devices_in_use()
+        return StateView(live, versions(live), Moment(devices), corners)
 
 
 @dataclass(frozen=True)
