@@ -14,9 +14,8 @@ from torch import nn
 
 import holdfast
 from gpu.devices import DEVICE, needs_device, occupy, other_device
-from holdfast.delta import lending
 from holdfast.errors import HoldfastWarning
-from holdfast.state import devices, graphs, movers
+from holdfast.state import devices, graphs, lending, movers
 from holdfast.state.rng import Rng
 
 pytestmark = needs_device

@@ -54,8 +54,10 @@ PRELOAD = (
 )  # fmt: skip
 """What each process would import for itself otherwise: two seconds."""
 LEFT_OUT = "was left out: one was in flight"
-TOLD_APART = (LEFT_OUT, "[held-long]")
-"""What a host that is busy makes of an honest training, too."""
+UNFINISHED = "the full step before them is not complete: nothing can be restored"
+TOLD_APART = (LEFT_OUT, "[held-long]", UNFINISHED)
+"""What a host that is busy, or a kill before the first full save is complete, makes of an honest training,
+too."""
 ELSEWHERE = "memory://elsewhere"
 Digests = dict[str, Any]
 

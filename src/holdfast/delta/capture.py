@@ -29,7 +29,6 @@ from holdfast.delta.optimizers import (
     Groups,
     NamedOptimizer,
     check_grad,
-    is_torchs,
     missing_of,
 )
 from holdfast.delta.options import Delta
@@ -46,6 +45,7 @@ from holdfast.layout import Mesh
 from holdfast.memory_limit import memory_bytes
 from holdfast.patience import slowest
 from holdfast.state.devices import devices_of, lock_pages
+from holdfast.state.lending import is_torchs
 from holdfast.state.observer import hooks_after
 from holdfast.state.step_extras import encoded_hyper
 from holdfast.store import Store

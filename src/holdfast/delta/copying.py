@@ -16,8 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from holdfast.delta.lending import Lender, Lent, on_device
-from holdfast.delta.optimizers import NamedOptimizer, only_reads
+from holdfast.delta.optimizers import NamedOptimizer
 from holdfast.delta.packing import NotAsDeclared, Pack
 from holdfast.delta.places import Place, RecordLayout, copy, spread
 from holdfast.delta.segment import Applied
@@ -30,6 +29,7 @@ from holdfast.state.devices import (
     on_streams,
     wait_for_stream,
 )
+from holdfast.state.lending import Lender, Lent, on_device, only_reads
 from holdfast.state.managed import wait_for_writers
 from holdfast.state.placed import memory_of
 from holdfast.state.writes import times_written

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from holdfast.compression.marks import HALVES
 from holdfast.errors import UsageError
 from holdfast.state.followed import check_apart
+from holdfast.state.lending import is_torchs
 from holdfast.state.live import State, is_optimizer
 from holdfast.state.observer import Observer, Order, StepCall, calls_hooks, hooks_after
 from holdfast.state.optimizers import named_groups, param_names, served_modules
@@ -224,20 +225,6 @@ def kind_of(optimizer: Optimizer) -> str:
     """The optimizer's class as `module:name`: a replay without the training script can make one."""
     kind = type(stepping(optimizer))
     return f"{kind.__module__}:{kind.__qualname__}"
-
-
-def only_reads(optimizer: Optimizer) -> bool:
-    """True if an optimizer's step is known to leave gradients as they are: torch's do, unless a fused
-    kernel unscales them, or one with `nesterov` writes to them."""
-    optimizer = stepping(optimizer)
-    looks_ahead = any(group.get("nesterov") for group in optimizer.param_groups)  # foreach writes
-    scales = getattr(optimizer, "grad_scale", None) is not None
-    return is_torchs(optimizer) and not looks_ahead and not scales
-
-
-def is_torchs(optimizer: Optimizer) -> bool:
-    """True if torch brings the optimizer, so that it is known what it reads, keeps and writes."""
-    return type(stepping(optimizer)).__module__.startswith("torch.optim.")
 
 
 def is_watched(optimizer: Optimizer) -> bool:

@@ -37,7 +37,7 @@ from holdfast.checkpoint.rows import ArrayTarget, Want, plan_rows
 from holdfast.delta.copies import headers_behind, take_copies
 from holdfast.delta.finding import recorded
 from holdfast.delta.log import Log, LogSegment, RecordedStep, read_headers
-from holdfast.delta.optimizers import GRAD, NamedOptimizer, grad_name, is_torchs, optimizers
+from holdfast.delta.optimizers import GRAD, NamedOptimizer, grad_name, optimizers
 from holdfast.delta.packing import PACKED, PackedPart, entries, packed_name, parts_of
 from holdfast.delta.planning import ROUNDED, held
 from holdfast.delta.queue import hang_up_former
@@ -62,6 +62,7 @@ from holdfast.saving.merging import merge_extras
 from holdfast.state.agreed import Agreement
 from holdfast.state.blockwise import Blockwise, steps_by_itself
 from holdfast.state.devices import devices_of, wait_for
+from holdfast.state.lending import is_torchs
 from holdfast.state.live import Live, State, named_parameters, stages
 from holdfast.state.observer import hooked, hooks_after, unhooked, without_hooks_before
 from holdfast.state.placed import local_of

@@ -26,7 +26,6 @@ from holdfast.delta.optimizers import (
     ObservedOptimizers,
     is_watched,
     mixed_up,
-    only_reads,
     reduce_gradients,
     refused,
 )
@@ -43,6 +42,7 @@ from holdfast.restore.targets import RestoreOptions
 from holdfast.saving import Save
 from holdfast.saving.messages import digests
 from holdfast.state.customised import asked_once
+from holdfast.state.lending import only_reads
 from holdfast.state.live import Live, State
 from holdfast.state.observer import StepCall
 from holdfast.state.step_extras import collect_step_extras

@@ -17,11 +17,15 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from holdfast.errors import HoldfastError
 from holdfast.state.blockwise import Blockwise
-from holdfast.state.devices import Moment, devices_of, on, page_locks
+from holdfast.state.devices import Moment, after, devices_of, on, on_streams, page_locks
+from holdfast.state.lending import Lender, Lent
 from holdfast.state.observer import unhooked
 from holdfast.state.optimizers import hyper
+from holdfast.state.placed import memory_of
 from holdfast.state.wrapped import stepping
+from holdfast.state.writes import times_written
 
 MOST_AHEAD = 8
 """Number of gradients that wait to be applied, at most."""
@@ -60,6 +64,18 @@ class Gradient:
     given: list[bool]
     hypers: list[dict[str, Any]]
     ready: Moment
+    """The end of the copy."""
+    lent: Lent | None = None
+    """The training's gradients, where they stay until they are copied."""
+    is_torn: bool = False
+    """True if somebody wrote to them before."""
+
+    def settle(self) -> None:
+        """The copy is over: the gradients are the training's again.  On any thread."""
+        lent = self.lent
+        if lent is not None:
+            self.is_torn |= lent.is_written
+            self.lent = None
 
 
 class Twin:
@@ -73,6 +89,9 @@ class Twin:
         self.regroup()
         self._spare = [self._room() for _ in range(AT_FIRST)]
         self._made = AT_FIRST
+        self._lender = Lender(0)
+        self._before: Gradient | None = None
+        """The last one whose memory was lent."""
 
     def regroup(self) -> None:
         """Put its parts in the groups that their parameters are in now; it has no states until
@@ -128,15 +147,41 @@ class Twin:
             self._made += 1
         values = self._spare.pop()
         given = [part.param.grad is not None for part in self.parts]
-        with torch.no_grad():
-            sources = [p.of(p.param.grad) for p in self.parts if p.param.grad is not None]
-            into = [value for value, has in zip(values, given) if has]
+        into = [value for value, has in zip(values, given) if has]
+        grads = [part.param.grad for part in self.parts if part.param.grad is not None]
+        may_keep = (
+            self._lender.may_keep("", [memory_of(g) for g in grads]) and not self._lent_still()
+        )
+        sources = [part.of(part.param.grad) for part, has in zip(self.parts, given) if has]
+        ready = self._copied(into, sources)
+        hypers = [copy.deepcopy(hyper(g)) for g in self.outer.param_groups]
+        gradient = Gradient(self, values, given, hypers, ready)
+        if may_keep:
+            gradient.lent = Lent(sources, "lent", [*map(times_written, sources)])
+            self._before = gradient
+        else:
+            for device in ready.devices:
+                ready.before(torch.accelerator.current_stream(device))
+        return gradient
+
+    @staticmethod
+    def _copied(into: list[torch.Tensor], sources: list[torch.Tensor]) -> Moment:
+        """Begin to copy, on our streams; return when it is done."""
+        devices = devices_of(sources)
+        streams = [after(Moment([device]), device, "feed") for device in devices]
+        with torch.no_grad(), on_streams(streams):
             if into:
                 torch._foreach_copy_(into, sources, non_blocking=True)
-        hypers = [copy.deepcopy(hyper(g)) for g in self.outer.param_groups]
-        return Gradient(
-            self, values, given, hypers, Moment(devices_of(p.param for p in self.parts))
-        )
+        return Moment.of(streams)
+
+    def _lent_still(self) -> bool:
+        """True if gradients of a step before are still copied.  Else they are the training's again."""
+        before = self._before
+        if before is not None and before.lent is not None:
+            if not before.ready.is_over:
+                return True
+            before.settle()
+        return False
 
     def _room(self) -> list[torch.Tensor]:
         """Memory for a gradient, whose pages are there."""
@@ -148,6 +193,9 @@ class Twin:
     def apply(self, gradient: Gradient) -> None:
         """Make the step.  Blocks."""
         gradient.ready.wait()
+        gradient.settle()
+        if gradient.is_torn:
+            raise HoldfastError("gradients were written to while they were copied")
         for mine, value, given in zip(self.weights, gradient.values, gradient.given):
             mine.grad = value if given else None
         for group, new in zip(self._inner.param_groups, gradient.hypers):

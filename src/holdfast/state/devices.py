@@ -188,6 +188,15 @@ class Moment:
         """The devices that it is of."""
         return [*self._events]
 
+    @property
+    def is_over(self) -> bool:
+        """True if the devices have done it."""
+        for device, event in self._events.items():
+            with on(device):
+                if not event.query():
+                    return False
+        return True
+
     def before(self, stream: torch.Stream) -> None:
         """Have a stream begin after it; the host waits if there is no event of that device."""
         with on(stream.device):

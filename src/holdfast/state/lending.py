@@ -20,9 +20,11 @@ from typing import Literal
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
 
 from holdfast.state.devices import room_beside_peak
 from holdfast.state.graphs import has_captured
+from holdfast.state.wrapped import stepping
 from holdfast.state.writes import times_written
 
 SURE_AT = 2
@@ -146,3 +148,17 @@ def _are_nobody_elses(grads: Sequence[torch.Tensor]) -> bool:
         number, _ = owners.get(storage._cdata, (0, 0))
         owners[storage._cdata] = number + 1, uses(storage._cdata) - of_none
     return all(used <= number for number, used in owners.values())
+
+
+def only_reads(optimizer: Optimizer) -> bool:
+    """True if an optimizer's step is known to leave gradients as they are: torch's do, unless a fused
+    kernel unscales them, or one with `nesterov` writes to them."""
+    optimizer = stepping(optimizer)
+    looks_ahead = any(group.get("nesterov") for group in optimizer.param_groups)  # foreach writes
+    scales = getattr(optimizer, "grad_scale", None) is not None
+    return is_torchs(optimizer) and not looks_ahead and not scales
+
+
+def is_torchs(optimizer: Optimizer) -> bool:
+    """True if torch brings the optimizer, so that it is known what it reads, keeps and writes."""
+    return type(stepping(optimizer)).__module__.startswith("torch.optim.")
