@@ -15,7 +15,7 @@ from torch import nn
 import holdfast
 from gpu.devices import DEVICE, needs_device, occupy, other_device
 from holdfast.errors import HoldfastWarning
-from holdfast.state import devices, graphs, lending, movers
+from holdfast.state import devices, graphs, lending, movers, snapshot
 from holdfast.state.rng import Rng
 
 pytestmark = needs_device
@@ -159,6 +159,96 @@ def test_gradients_are_not_kept_where_that_is_not_safe(
     else:
         monkeypatch.setattr(lending, "room_beside_peak", lambda _: 100.0)
     assert len(gradients_told_of(tmp_path, 0, stays=False)) == 1
+
+
+def test_an_optimizer_that_writes_to_gradients_is_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are made anew for each step, and copied before such a step writes to them."""
+    monkeypatch.setattr(graphs, "_has_captured", False)
+    model, _ = trained()
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.1, momentum=0.9, nesterov=True, foreach=True
+    )
+    train(model, optimizer)
+    seen: list[str] = []
+    memory = holdfast.Memory("none", feed="gradient")
+    state = {"model": model, "optim": optimizer}
+    with (
+        holdfast.events.listen(lambda event: seen.append(event.name)),
+        holdfast.Checkpointer(
+            tmp_path, state, memory=memory, every=holdfast.Every(memory=1), when_busy="queue"
+        ) as ckpt,
+    ):
+        for step in range(1, 12):
+            train(model, optimizer)
+            ckpt.step(step)
+            ckpt.wait(WAIT_S)
+        expected = model.weight.detach().clone()
+        with torch.no_grad():
+            model.weight.zero_()
+        assert ckpt.restore() == 11
+    torch.testing.assert_close(model.weight, expected)
+    assert "twins.learned" in seen and not {"twins.lost", "twins.ended"} & {*seen}
+
+
+def busy(purpose: str) -> None:
+    """Have our stream for a purpose do something else first."""
+    with devices.on_stream(devices.stream_of(torch.device(DEVICE), purpose)):
+        occupy(0.15)
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_gradients_whose_copy_comes_late(tmp_path: Path, stays: bool) -> None:
+    """Those that stay are written to again by the next step, behind the copy."""
+    model, optimizer = trained()
+    state = {"model": model, "optim": optimizer}
+    options = {"every": holdfast.Every(durable=100, delta=1), "on_error": "raise"}
+    with holdfast.Checkpointer(tmp_path, state, delta=holdfast.Delta(), **options) as ckpt:
+        for step in range(1, 8):
+            busy("records")
+            optimizer.zero_grad(set_to_none=not stays)
+            x = torch.full((4, model.in_features), float(step), device=DEVICE)
+            model(x).square().mean().backward()
+            optimizer.step()
+            ckpt.step(step)
+        expected = model.weight.detach().clone()
+        with torch.no_grad():
+            model.weight.zero_()
+        assert ckpt.restore() == 7
+    assert torch.equal(model.weight, expected)
+
+
+def test_what_is_carried_is_read_when_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training's stream has much to do before it sets the rest of a snapshot aside."""
+    monkeypatch.setattr(movers, "SMALL_BYTES", 0)
+    monkeypatch.setattr(snapshot, "BATCH_BYTES", 1)
+    model, optimizer = trained()
+    state, weights, carried = {"model": model, "optim": optimizer}, {}, []
+    options = {"every": holdfast.Every(memory=1), "when_busy": "queue"}
+    memory = holdfast.Memory("none", carry="1MB")
+
+    def note(event: holdfast.events.Event) -> None:
+        carried.append(event.name == "window.wait" and event.fields.get("carried"))
+
+    with (
+        holdfast.events.listen(note),
+        holdfast.Checkpointer(tmp_path, state, memory=memory, **options) as ckpt,
+    ):
+        for step in range(1, 6):
+            train(model, optimizer)
+            weights[step] = {n: p.detach().clone() for n, p in model.named_parameters()}
+            busy("snapshot")
+            ckpt.step(step)
+            occupy(0.3)
+        train(model, optimizer)
+        ckpt.wait(WAIT_S)
+        restored = ckpt.restore()
+    assert any(carried)
+    for name, p in model.named_parameters():
+        assert torch.equal(p, weights[restored][name]), name
 
 
 class Graph:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from holdfast.state.arrays import raw_array
 from holdfast.state.customised import customised, own_tensors
 from holdfast.state.ignoring import trainable_marks
+from holdfast.state.kinds import PLAIN
 from holdfast.state.live import (
     State,
     is_optimizer,
@@ -86,7 +87,7 @@ class HostElements:
         found = []
         for number in range(0, len(weights), -(-len(weights) // MOST_SEEN) or 1):
             local = memory_of(weights[number])
-            if not local.is_cpu or not local.numel():
+            if type(local) not in PLAIN or not local.is_cpu or not local.numel():
                 continue
             known = self._views.get(number)
             if known is None or known[0] != local.data_ptr():

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from holdfast.errors import HoldfastError
 from holdfast.state.blockwise import Blockwise
 from holdfast.state.devices import Moment, after, devices_of, on, on_streams, page_locks
-from holdfast.state.lending import Lender, Lent
+from holdfast.state.lending import Lender, Lent, only_reads
 from holdfast.state.observer import unhooked
 from holdfast.state.optimizers import hyper
 from holdfast.state.placed import memory_of
@@ -149,9 +149,8 @@ class Twin:
         given = [part.param.grad is not None for part in self.parts]
         into = [value for value, has in zip(values, given) if has]
         grads = [part.param.grad for part in self.parts if part.param.grad is not None]
-        may_keep = (
-            self._lender.may_keep("", [memory_of(g) for g in grads]) and not self._lent_still()
-        )
+        is_free = not self._lent_still() and bool(devices_of(grads)) and only_reads(self.outer)
+        may_keep = self._lender.may_keep("", [memory_of(g) for g in grads]) and is_free
         sources = [part.of(part.param.grad) for part, has in zip(self.parts, given) if has]
         ready = self._copied(into, sources)
         hypers = [copy.deepcopy(hyper(g)) for g in self.outer.param_groups]
