@@ -64,10 +64,11 @@ format: $(READY)
 
 # With the Python that has torch for the device, not the environment of development.
 gpu:
-	@$(PYTHON) -c 'import torch; assert torch.cuda.is_available(), "no CUDA device here"'
-	@$(PYTHON) -c 'import msgspec' || $(PYTHON) -m pip install msgspec
+	@$(PYTHON) -c 'import torch; raise SystemExit(not torch.cuda.is_available())' 2>/dev/null || \
+	  { echo "make gpu: $(PYTHON) has no torch that sees a CUDA device; set PYTHON=/path/to/python"; exit 1; }
+	@$(PYTHON) -c 'import msgspec' 2>/dev/null || $(PYTHON) -m pip install msgspec
 	PYTHONPATH=src $(PYTHON) bench/gpu.py
-	@$(PYTHON) -c 'import pytest' || $(PYTHON) -m pip install pytest
+	@$(PYTHON) -c 'import pytest' 2>/dev/null || $(PYTHON) -m pip install pytest
 	PYTHONPATH=src $(PYTHON) -m pytest -q -m "" tests/gpu
 
 bench: $(READY) $(STRANGERS)
