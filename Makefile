@@ -66,7 +66,8 @@ format: $(READY)
 gpu:
 	@$(PYTHON) -c 'import torch; raise SystemExit(not torch.cuda.is_available())' 2>/dev/null || \
 	  { echo "make gpu: $(PYTHON) has no torch that sees a CUDA device; set PYTHON=/path/to/python"; exit 1; }
-	@$(PYTHON) -c 'import msgspec' 2>/dev/null || $(PYTHON) -m pip install msgspec
+	@$(PYTHON) -c 'import ml_dtypes, msgspec, rich, xxhash' 2>/dev/null || \
+	  $(PYTHON) -m pip install ml_dtypes msgspec rich xxhash
 	PYTHONPATH=src $(PYTHON) bench/gpu.py
 	@$(PYTHON) -c 'import pytest' 2>/dev/null || $(PYTHON) -m pip install pytest
 	PYTHONPATH=src $(PYTHON) -m pytest -q -m "" tests/gpu
