@@ -58,8 +58,6 @@ class Soaked:
                 stderr=log,
                 start_new_session=True,
             )
-        self.wounded: list[int | None] = []
-        """The ranks that were killed, one after the other; None: one that has told nothing yet."""
         self._read = 0
         self.told: list[dict[str, Any]] = []
 
@@ -94,13 +92,13 @@ class Soaked:
     def attempt(self) -> int:
         return max((t["attempt"] for t in self.look() if "begins" in t), default=0)
 
-    def stepping(self, after: int = 0) -> dict[int, int]:
-        """Return processes by rank, when all have done a step in an attempt after `after`."""
+    def stepping(self, after: int = 0, beyond: int = 0) -> dict[int, int]:
+        """Return processes by rank, when all have done a step `beyond` in an attempt `after`."""
         attempt = self.attempt
         steps = {
             t["rank"]: t["pid"]
             for t in self.told
-            if t["attempt"] == attempt and "state" in t and not t.get("restored")
+            if t["attempt"] == attempt and t.get("state", 0) > beyond and not t.get("restored")
         }
         return steps if attempt > after and len(steps) == RANKS else {}
 

@@ -34,26 +34,13 @@ EVENTS = {
 }  # fmt: skip
 
 
-def may_be_third(run: Soaked, rank: int | None) -> bool:
-    """Tell whether the last two that were killed may have been this rank, too.  None: nobody knows which a
-    process is, or was, that has told nothing yet."""
-    last = run.wounded[-2:]
-    ranks = {*last, rank} - {None}
-    return len(last) == 2 and len(ranks) <= 1
-
-
 def wound(run: Soaked, chance: random.Random, events: list[str]) -> str:
-    """Kill something of a run at a random moment; return what.
-
-    Never the same rank three times in a row: three deaths of one at the same step end the run, and a busy
-    machine may do no more than a step between two kills.
-    """
+    """Kill something of a run at a random moment, two processes at most; return what."""
     ranks, order = run.stepping(), Path(f"{run.root}.order")
     order.unlink(missing_ok=True)  # of an event that did not come
     kind = chance.choices(["any", "event", "again"], [4, 4, 3])[0]
     time.sleep(chance.uniform(0, 0.4))
-    rank = chance.choice([r for r in range(RANKS) if not may_be_third(run, r)])
-    run.wounded.append(rank)
+    rank = chance.randrange(RANKS)
     if kind == "event":
         event = chance.choice(events)
         order.with_suffix(".new").write_text(f"{rank} {event}")
@@ -64,18 +51,13 @@ def wound(run: Soaked, chance: random.Random, events: list[str]) -> str:
         if not order.exists():
             return f"rank {rank} at {event}"
         # One that comes in a recovery alone: whoever takes its place dies there.
-        run.wounded.append(rank)
     run.kill(ranks[rank])
     if kind != "again":
         return f"rank {rank} ({kind})"
     later = chance.uniform(0, 1.0)
     time.sleep(later)
-    ranks_of = {t["pid"]: t["rank"] for t in run.look()}
-    others = [p for p in run.forked() if not may_be_third(run, ranks_of.get(p))]
-    if others:
-        other = chance.choice(others)
-        run.wounded.append(ranks_of.get(other))
-        run.kill(other)
+    if others := run.forked():
+        run.kill(chance.choice(others))
     return f"rank {rank}, and another process {later:.3f} s later"
 
 
@@ -153,12 +135,15 @@ def test_kills_at_random_moments(tiers: str, tmp_path: Path) -> None:
 
 
 def recover(run: Soaked, n: int, chance: random.Random, events: list[str]) -> None:
-    """Kill something, and wait until all ranks go on."""
+    """Kill something, and wait until all ranks have done a step that none had done before.
+
+    Three deaths of one rank at the same step end a run; so none is at the step of the last but one.
+    """
     run.until(run.stepping, "all ranks do a step")
     before = run.attempt
     what = wound(run, chance, events)
-    at = time.time()
-    run.until(lambda: run.stepping(before), f"kill {n}, {what}: all go on")
+    at, done = time.time(), run.last_step
+    run.until(lambda: run.stepping(before, done), f"kill {n}, {what}: all go on")
     took_s = max(t["at"] for t in run.told) - at
     print(f"{n}: {what}: {took_s:.2f} s")
 
