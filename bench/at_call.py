@@ -63,7 +63,7 @@ def measure(kind: str, small: bool, root: str) -> dict[str, Any]:
 
     import holdfast
     from holdfast import events
-    from holdfast.state import snapshot
+    from holdfast.live.state import snapshot
 
     state, optim, then = build(kind, small)
     params = [p for g in optim.param_groups for p in g["params"]]
@@ -118,7 +118,7 @@ def one_copy(tensors: list[Any]) -> float:
     """Seconds of one copy by several threads, into memory that is there."""
     import torch
 
-    from holdfast.state import snapshot
+    from holdfast.live.state import snapshot
 
     sources = [t.detach() for t in tensors]
     into = [torch.empty_like(t) for t in sources]

@@ -3,7 +3,7 @@
 They take turns on one core, with 38 M elements in parameters as GPT-2 small has them, and must come out
 bit for bit alike.
 whole        optimizer.step()
-blocks       holdfast.state.blockwise
+blocks       holdfast.live.state.blockwise
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from common import ratio, report, reporting, row, take_turns
 from torch import nn
 
-from holdfast.state.blockwise import Blockwise
+from holdfast.live.state.blockwise import Blockwise
 
 SHAPES = ((768, 3072),) * 4 + ((50257, 576),) + ((768,),) * 24
 ROUNDS = 6

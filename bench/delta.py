@@ -32,7 +32,7 @@ from common import (
 )
 from stall import Trainer
 
-from holdfast.threads import Worker
+from holdfast.base.threads import Worker
 
 
 class AtOnce(Worker):
@@ -60,9 +60,9 @@ def work(job: Job) -> dict[str, Any]:
     import torch.distributed.checkpoint as dcp
 
     import holdfast
-    from holdfast.delta import replay
-    from holdfast.state.arrays import raw_array
-    from holdfast.state.blockwise import Blockwise
+    from holdfast.live.state.arrays import raw_array
+    from holdfast.live.state.blockwise import Blockwise
+    from holdfast.tiers.records import replay
 
     trainer = Trainer(job)
     state = trainer.state

@@ -26,7 +26,7 @@ class Blocks:
     """A code's data, parity, and room for what is rebuilt, in memory that has been touched."""
 
     def __init__(self, k: int, m: int, data_bytes: int) -> None:
-        from holdfast.codec.erasure import Erasure
+        from holdfast.core.codec.erasure import Erasure
 
         self.code, self.k, self.m = Erasure(k, m), k, m
         size = self.code.padded(data_bytes // k)

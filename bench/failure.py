@@ -139,8 +139,8 @@ def note(job: Job, records: Path, number: int, after: dict[str, Any], marks: Any
 
 def guards(job: Job) -> dict[str, Any]:
     """Bytes of shared memory that agents keep for other ranks than their own, by scheme."""
-    from holdfast.memory.node import messages as w
-    from holdfast.memory.node.client import Client
+    from holdfast.tiers.memory.node import messages as w
+    from holdfast.tiers.memory.node.client import Client
     from state import State
 
     os.environ["LOCAL_RANK"] = "0"  # the first, and only, rank of its node

@@ -163,7 +163,7 @@ class Parts:
         import numpy as np
         import torch
 
-        from holdfast.state import devices
+        from holdfast.live.state import devices
 
         size = 1 << (24 if self.small else 31)
         there = torch.ones(size, dtype=torch.uint8, device=self.device)
@@ -385,7 +385,7 @@ class Parts:
         from torch import nn
 
         import holdfast
-        from holdfast.state.devices import on_stream
+        from holdfast.live.state.devices import on_stream
 
         if self.device == "cpu":
             return "right"

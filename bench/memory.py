@@ -47,7 +47,7 @@ def work(job: Job) -> dict[str, Any]:
     import torch.distributed.checkpoint as dcp
 
     import holdfast
-    import holdfast.checkpointer
+    import holdfast.session.checkpointer
     from state import State
 
     act, who = job.phase.split()

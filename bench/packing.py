@@ -81,7 +81,7 @@ def rounded(grad: Any) -> dict[str, Any]:
     """What holdfast does with gradients that are declared rounded."""
     import torch
 
-    from holdfast.delta.places import round_into
+    from holdfast.tiers.records.places import round_into
 
     into = torch.empty_like(grad, dtype=torch.bfloat16)
     best = float("inf")

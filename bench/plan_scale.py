@@ -63,9 +63,15 @@ def tensors(
 
 
 def make_manifest(steps: bool) -> Any:
-    from holdfast.codec.digest import ALGORITHM, CHUNK_BYTES, num_chunks
-    from holdfast.format.image import plan_image
-    from holdfast.format.manifest import VERSION, FileEntry, Manifest, TensorEntry, from_sharding
+    from holdfast.core.codec.digest import ALGORITHM, CHUNK_BYTES, num_chunks
+    from holdfast.core.format.image import plan_image
+    from holdfast.core.format.manifest import (
+        VERSION,
+        FileEntry,
+        Manifest,
+        TensorEntry,
+        from_sharding,
+    )
 
     shardings, listed = tensors(dict(SAVED)["pp"], steps)
     entries = tuple(TensorEntry(n, "float32", shape, i, state) for n, state, shape, i in listed)
@@ -105,7 +111,7 @@ class Memoryless:
 
 def make_wants(rank: int, steps: bool) -> list[Any]:
     """What a rank of the live mesh holds: known from its live tensors, so not part of the plan."""
-    from holdfast.checkpoint.rows import Want
+    from holdfast.core.checkpoint.rows import Want
     from holdfast.layout import Mesh
 
     mesh, target = Mesh(LIVE), Memoryless()
@@ -125,10 +131,10 @@ def timed(work: Callable[[], Any], rounds: int) -> tuple[list[float], Any]:
 
 
 def measure(rounds: int, steps: bool) -> dict[str, Any]:
-    from holdfast.checkpoint.reading import BLOCK_CHUNKS, plan_blocks
-    from holdfast.checkpoint.rows import group_rows, needs, plan_rows
-    from holdfast.format.image import plan_image
-    from holdfast.format.manifest import decode, encode
+    from holdfast.core.checkpoint.reading import BLOCK_CHUNKS, plan_blocks
+    from holdfast.core.checkpoint.rows import group_rows, needs, plan_rows
+    from holdfast.core.format.image import plan_image
+    from holdfast.core.format.manifest import decode, encode
     from holdfast.layout import Placement
 
     manifest = make_manifest(steps)

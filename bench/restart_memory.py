@@ -30,11 +30,11 @@ def work(job: Job) -> dict[str, Any]:
     import xxhash
 
     import holdfast
-    from holdfast.checkpoint.reading import BLOCK_CHUNKS, threads_here
-    from holdfast.codec.digest import CHUNK_BYTES
+    from holdfast.core.checkpoint.reading import BLOCK_CHUNKS, threads_here
+    from holdfast.core.codec.digest import CHUNK_BYTES
     from holdfast.errors import HoldfastError
-    from holdfast.memory.node import messages as w
-    from holdfast.memory.node.client import Client
+    from holdfast.tiers.memory.node import messages as w
+    from holdfast.tiers.memory.node.client import Client
     from state import State
 
     shm = Path("/dev/shm") / f"holdfast-bench-{os.environ['TORCHELASTIC_RUN_ID']}"

@@ -47,7 +47,7 @@ def work(job: Job) -> dict[str, Any]:
     import torch.distributed.checkpoint as dcp
 
     import holdfast
-    from holdfast.state.arrays import raw_array
+    from holdfast.live.state.arrays import raw_array
 
     trainer = Trainer(job)
     tree = trainer.state.for_dcp()

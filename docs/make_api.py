@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 from collections.abc import Iterator
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -87,7 +87,7 @@ def write(folder: Path) -> None:
 
 def described(module: str, name: str) -> list[str]:
     """A class with its methods, or a function."""
-    thing = ELSEWHERE.get(name) or getattr(sys.modules[module], name)
+    thing = ELSEWHERE.get(name) or getattr(import_module(module), name)
     if not (inspect.isclass(thing) or inspect.isfunction(thing)):
         return [f"## `{module}.{name}`\n", "Events and spans by name, since the process began.\n"]
     parts = [f"## `{module}.{name}`\n", f"```text\n{signature(thing, name)}\n```\n", doc(thing)]

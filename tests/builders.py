@@ -17,12 +17,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from holdfast.checkpoint.committing import commit
-from holdfast.checkpoint.names import step_prefix
-from holdfast.codec.digest import ALGORITHM, CHUNK_BYTES, digest_chunks, hexdigest, num_chunks
-from holdfast.format import extras as coding
-from holdfast.format.image import plan_image
-from holdfast.format.manifest import (
+from holdfast.core.checkpoint.committing import commit
+from holdfast.core.checkpoint.names import step_prefix
+from holdfast.core.codec.digest import ALGORITHM, CHUNK_BYTES, digest_chunks, hexdigest, num_chunks
+from holdfast.core.format import extras as coding
+from holdfast.core.format.image import plan_image
+from holdfast.core.format.manifest import (
     VERSION,
     FileEntry,
     Manifest,

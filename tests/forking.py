@@ -25,8 +25,8 @@ PRELOAD = [
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.run",
-    "holdfast.checkpointer",
-    "holdfast.once",
+    "holdfast.session.checkpointer",
+    "holdfast.session.once",
 ]
 """What a rank would import, most of it when it makes its first optimizer: two seconds each."""
 

@@ -13,68 +13,69 @@ from pathlib import Path
 
 SRC = Path(__file__).parent.parent / "src"
 
-LAYERS = (
-    ("address", "background", "errors", "garbage", "host", "memory_limit", "suggest", "version"),
-    ("arguments", "wire"),
-    ("events", "notices", "patience"),
-    ("threads",),
-    ("layout", "codec", "policy", "store", "group", "sizes"),
-    ("sources",),
-    ("rules",),
-    ("format",),
-    ("checkpoint",),
-    ("interop",),
-    ("writers",),
-    ("state",),
-    ("saving",),
-    ("roots", "schedule"),
-    ("restore",),
-    ("compression",),
-    ("memory", "delta"),
-    ("uploading",),
-    ("tuning_store", "tiers"),
-    ("frozen_numbers", "late", "survey"),
-    ("beginning", "ending", "looking", "once", "restart", "run", "sigterm", "steering"),
-    ("checkpointer",),
-    ("converting",),
-    ("dcp",),
-    ("integrations",),
-    ("cli", "testing"),
-    ("__main__",),
-)
-RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "base": (
+        (
+            "address",
+            "background",
+            "errors",
+            "garbage",
+            "host",
+            "memory_limit",
+            "suggest",
+            "version",
+        ),
+        ("arguments", "wire"),
+        ("events", "notices", "patience", "sizes"),
+        ("threads",),
+    ),
+    "core": (("layout", "codec", "store", "group"), ("format",), ("checkpoint",)),
+    "policy": (),
+    "formats": (("rules",), ("read",), ("write", "looking"), ("converting",)),
+    "live": (("sources",), ("state",), ("compression", "saving"), ("roots",), ("restore",)),
+    "tiers": (("memory", "records"), ("mirror",)),
+    "session": (
+        ("schedule",),
+        ("tuning_store", "tiers"),
+        ("frozen_numbers", "late", "survey"),
+        ("beginning", "ending", "once", "restart", "sigterm", "steering"),
+        ("checkpointer",),
+    ),
+    "launch": (),
+    "integrations": (),
+    "testing": (),
+    "cli": (),
+}
+"""The rooms of the house, each of which may use those before it; and the layers within, lowest first."""
+FLOOR = {room: number for number, room in enumerate(ROOMS)}
 
 TORCH_FREE = (
     "holdfast",
-    "holdfast.checkpoint.committing",
-    "holdfast.checkpoint.tidying",
-    "holdfast.checkpoint.opened",
-    "holdfast.checkpoint.sharing",
+    "holdfast.core.checkpoint.committing",
+    "holdfast.core.checkpoint.tidying",
+    "holdfast.core.checkpoint.opened",
+    "holdfast.core.checkpoint.sharing",
     "holdfast.cli.main",
-    "holdfast.codec.stripes",
-    "holdfast.converting",
-    "holdfast.delta.log",
-    "holdfast.delta.writer",
-    "holdfast.format.extras",
-    "holdfast.interop.dcp",
-    "holdfast.interop.deepspeed.opening",
-    "holdfast.interop.detect",
-    "holdfast.interop.megatron.opening",
-    "holdfast.interop.verifying",
-    "holdfast.looking",
-    "holdfast.memory.node.agent",
-    "holdfast.memory.node.client",
-    "holdfast.memory.node.inventory",
+    "holdfast.core.codec.stripes",
+    "holdfast.formats.converting",
+    "holdfast.tiers.records.log",
+    "holdfast.tiers.records.writer",
+    "holdfast.core.format.extras",
+    "holdfast.formats.read.dcp",
+    "holdfast.formats.read.deepspeed.opening",
+    "holdfast.formats.read.detect",
+    "holdfast.formats.read.megatron.opening",
+    "holdfast.formats.read.verifying",
+    "holdfast.formats.looking",
+    "holdfast.tiers.memory.node.agent",
+    "holdfast.tiers.memory.node.client",
+    "holdfast.tiers.memory.node.inventory",
     "holdfast.policy.survival",
-    "holdfast.restore.candidates",
+    "holdfast.live.restore.candidates",
     "holdfast.rules",
     "holdfast.store",
     "holdfast.testing",
 )
-
-
-def unit(module: str) -> str:
-    return module.split(".")[1] if "." in module else ""
 
 
 @cache
@@ -96,16 +97,38 @@ def modules() -> list[Path]:
     return [p for p in sorted(SRC.rglob("*.py")) if p != SRC / "holdfast" / "__init__.py"]
 
 
-def test_imports_go_down_a_layer() -> None:
+def place(module: str) -> tuple[int, int]:
+    """The floor of a module's room, and its layer there; above all: `__main__`."""
+    _, room, *rest = [*module.split("."), ""]
+    if room == "__main__":
+        return len(ROOMS), 0
+    layers = [n for n, names in enumerate(ROOMS[room]) if rest[0] in names]
+    assert layers or not ROOMS[room] or rest == [""] or rest[0] == "__init__", (
+        f"{module}: in no layer"
+    )
+    return FLOOR[room], layers[0] if layers else -1
+
+
+def test_imports_go_down() -> None:
+    """From room to room, and within a room from layer to layer."""
     bad = []
     for path in modules():
-        me = unit(".".join(path.relative_to(SRC).with_suffix("").parts))
-        assert me in RANK, f"{path}: in no layer"
+        me = ".".join(path.relative_to(SRC).with_suffix("").parts)
         for name, line in imports(path):
-            them = unit(name) if name.split(".")[0] == "holdfast" else me
-            if them != me and (them not in RANK or RANK[them] >= RANK[me]):
-                bad.append(f"{path.relative_to(SRC)}:{line}: {me} imports {name}")
+            if not name.startswith("holdfast.") or name.split(".")[1:3] == me.split(".")[1:3]:
+                continue
+            mine, theirs = place(me), place(name)
+            if theirs >= mine and not (theirs[0] == mine[0] and not ROOMS[me.split(".")[1]]):
+                bad.append(f"{path.relative_to(SRC)}:{line}: imports {name}")
     assert not bad, "\n".join(bad)
+
+
+def test_the_house_has_few_rooms() -> None:
+    found = {p.name for p in (SRC / "holdfast").iterdir()} - {"__pycache__", "py.typed"}
+    assert found == {*ROOMS, "__init__.py", "__main__.py"}
+    for room in ROOMS:
+        doc = ast.get_docstring(ast.parse((SRC / "holdfast" / room / "__init__.py").read_text()))
+        assert doc, f"{room} says nothing of itself"
 
 
 def test_only_group_talks_to_other_ranks() -> None:
@@ -157,15 +180,15 @@ def test_there_is_one_of_each() -> None:
     def having(text: str) -> list[str]:
         return [path for path, source in texts.items() if text in source]
 
-    assert having(" first_difference(") == ["codec/table.py"]
-    assert having("TimeoutError as FutureTimeout") == ["threads.py"]
-    assert having("subprocess.Popen(") == ["background.py"]
+    assert having(" first_difference(") == ["core/codec/table.py"]
+    assert having("TimeoutError as FutureTimeout") == ["base/threads.py"]
+    assert having("subprocess.Popen(") == ["base/background.py"]
 
 
 def test_only_the_observer_knows_torchs_hooks_on_optimizers() -> None:
     known = re.compile("step_(pre|post)_hook|_global_optimizer|profile_hook_step")
     users = [p.relative_to(SRC / "holdfast") for p in modules() if known.search(p.read_text())]
-    assert users == [Path("state/observer.py")]
+    assert users == [Path("live/state/observer.py")]
 
 
 def test_only_one_module_reads_counters_of_writes() -> None:
@@ -176,48 +199,49 @@ def test_only_one_module_reads_counters_of_writes() -> None:
         for node in nodes(path)
         if isinstance(node, ast.Attribute) and node.attr == "_version"
     }
-    assert users == {Path("state/deriving.py"), Path("state/writes.py")}
+    assert users == {Path("live/state/deriving.py"), Path("live/state/writes.py")}
 
 
 def test_no_pickle() -> None:
     """But for the one that torch's rendezvous makes and takes in this very process."""
     for path in modules():
-        if path.match("run/meeting_state.py"):
+        if path.match("launch/meeting_state.py"):
             continue
         for name, line in imports(path):
             assert name.split(".")[0] not in ("pickle", "dill", "cloudpickle"), f"{path}:{line}"
 
 
 BESIDE_THE_CORE = (
-    "cli", "compression", "converting", "dcp", "delta", "integrations", "interop", "memory",
-    "policy", "rules", "steering", "testing", "tuning_store", "uploading", "writers",
+    "holdfast.cli", "holdfast.formats.converting", "holdfast.formats.read", "holdfast.formats.rules",
+    "holdfast.formats.write", "holdfast.integrations", "holdfast.live.compression", "holdfast.policy",
+    "holdfast.session.steering", "holdfast.session.tuning_store", "holdfast.testing", "holdfast.tiers",
 )  # fmt: skip
 """Loaded when they are asked for: tiers, formats of others, the tuner, tools."""
 
 SELDOM = (
-    "holdfast.checkpoint.read_assignment",
-    "holdfast.checkpoint.sharing",
-    "holdfast.checkpoint.verifying",
-    "holdfast.group.pulse",
-    "holdfast.group.window",
-    "holdfast.late",
-    "holdfast.layout.view",
-    "holdfast.state.carrying",
-    "holdfast.state.deepspeed",
-    "holdfast.state.deepspeed_parts",
-    "holdfast.restore.beside",
-    "holdfast.restore.casting",
-    "holdfast.restore.former",
-    "holdfast.restore.ranks",
-    "holdfast.restore.lbfgs",
-    "holdfast.state.in_hooks",
-    "holdfast.state.made",
-    "holdfast.restore.masters",
-    "holdfast.state.megatron",
-    "holdfast.state.quantised",
-    "holdfast.state.shards",
-    "holdfast.state.trainable",
-    "holdfast.store.memory",
+    "holdfast.core.checkpoint.read_assignment",
+    "holdfast.core.checkpoint.sharing",
+    "holdfast.core.checkpoint.verifying",
+    "holdfast.core.group.pulse",
+    "holdfast.core.group.window",
+    "holdfast.session.late",
+    "holdfast.core.layout.view",
+    "holdfast.live.state.carrying",
+    "holdfast.live.state.deepspeed",
+    "holdfast.live.state.deepspeed_parts",
+    "holdfast.live.restore.beside",
+    "holdfast.live.restore.casting",
+    "holdfast.live.restore.former",
+    "holdfast.live.restore.ranks",
+    "holdfast.live.restore.lbfgs",
+    "holdfast.live.state.in_hooks",
+    "holdfast.live.state.made",
+    "holdfast.live.restore.masters",
+    "holdfast.live.state.megatron",
+    "holdfast.live.state.quantised",
+    "holdfast.live.state.shards",
+    "holdfast.live.state.trainable",
+    "holdfast.core.store.memory",
 )
 """Parts of the core that one rank of plain torch does not need: loaded with a framework (no object of a
 package exists before it is imported), several ranks, or what they are for."""
@@ -246,8 +270,8 @@ with holdfast.Checkpointer({str(tmp_path)!r}, state(), sigterm_s=60) as ckpt:
 holdfast.save({str(tmp_path / "once")!r}, live, step=1)
 assert holdfast.load({str(tmp_path / "once")!r}, state()) == 1
 beside = {BESIDE_THE_CORE!r}
-print(*sorted(m for m in sys.modules if m.split(".")[0] == "holdfast" and m.split(".")[1:2]
-              and m.split(".")[1] in beside or m in {SELDOM!r}))
+print(*sorted(m for m in sys.modules if m in {SELDOM!r}
+              or any(f"{{m}}.".startswith(f"{{one}}.") for one in beside)))
 """
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
@@ -256,15 +280,15 @@ print(*sorted(m for m in sys.modules if m.split(".")[0] == "holdfast" and m.spli
 
 
 ONLY_TO_RESTORE = (
-    "holdfast.checkpoint.opened",
-    "holdfast.checkpoint.peers",
-    "holdfast.checkpoint.reading",
-    "holdfast.checkpoint.rows",
-    "holdfast.codec.table",
-    "holdfast.layout.locating",
-    "holdfast.restart",
-    "holdfast.restore",
-    "holdfast.survey",
+    "holdfast.core.checkpoint.opened",
+    "holdfast.core.checkpoint.peers",
+    "holdfast.core.checkpoint.reading",
+    "holdfast.core.checkpoint.rows",
+    "holdfast.core.codec.table",
+    "holdfast.core.layout.locating",
+    "holdfast.session.restart",
+    "holdfast.live.restore",
+    "holdfast.session.survey",
 )
 """The half of the core that the first restore loads."""
 
@@ -287,7 +311,7 @@ holdfast.save({str(tmp_path / "once")!r}, state, step=1)
 assert not loaded(), loaded()
 with holdfast.Checkpointer({str(tmp_path)!r}, state, every=1) as ckpt:
     assert ckpt.restore() == 3
-assert "holdfast.restart" in loaded()
+assert "holdfast.session.restart" in loaded()
 """
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False

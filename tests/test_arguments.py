@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import nn
 
 import holdfast
-from holdfast import checkpointer, once
 from holdfast.errors import HoldfastError, StoreError, UsageError
+from holdfast.session import checkpointer, once
 from holdfast.store import LocalStore, MemoryStore, Store, open_store, register
 
 Values = tuple[Any, ...]

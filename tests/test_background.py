@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from holdfast.background import ending, spawn
+from holdfast.base.background import ending, spawn
 
 SAY = """
 import json, os, sys

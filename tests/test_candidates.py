@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 
 from holdfast import errors
-from holdfast.checkpoint.listing import came_later
+from holdfast.core.checkpoint.listing import came_later
 from holdfast.errors import HoldfastError, NotRecoverable
-from holdfast.restore.candidates import Candidate, newest_first, newest_good
+from holdfast.live.restore.candidates import Candidate, newest_first, newest_good
 
 SCRIPTS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
 

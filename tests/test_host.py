@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.host import host_id, process_state, start_time
-from holdfast.memory_limit import memory_bytes
+from holdfast.base.host import host_id, process_state, start_time
+from holdfast.base.memory_limit import memory_bytes
 
 
 def test_a_process_that_runs() -> None:

@@ -13,10 +13,10 @@ GLOO_LETS_GO = """
 import sys
 import torch
 import torch.distributed as dist
-import holdfast.group
+import holdfast.core.group
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-group = holdfast.group.gloo.Gloo(dist.HashStore(), 0, 1, 10.0) if sys.argv[1] == "ours" else dist
+group = holdfast.core.group.gloo.Gloo(dist.HashStore(), 0, 1, 10.0) if sys.argv[1] == "ours" else dist
 sys.setswitchinterval(100)  # gloo's thread does not get to Python by itself
 for _ in range(50):
     if group is dist:
@@ -29,7 +29,7 @@ if sys.argv[1] == "destroyed":
 """
 WORD_IS_LEFT = """
 import torch.distributed as dist
-from holdfast.group.line import StoreLine
+from holdfast.core.group.line import StoreLine
 
 store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
 line = StoreLine(lambda: store, "this process", None)
@@ -69,7 +69,7 @@ def test_none_is_left_on_a_busy_machine() -> None:
 
 LOST_MEANWHILE = """
 import sys, threading
-from holdfast.group.line import StoreLine, lose_all
+from holdfast.core.group.line import StoreLine, lose_all
 
 def make():
     global lines

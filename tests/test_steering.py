@@ -13,14 +13,16 @@ import pytest
 import torch
 
 import holdfast
-from holdfast import events, memory_limit, steering
-from holdfast.checkpoint.recorded import parse_segment, segments
-from holdfast.delta import capture, copying
+from holdfast import events
+from holdfast.base import memory_limit
+from holdfast.core.checkpoint.recorded import parse_segment, segments
+from holdfast.core.group import Group
 from holdfast.errors import UsageError
-from holdfast.group import Group
+from holdfast.session import steering
+from holdfast.session.tuning_store import TuningState, TuningStore
 from holdfast.store import LocalStore, MemoryStore
 from holdfast.testing import Slow
-from holdfast.tuning_store import TuningState, TuningStore
+from holdfast.tiers.records import capture, copying
 
 pytestmark = pytest.mark.slow
 

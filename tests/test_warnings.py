@@ -101,4 +101,4 @@ def test_warnings_are_given_by_one_function() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("warnings.warn")
     ]
-    assert {other.split(":")[0] for other in others} == {"errors.py"}, others
+    assert {other.split(":")[0] for other in others} == {"base/errors.py"}, others

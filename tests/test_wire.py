@@ -16,10 +16,20 @@ import pytest
 import torch.distributed as dist
 
 from holdfast import errors
-from holdfast.checkpoint.peers import agree
-from holdfast.delta import messages as delta_messages
-from holdfast.delta.queue import Queue
-from holdfast.delta.segment import Record
+from holdfast.base.wire import (
+    KINDS,
+    WireError,
+    decode_error,
+    decode_json,
+    decode_msgpack,
+    encode_error,
+    rank_errors,
+)
+from holdfast.core.checkpoint.peers import agree
+from holdfast.core.group.board import Board
+from holdfast.core.group.exchange import Exchange
+from holdfast.core.group.line import StoreLine
+from holdfast.core.group.seal import Seal
 from holdfast.errors import (
     AgentError,
     AgentUnreachable,
@@ -30,26 +40,16 @@ from holdfast.errors import (
     SegmentLost,
     UsageError,
 )
-from holdfast.group.board import Board
-from holdfast.group.exchange import Exchange
-from holdfast.group.line import StoreLine
-from holdfast.group.seal import Seal
-from holdfast.memory.decision import Decision
-from holdfast.memory.node import effects, machine
-from holdfast.memory.node import messages as w
-from holdfast.memory.node.jobs import Job, PersistTask, Slot, State
-from holdfast.saving.messages import ReadyToSave, SaveOutcome, Verdict, Written
+from holdfast.formats.write.ranks import Ranks
+from holdfast.live.saving.messages import ReadyToSave, SaveOutcome, Verdict, Written
 from holdfast.store import MemoryStore
-from holdfast.wire import (
-    KINDS,
-    WireError,
-    decode_error,
-    decode_json,
-    decode_msgpack,
-    encode_error,
-    rank_errors,
-)
-from holdfast.writers.ranks import Ranks
+from holdfast.tiers.memory.decision import Decision
+from holdfast.tiers.memory.node import effects, machine
+from holdfast.tiers.memory.node import messages as w
+from holdfast.tiers.memory.node.jobs import Job, PersistTask, Slot, State
+from holdfast.tiers.records import messages as delta_messages
+from holdfast.tiers.records.queue import Queue
+from holdfast.tiers.records.segment import Record
 
 WHERE: dict[str, Any] = {"step": 7, "key": "steps/7/r", "rank": 3, "hint": "free some"}
 INNER = OutOfSpace("disk is full", rank=1, hint="free some")
@@ -325,7 +325,7 @@ def test_a_slot_that_was_not_filled_says_why(error: HoldfastError, kind: type) -
 FIRST_USE = """
 import os, sys, threading
 import msgspec
-from holdfast.wire import decode_json, decode_msgpack
+from holdfast.base.wire import decode_json, decode_msgpack
 
 def together(*ways):
     found, barrier = [], threading.Barrier(len(ways))

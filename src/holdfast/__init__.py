@@ -14,66 +14,80 @@ Names are loaded when first used, so that tools which only look never import tor
 from __future__ import annotations
 
 import importlib
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from holdfast.version import __version__
+from holdfast.base.version import __version__
 
 if TYPE_CHECKING:
-    from holdfast import compression, dcp, errors, events, integrations, sources, store, testing
-    from holdfast.checkpoint.opened import Checkpoint
-    from holdfast.checkpoint.tidying import Keep
-    from holdfast.checkpointer import Checkpointer
-    from holdfast.converting import Converted, convert
-    from holdfast.delta.options import Delta
-    from holdfast.errors import HoldfastError, HoldfastWarning, silence
-    from holdfast.layout import Box
-    from holdfast.looking import open, steps
-    from holdfast.memory.options import Memory
-    from holdfast.once import load, save
+    from holdfast import integrations, testing
+    from holdfast.base import errors, events
+    from holdfast.base.errors import HoldfastError, HoldfastWarning, silence
+    from holdfast.core import store
+    from holdfast.core.checkpoint.opened import Checkpoint
+    from holdfast.core.checkpoint.tidying import Keep
+    from holdfast.core.layout import Box
+    from holdfast.formats.converting import Converted, convert
+    from holdfast.formats.looking import open, steps
+    from holdfast.integrations import dcp
+    from holdfast.launch.recovery import kept, recoverable
+    from holdfast.live import compression, sources
+    from holdfast.live.restore.result import Found, Restored
+    from holdfast.live.saving import Save
+    from holdfast.live.state.ignoring import ignore
+    from holdfast.live.state.rng import Rng
+    from holdfast.live.state.trainable import trainable_only
     from holdfast.policy.tuning import Auto
-    from holdfast.restore.result import Found, Restored
-    from holdfast.run.recovery import kept, recoverable
-    from holdfast.saving import Save
-    from holdfast.schedule import Every
-    from holdfast.state.ignoring import ignore
-    from holdfast.state.rng import Rng
-    from holdfast.state.trainable import trainable_only
+    from holdfast.session.checkpointer import Checkpointer
+    from holdfast.session.once import load, save
+    from holdfast.session.schedule import Every
+    from holdfast.tiers.memory.options import Memory
+    from holdfast.tiers.records.options import Delta
 
 _HOME = {
     "Auto": "holdfast.policy.tuning",
-    "Box": "holdfast.layout",
-    "Checkpoint": "holdfast.checkpoint.opened",
-    "Checkpointer": "holdfast.checkpointer",
-    "Converted": "holdfast.converting",
-    "Delta": "holdfast.delta.options",
-    "Every": "holdfast.schedule",
-    "Found": "holdfast.restore.result",
-    "HoldfastError": "holdfast.errors",
-    "HoldfastWarning": "holdfast.errors",
-    "Keep": "holdfast.checkpoint.tidying",
-    "Memory": "holdfast.memory.options",
-    "Restored": "holdfast.restore.result",
-    "Rng": "holdfast.state.rng",
-    "Save": "holdfast.saving",
-    "compression": "holdfast",
-    "convert": "holdfast.converting",
-    "dcp": "holdfast",
-    "errors": "holdfast",
-    "events": "holdfast",
-    "ignore": "holdfast.state.ignoring",
-    "integrations": "holdfast",
-    "kept": "holdfast.run.recovery",
-    "load": "holdfast.once",
-    "open": "holdfast.looking",
-    "recoverable": "holdfast.run.recovery",
-    "save": "holdfast.once",
-    "silence": "holdfast.errors",
-    "sources": "holdfast",
-    "steps": "holdfast.looking",
-    "store": "holdfast",
-    "testing": "holdfast",
-    "trainable_only": "holdfast.state.trainable",
+    "Box": "holdfast.core.layout",
+    "Checkpoint": "holdfast.core.checkpoint.opened",
+    "Checkpointer": "holdfast.session.checkpointer",
+    "Converted": "holdfast.formats.converting",
+    "Delta": "holdfast.tiers.records.options",
+    "Every": "holdfast.session.schedule",
+    "Found": "holdfast.live.restore.result",
+    "HoldfastError": "holdfast.base.errors",
+    "HoldfastWarning": "holdfast.base.errors",
+    "Keep": "holdfast.core.checkpoint.tidying",
+    "Memory": "holdfast.tiers.memory.options",
+    "Restored": "holdfast.live.restore.result",
+    "Rng": "holdfast.live.state.rng",
+    "Save": "holdfast.live.saving",
+    "convert": "holdfast.formats.converting",
+    "ignore": "holdfast.live.state.ignoring",
+    "kept": "holdfast.launch.recovery",
+    "load": "holdfast.session.once",
+    "open": "holdfast.formats.looking",
+    "recoverable": "holdfast.launch.recovery",
+    "save": "holdfast.session.once",
+    "silence": "holdfast.base.errors",
+    "steps": "holdfast.formats.looking",
+    "trainable_only": "holdfast.live.state.trainable",
 }
+
+_ELSEWHERE = {
+    "checkpoint": "holdfast.core.checkpoint",
+    "codec": "holdfast.core.codec",
+    "compression": "holdfast.live.compression",
+    "dcp": "holdfast.integrations.dcp",
+    "errors": "holdfast.base.errors",
+    "events": "holdfast.base.events",
+    "layout": "holdfast.core.layout",
+    "rules": "holdfast.formats.rules",
+    "sources": "holdfast.live.sources",
+    "store": "holdfast.core.store",
+}
+"""Public modules that are in a room of the house."""
 
 __all__ = [
     "Auto",
@@ -114,11 +128,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ELSEWHERE or name in ("integrations", "testing"):
+        return importlib.import_module(f"holdfast.{name}")
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
-    if home == "holdfast":
-        return importlib.import_module(f"holdfast.{name}")
     try:
         return getattr(importlib.import_module(home), name)
     except ModuleNotFoundError as error:
@@ -131,3 +145,31 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+class _AtHome(Loader):
+    """Gives a module that has been imported by its own name."""
+
+    def __init__(self, home: str) -> None:
+        self._module = importlib.import_module(home)
+        self._spec = self._module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec
+
+
+class _PublicModules(MetaPathFinder):
+    """Finds `holdfast.store` where it is: in a room.  It is the same module by both names."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        package, _, rest = name.partition(".")
+        first, dot, inner = rest.partition(".")
+        if package != __name__ or first not in _ELSEWHERE:
+            return None
+        return ModuleSpec(name, _AtHome(_ELSEWHERE[first] + dot + inner))
+
+
+sys.meta_path.insert(0, _PublicModules())

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import holdfast
-import holdfast.roots
+import holdfast.live.roots
 from builders import memory
-from holdfast.checkpoint.names import read_manifest, step_prefix
-from holdfast.checkpoint.verifying import verify
-from holdfast.converting import convert
+from holdfast.core.checkpoint.names import read_manifest, step_prefix
+from holdfast.core.checkpoint.verifying import verify
 from holdfast.errors import UsageError
-from holdfast.saving.writing import WRITE_BYTES
+from holdfast.formats.converting import convert
+from holdfast.live.saving.writing import WRITE_BYTES
 from holdfast.store import LocalStore, Store, Writer
 
 MIB = 1 << 20
@@ -57,7 +57,7 @@ class CoarseWriter:
 @pytest.mark.parametrize("block_bytes", [4096, 4 * MIB, 16 * MIB, 64 * MIB])
 def test_a_save(block_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Coarse(memory(), block_bytes)
-    monkeypatch.setattr(holdfast.roots, "open_store", lambda url: store)
+    monkeypatch.setattr(holdfast.live.roots, "open_store", lambda url: store)
     values = torch.arange(10 * MIB, dtype=torch.float32)  # 40 MiB
     holdfast.save(store.url, {"data": {"x": values}}, step=1)
     assert verify(store.inner, 1).good

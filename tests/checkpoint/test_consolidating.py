@@ -11,13 +11,13 @@ import pytest
 
 import holdfast
 from builders import FSDP_TP, Tensor, build, memory, transformer
-from holdfast.checkpoint.diffing import compare
-from holdfast.checkpoint.names import committed
-from holdfast.checkpoint.opened import Checkpoint
-from holdfast.checkpoint.outfiles import MIN_MEMORY_BYTES
-from holdfast.checkpoint.verifying import verify
+from holdfast.core.checkpoint.diffing import compare
+from holdfast.core.checkpoint.names import committed
+from holdfast.core.checkpoint.opened import Checkpoint
+from holdfast.core.checkpoint.outfiles import MIN_MEMORY_BYTES
+from holdfast.core.checkpoint.verifying import verify
+from holdfast.core.format.dtypes import numpy_dtype
 from holdfast.errors import Corrupt
-from holdfast.format.dtypes import numpy_dtype
 from holdfast.layout import Cut, Sharding
 from holdfast.store import LocalStore, MemoryStore
 

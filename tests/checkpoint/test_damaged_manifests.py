@@ -20,9 +20,9 @@ import torch
 
 import holdfast
 from cli.calling import call, call_json
-from holdfast.checkpoint.names import committed, manifest_key
-from holdfast.checkpoint.pruning import prunable
-from holdfast.checkpoint.tidying import Keep
+from holdfast.core.checkpoint.names import committed, manifest_key
+from holdfast.core.checkpoint.pruning import prunable
+from holdfast.core.checkpoint.tidying import Keep
 from holdfast.errors import FormatError, HoldfastError, HoldfastWarning, NotFound, RankErrors
 from holdfast.store import LocalStore
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 import holdfast
 from builders import FSDP_TP, Tensor, build, memory, transformer
-from holdfast.checkpoint.diffing import Difference, batches, blocks, compare
-from holdfast.checkpoint.opened import Checkpoint
-from holdfast.format.dtypes import numpy_dtype
-from holdfast.format.extras import file_of
-from holdfast.format.manifest import TensorEntry
+from holdfast.core.checkpoint.diffing import Difference, batches, blocks, compare
+from holdfast.core.checkpoint.opened import Checkpoint
+from holdfast.core.format.dtypes import numpy_dtype
+from holdfast.core.format.extras import file_of
+from holdfast.core.format.manifest import TensorEntry
 from holdfast.layout import Cut, Mesh, Sharding
 
 

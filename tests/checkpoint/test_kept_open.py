@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.checkpoint import files
-from holdfast.checkpoint.files import OpenReaders
+from holdfast.core.checkpoint.files import OpenReaders
 from holdfast.errors import NotFound, Unavailable
 from holdfast.store import LocalStore, MemoryStore
 from holdfast.testing import Counting, Faulty

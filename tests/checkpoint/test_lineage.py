@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.checkpoint.lineage import RECENT, is_in_line, line_from
-from holdfast.checkpoint.names import Saved
+from holdfast.core.checkpoint.lineage import RECENT, is_in_line, line_from
+from holdfast.core.checkpoint.names import Saved
 
 
 def test_a_run_owns_what_it_went_on_from() -> None:

@@ -17,12 +17,12 @@ import holdfast
 from delta.test_exact import check_equal
 from delta.test_offline import Plain, call
 from holdfast import Delta, Every, Keep
-from holdfast.checkpoint.names import RootKeys, manifest_key, run_of_log, step_prefix
-from holdfast.checkpoint.recorded import parse_segment
-from holdfast.dcp.ids import step_of_id
-from holdfast.delta.segment import segment_key
+from holdfast.core.checkpoint.names import RootKeys, manifest_key, run_of_log, step_prefix
+from holdfast.core.checkpoint.recorded import parse_segment
 from holdfast.errors import UsageError
+from holdfast.integrations.dcp.ids import step_of_id
 from holdfast.store import LocalStore, MemoryStore
+from holdfast.tiers.records.segment import segment_key
 from memory.agents import agent
 
 TOKENS = 4_000_000

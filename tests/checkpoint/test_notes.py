@@ -14,8 +14,8 @@ import torch
 
 import holdfast
 from holdfast.checkpoint import notes
-from holdfast.checkpoint.pruning import delete_step, prunable, prune
 from holdfast.cli.main import run
+from holdfast.core.checkpoint.pruning import delete_step, prunable, prune
 from holdfast.errors import Corrupt, FormatError, HoldfastError, NotFound, StoreError, UsageError
 from holdfast.store import LocalStore, MemoryStore, Store, open_store
 from holdfast.testing import Faulty
@@ -84,7 +84,7 @@ def test_a_label_of_a_save_in_flight_keeps_the_former_step(
         return None
 
     store = Faulty(open_store(str(tmp_path)), hold)
-    monkeypatch.setattr("holdfast.roots.open_store", lambda url: store)
+    monkeypatch.setattr("holdfast.live.roots.open_store", lambda url: store)
     keep = holdfast.Keep(last=1)
     with holdfast.Checkpointer(
         str(tmp_path), {"x": torch.ones(3)}, keep=keep, on_error="warn"
@@ -120,7 +120,7 @@ def test_a_label_stays_where_another_save_of_its_step_is_left_out(
             assert gate.wait(300)
 
     store = Faulty(open_store(str(tmp_path)), hold)
-    monkeypatch.setattr("holdfast.roots.open_store", lambda url: store)
+    monkeypatch.setattr("holdfast.live.roots.open_store", lambda url: store)
     state = {"x": torch.ones(3)}
     with holdfast.Checkpointer(str(tmp_path), state, every=100, when_busy="skip") as ckpt:
         ckpt.save(100).wait(300)

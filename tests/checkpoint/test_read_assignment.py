@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.read_assignment import assign
+from holdfast.core.checkpoint.read_assignment import assign
 
 RUNS = st.tuples(st.integers(0, 7), st.integers(0, 60), st.integers(0, 60)).map(
     lambda r: (r[0], min(r[1:]), max(r[1:]))

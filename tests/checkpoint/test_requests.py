@@ -15,11 +15,11 @@ import torch
 
 import holdfast
 from holdfast import store as stores
-from holdfast.checkpoint.claiming import claim
-from holdfast.checkpoint.listing import survey
-from holdfast.checkpoint.pruning import prune
-from holdfast.checkpoint.tidying import Keep
-from holdfast.format.manifest import HEAD_BYTES
+from holdfast.core.checkpoint.claiming import claim
+from holdfast.core.checkpoint.listing import survey
+from holdfast.core.checkpoint.pruning import prune
+from holdfast.core.checkpoint.tidying import Keep
+from holdfast.core.format.manifest import HEAD_BYTES
 from holdfast.store import MemoryStore
 from holdfast.testing import Counting
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from builders import FSDP_TP, Tensor, build, describe, memory, transformer
-from holdfast.checkpoint.reshaping import Reshape, parse_mesh, tensor_bytes
+from holdfast.core.checkpoint.reshaping import Reshape, parse_mesh, tensor_bytes
+from holdfast.core.format.manifest import FileEntry, TensorEntry, from_sharding
 from holdfast.errors import UsageError
-from holdfast.format.manifest import FileEntry, TensorEntry, from_sharding
 from holdfast.layout import Cut, Mesh, Sharding
 
 

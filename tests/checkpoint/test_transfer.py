@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from builders import FSDP_TP, Tensor, build, memory, transformer
 from holdfast.checkpoint import transfer as transferring
-from holdfast.checkpoint.committing import commit
-from holdfast.checkpoint.files import Files
-from holdfast.checkpoint.names import committed, manifest_key, read_manifest, step_prefix
-from holdfast.checkpoint.transfer import Provable, transfer, transfer_files
-from holdfast.checkpoint.verifying import verify
-from holdfast.codec.digest import digest_chunks, num_chunks
-from holdfast.codec.table import DigestTable
+from holdfast.core.checkpoint.committing import commit
+from holdfast.core.checkpoint.files import Files
+from holdfast.core.checkpoint.names import committed, manifest_key, read_manifest, step_prefix
+from holdfast.core.checkpoint.transfer import Provable, transfer, transfer_files
+from holdfast.core.checkpoint.verifying import verify
+from holdfast.core.codec.digest import digest_chunks, num_chunks
+from holdfast.core.codec.table import DigestTable
 from holdfast.errors import Corrupt, Exists, NotFound, StoreError
 from holdfast.layout import Mesh
 from holdfast.store import LocalStore, MemoryStore, Store

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from builders import FSDP_TP, Tensor, build, transformer
-from holdfast.checkpoint.committing import commit
-from holdfast.checkpoint.verifying import good_before, verify
-from holdfast.format.manifest import Manifest
+from holdfast.core.checkpoint.committing import commit
+from holdfast.core.checkpoint.verifying import good_before, verify
+from holdfast.core.format.manifest import Manifest
 from holdfast.layout import Cut, Sharding
 from holdfast.store import LocalStore
 

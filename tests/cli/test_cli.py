@@ -12,13 +12,13 @@ import pytest
 
 from builders import FSDP_TP, Tensor, build, transformer
 from cli.calling import call, call_json
-from holdfast.checkpoint.names import committed
-from holdfast.checkpoint.opened import Checkpoint
+from holdfast.base.sizes import parse_size
 from holdfast.cli.main import VERBS
 from holdfast.cli.options import split_target
 from holdfast.cli.words import ranks_text, size
+from holdfast.core.checkpoint.names import committed
+from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.layout import Cut, Mesh, Sharding
-from holdfast.sizes import parse_size
 from holdfast.store import LocalStore
 
 EXTRAS = {"optim": {"param_groups": [{"lr": 0.1, "params": ["w"]}], "state": {}}, "steps": 3}

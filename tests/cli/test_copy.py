@@ -8,8 +8,8 @@ import pytest
 
 from builders import FSDP_TP, build, transformer
 from cli.calling import call, call_json
-from holdfast.checkpoint.names import committed
-from holdfast.checkpoint.verifying import verify
+from holdfast.core.checkpoint.names import committed
+from holdfast.core.checkpoint.verifying import verify
 from holdfast.store import LocalStore
 
 

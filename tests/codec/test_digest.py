@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.codec.digest import digest, digest_chunks, hexdigest, num_chunks
-from holdfast.codec.table import first_difference
+from holdfast.core.codec.digest import digest, digest_chunks, hexdigest, num_chunks
+from holdfast.core.codec.table import first_difference
 
 
 def table_of(data: bytes, chunk_bytes: int) -> np.ndarray:

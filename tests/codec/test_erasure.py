@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.codec import erasure
-from holdfast.codec.cauchy import coding_matrix, word_bits
-from holdfast.codec.erasure import Bytes, Erasure
-from holdfast.codec.xors import compiled
+from holdfast.core.codec.cauchy import coding_matrix, word_bits
+from holdfast.core.codec.erasure import Bytes, Erasure
+from holdfast.core.codec.xors import compiled
 from holdfast.errors import UsageError
 
 POLYNOMIAL = {1: 0b11, 4: 0b10011, 8: 0b100011101}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.codec.sparse import most_bytes, pack, unpack
+from holdfast.core.codec.sparse import most_bytes, pack, unpack
 from holdfast.errors import FormatError
 
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.codec import stripes
-from holdfast.codec.erasure import Bytes
-from holdfast.codec.stripes import Area, Extent, Stripes
+from holdfast.core.codec.erasure import Bytes
+from holdfast.core.codec.stripes import Area, Extent, Stripes
 from holdfast.errors import NotRecoverable, UsageError
 
 MODERATE = settings(max_examples=100, deadline=None)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.codec.digest import digest_chunks, hexdigest, num_chunks
-from holdfast.codec.table import DigestTable
+from holdfast.core.codec.digest import digest_chunks, hexdigest, num_chunks
+from holdfast.core.codec.table import DigestTable
 from holdfast.errors import Corrupt
 
 

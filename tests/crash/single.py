@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 import holdfast
-import holdfast.checkpointer
-import holdfast.roots
-from holdfast.checkpoint.names import read_manifest, step_prefix
-from holdfast.checkpoint.opened import Checkpoint
-from holdfast.checkpoint.verifying import verify
+import holdfast.live.roots
+import holdfast.session.checkpointer
+from holdfast.core.checkpoint.names import read_manifest, step_prefix
+from holdfast.core.checkpoint.opened import Checkpoint
+from holdfast.core.checkpoint.verifying import verify
 from holdfast.store import MemoryStore, Store
 from holdfast.testing import StopAfter, Stopped
 
@@ -73,7 +73,7 @@ def life(
     """A run that goes on from the newest step, or from step `back`, or begins anew, and saves (step, value)
     after (step, value) until its store is dead; the values of saves that it was told are committed."""
     committed: list[float] = []
-    monkeypatch.setattr(holdfast.roots, "open_store", lambda url: store)
+    monkeypatch.setattr(holdfast.live.roots, "open_store", lambda url: store)
     state = state_of(0)
     with suppress(Stopped):
         ckpt = holdfast.Checkpointer(store.url, state, deadline_s=WAIT_S, anew=anew, **options)

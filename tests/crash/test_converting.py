@@ -18,9 +18,9 @@ import pytest
 import torch
 
 import holdfast
-from holdfast import converting
-from holdfast.checkpoint.diffing import compare
+from holdfast.core.checkpoint.diffing import compare
 from holdfast.errors import Corrupt, HoldfastError, UsageError
+from holdfast.formats import converting
 
 FORMATS = ("universal", "dcp", "deepspeed", "huggingface")
 

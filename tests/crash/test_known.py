@@ -7,9 +7,9 @@ from single import memory
 
 from crash.test_sweeping import put_image, step
 from holdfast import Keep
-from holdfast.checkpoint.names import Known, RootKeys, Saved, manifest_key, read_manifest
-from holdfast.checkpoint.pruning import prune
-from holdfast.checkpoint.verifying import verify
+from holdfast.core.checkpoint.names import Known, RootKeys, Saved, manifest_key, read_manifest
+from holdfast.core.checkpoint.pruning import prune
+from holdfast.core.checkpoint.verifying import verify
 from holdfast.store import Store
 from holdfast.testing import Counting
 
@@ -110,8 +110,8 @@ def test_what_was_deleted_is_forgotten() -> None:
 
 def test_sweeping_takes_an_only_attempt_for_the_one_that_is_named() -> None:
     """And proves it where there is another one."""
-    from holdfast.checkpoint.claiming import Claim
-    from holdfast.checkpoint.tidying import sweep
+    from holdfast.core.checkpoint.claiming import Claim
+    from holdfast.core.checkpoint.tidying import sweep
 
     store = Counting(memory())
     step(store, 1)

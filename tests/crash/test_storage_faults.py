@@ -12,8 +12,8 @@ import torch
 from single import WAIT_S, contents, leftovers, memory, state_of, value_of
 
 import holdfast
-import holdfast.checkpointer
-import holdfast.roots
+import holdfast.live.roots
+import holdfast.session.checkpointer
 from holdfast.errors import Deadline, HoldfastError, RankErrors, Unavailable
 from holdfast.store import LocalStore
 from holdfast.testing import Faulty
@@ -116,7 +116,7 @@ def test_disk_full_is_raised_where_asked_for(small_disk) -> None:
 
 def faulty_run(monkeypatch, fail, inner=None):
     store = inner or memory()
-    monkeypatch.setattr(holdfast.roots, "open_store", lambda url: Faulty(store, fail))
+    monkeypatch.setattr(holdfast.live.roots, "open_store", lambda url: Faulty(store, fail))
     return store, state_of(1.0)
 
 
@@ -163,7 +163,7 @@ class LostAnswer(Wrapper):
 def test_a_commit_whose_answer_is_lost(monkeypatch) -> None:
     """The save is reported as failed; the step exists and is whole: it must not lose its files."""
     store, state = memory(), state_of(1.0)
-    monkeypatch.setattr(holdfast.roots, "open_store", lambda url: LostAnswer(store))
+    monkeypatch.setattr(holdfast.live.roots, "open_store", lambda url: LostAnswer(store))
     ckpt = holdfast.Checkpointer(store.url, state, deadline_s=WAIT_S)
     ckpt.save(1).wait(WAIT_S)
     for value in (2.0, 3.0):
@@ -240,7 +240,7 @@ def test_a_slow_store_holds_nobody(monkeypatch) -> None:
         assert answered.wait(WAIT_S)
 
     slow = Faulty(store, wait)
-    monkeypatch.setattr(holdfast.roots, "open_store", lambda url: slow)
+    monkeypatch.setattr(holdfast.live.roots, "open_store", lambda url: slow)
     ckpt = holdfast.Checkpointer(
         store.url, state_of(1.0), every=holdfast.Every(durable=1), deadline_s=WAIT_S
     )

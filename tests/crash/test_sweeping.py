@@ -15,19 +15,19 @@ from single import memory
 import holdfast
 from builders import Tensor, build
 from holdfast import Keep
-from holdfast.checkpoint.claiming import claim, once_attempt
-from holdfast.checkpoint.names import manifest_key, read_manifest, run_of_log
-from holdfast.checkpoint.pruning import delete_step, prune
-from holdfast.checkpoint.tidying import discard, sweep
-from holdfast.checkpoint.verifying import verify
-from holdfast.codec.digest import hexdigest
-from holdfast.delta.log import tidy_log
-from holdfast.delta.segment import plan_key, segment_key
-from holdfast.delta.writer_registry import WriterEntry, announce, writing_key
+from holdfast.core.checkpoint.claiming import claim, once_attempt
+from holdfast.core.checkpoint.names import manifest_key, read_manifest, run_of_log
+from holdfast.core.checkpoint.pruning import delete_step, prune
+from holdfast.core.checkpoint.tidying import discard, sweep
+from holdfast.core.checkpoint.verifying import verify
+from holdfast.core.codec.digest import hexdigest
 from holdfast.errors import NotFound
 from holdfast.layout import Mesh
 from holdfast.store import LocalStore, Store, open_store
 from holdfast.testing import Counting
+from holdfast.tiers.records.log import tidy_log
+from holdfast.tiers.records.segment import plan_key, segment_key
+from holdfast.tiers.records.writer_registry import WriterEntry, announce, writing_key
 
 
 def step(store: Store, number: int, run: int = 1, value: float = 1.0, **options) -> str:
@@ -204,7 +204,7 @@ def test_a_save_by_itself_sweeps_what_a_dead_one_left(tmp_path) -> None:
 KILLED = """
 import os, signal, sys
 import holdfast
-from holdfast.store.local import LocalWriter
+from holdfast.core.store.local import LocalWriter
 LocalWriter.finish = lambda self: os.kill(os.getpid(), signal.SIGKILL)
 import torch
 holdfast.save(sys.argv[1], {"x": torch.zeros(300_000)}, step=7)

@@ -13,11 +13,11 @@ import pytest
 from single import WAIT_S, contents, life, memory, state_of
 
 import holdfast
-import holdfast.checkpointer
-from holdfast.checkpoint.claiming import Claim, claim, newest_claim, take
-from holdfast.checkpoint.names import WHOLE, RootKeys
-from holdfast.checkpoint.notes import read_notes
-from holdfast.checkpoint.pruning import prune
+import holdfast.session.checkpointer
+from holdfast.core.checkpoint.claiming import Claim, claim, newest_claim, take
+from holdfast.core.checkpoint.names import WHOLE, RootKeys
+from holdfast.core.checkpoint.notes import read_notes
+from holdfast.core.checkpoint.pruning import prune
 from holdfast.errors import RankErrors, UsageError
 
 HOLDER = """

@@ -82,7 +82,7 @@ def main() -> None:
     root, logs, *numbers = sys.argv[1:]
     total, world, max_restarts = map(int, numbers)
     multiprocessing.set_forkserver_preload(
-        ["torch._dynamo", "holdfast.checkpointer", "train_killed"]
+        ["torch._dynamo", "holdfast.session.checkpointer", "train_killed"]
     )
     config = LaunchConfig(
         min_nodes=1,

@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import holdfast
-import holdfast.roots
+import holdfast.live.roots
 from holdfast.store import LocalStore, Store
 from holdfast.testing import Faulty
 from ports import free_port
@@ -78,7 +78,7 @@ def save(
         dcp.save({"w": sharded}, storage_writer=writer)
         return
     if moment and rank == 1:
-        holdfast.roots.open_store = lambda url: dying(LocalStore(url), moment)
+        holdfast.live.roots.open_store = lambda url: dying(LocalStore(url), moment)
     try:
         holdfast.save(root, {"d": {"w": sharded, "v": value}}, step=7, deadline_s=deadline_s)
     except holdfast.HoldfastError as error:

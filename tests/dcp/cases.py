@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 
 import holdfast
 from distributed.cases import run_all
-from holdfast.checkpoint.verifying import verify
+from holdfast.core.checkpoint.verifying import verify
 from holdfast.dcp import Reader, Writer
 from holdfast.store import open_store
 

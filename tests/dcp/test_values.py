@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import holdfast
 from holdfast.dcp import Reader, Writer
-from holdfast.dcp.ids import step_of_id
 from holdfast.errors import UsageError
-from holdfast.saving.writing import WRITE_BYTES
+from holdfast.integrations.dcp.ids import step_of_id
+from holdfast.live.saving.writing import WRITE_BYTES
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

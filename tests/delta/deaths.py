@@ -15,11 +15,11 @@ from typing import Any
 
 from delta import dying_writer
 from delta.test_damage import the_writer
-from holdfast import background
-from holdfast.delta import planning, queue
-from holdfast.delta.copying import GradientCopier, OpenRecord
-from holdfast.delta.queue import Queue
+from holdfast.base import background
 from holdfast.store import LocalStore
+from holdfast.tiers.records import planning, queue
+from holdfast.tiers.records.copying import GradientCopier, OpenRecord
+from holdfast.tiers.records.queue import Queue
 
 
 def arrange(at: str, number: int | str, out: Path) -> None:
@@ -111,7 +111,7 @@ def delay_writer(seconds: float) -> None:
     wait = ["sh", "-c", f'sleep {seconds}; exec "$@"', "sh"]
 
     def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        late = wait if "holdfast.delta.writer" in command else []
+        late = wait if "holdfast.tiers.records.writer" in command else []
         return subprocess.Popen([*late, *command], **options)
 
     background.subprocess = SimpleNamespace(  # type: ignore[assignment]

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from holdfast import background
-from holdfast.delta import writer
+from holdfast.base import background
+from holdfast.tiers.records import writer
 
 CALLS = ("mkdir", "pwrite", "fsync", "link", "replace", "unlink", "rmdir", "ftruncate")
 
@@ -28,7 +28,7 @@ def instead(which: Sequence[int | str], calls: Path, *, trainer: bool) -> Any:
     left = itertools.chain(which, itertools.repeat(0))
 
     def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        if "holdfast.delta.writer" not in command:
+        if "holdfast.tiers.records.writer" not in command:
             return subprocess.Popen(command, **options)
         how = [str(next(left)), str(int(trainer)), str(calls)]
         dying = [sys.executable, "-m", __name__, *command[-2:], *how]

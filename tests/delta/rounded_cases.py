@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import holdfast
-from holdfast.state.placed import local_of
+from holdfast.live.state.placed import local_of
 
 ENDS = 4
 """The step after which all ranks die."""

@@ -21,12 +21,9 @@ import pytest
 import torch
 
 import holdfast
-import holdfast.roots
-from holdfast import background, events
-from holdfast.delta import capture, copying, queue, writer
-from holdfast.delta import log as log_module
-from holdfast.delta.log import open_log
-from holdfast.delta.writer_registry import announce
+import holdfast.live.roots
+from holdfast import events
+from holdfast.base import background
 from holdfast.errors import (
     Deadline,
     HoldfastError,
@@ -37,6 +34,10 @@ from holdfast.errors import (
 )
 from holdfast.store import LocalStore, MemoryStore, open_store
 from holdfast.testing import Counting
+from holdfast.tiers.records import capture, copying, queue, writer
+from holdfast.tiers.records import log as log_module
+from holdfast.tiers.records.log import open_log
+from holdfast.tiers.records.writer_registry import announce
 from memory.agents import await_gone
 from memory.zygote import Lives
 
@@ -574,7 +575,7 @@ def test_records_in_a_store_of_objects(monkeypatch: pytest.MonkeyPatch, batch: i
     """Nothing but what `Store` promises is used: written, replayed, deleted with the steps they follow."""
     name = f"memory://records-{batch}"
     store = Counting(MemoryStore(f"records-{batch}"))
-    monkeypatch.setattr(holdfast.roots, "open_store", lambda url: store)
+    monkeypatch.setattr(holdfast.live.roots, "open_store", lambda url: store)
     monkeypatch.setattr(writer, "open_store", lambda url: store)
     monkeypatch.setattr(background, "subprocess", SimpleNamespace(Popen=InThread, DEVNULL=-3))
     expected = recorded(name, new, 7, batch=batch)  # type: ignore[arg-type]

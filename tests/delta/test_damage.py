@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast import background
-from holdfast.delta.log import open_log
+from holdfast.base import background
 from holdfast.errors import AgentError, Deadline, NotRecoverable, RankErrors
 from holdfast.store import open_store
+from holdfast.tiers.records.log import open_log
 
 from .test_exact import (
     OPTIMIZERS,
@@ -246,7 +246,7 @@ def writers() -> list[int]:
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             if (
                 parent == os.getpid()
-                and b"holdfast.delta.writer" in (folder / "cmdline").read_bytes()
+                and b"holdfast.tiers.records.writer" in (folder / "cmdline").read_bytes()
             ):
                 found.append(int(folder.name))
         except OSError:

@@ -7,8 +7,8 @@ import shutil
 import pytest
 import torch
 
-from holdfast.memory.node import messages as w
-from holdfast.memory.node.client import Client
+from holdfast.tiers.memory.node import messages as w
+from holdfast.tiers.memory.node.client import Client
 from memory.agents import await_gone, kill, pid_of
 from memory.zygote import Lives, Told
 

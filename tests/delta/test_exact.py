@@ -17,9 +17,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import holdfast
-from holdfast.delta.replay import Replay
 from holdfast.errors import UsageError
-from holdfast.state import blockwise
+from holdfast.live.state import blockwise
+from holdfast.tiers.records.replay import Replay
 from state.test_optimizers import Counted
 
 pytestmark = pytest.mark.slow

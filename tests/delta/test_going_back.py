@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import holdfast
-from holdfast.delta.offline import replay_to
 from holdfast.errors import NotFound, UsageError
-from holdfast.saving import steps as steps_of_root
+from holdfast.live.saving import steps as steps_of_root
 from holdfast.store import open_store
+from holdfast.tiers.records.offline import replay_to
 from memory.zygote import Lives
 
 from .test_exact import Run, check_equal, equal, root  # noqa: F401

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import holdfast
-from holdfast import background
-from holdfast.checkpoint.recorded import parse_segment
+from holdfast.base import background
+from holdfast.core.checkpoint.recorded import parse_segment
 from holdfast.store import LocalStore
 from memory.zygote import Lives, Told
 

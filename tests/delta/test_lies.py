@@ -14,8 +14,10 @@ from torch import nn
 
 import holdfast
 from cli import calling
-from holdfast.codec.digest import digest
-from holdfast.delta.segment import (
+from holdfast.core.codec.digest import digest
+from holdfast.errors import FormatError, HoldfastWarning
+from holdfast.store import MemoryStore
+from holdfast.tiers.records.segment import (
     HEAD_BYTES,
     Record,
     SegmentHeader,
@@ -23,8 +25,6 @@ from holdfast.delta.segment import (
     encode_header,
     read_header,
 )
-from holdfast.errors import FormatError, HoldfastWarning
-from holdfast.store import MemoryStore
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 
 from builders import memory
-from holdfast.codec.digest import CHUNK_BYTES, digest_chunks, hexdigest, num_chunks
-from holdfast.delta.segment import (
+from holdfast.core.codec.digest import CHUNK_BYTES, digest_chunks, hexdigest, num_chunks
+from holdfast.store import MemoryStore, Store
+from holdfast.testing import StopAfter, Stopped
+from holdfast.testing.wrappers import Operation, Wrapper
+from holdfast.tiers.records.segment import (
     Record,
     SegmentHeader,
     SegmentPlan,
@@ -22,10 +25,7 @@ from holdfast.delta.segment import (
     put_plan,
     segment_key,
 )
-from holdfast.delta.transfer import transfer_log
-from holdfast.store import MemoryStore, Store
-from holdfast.testing import StopAfter, Stopped
-from holdfast.testing.wrappers import Operation, Wrapper
+from holdfast.tiers.records.transfer import transfer_log
 
 T = TypeVar("T")
 

@@ -13,9 +13,9 @@ from torch import nn
 
 import holdfast
 from cli import calling
-from holdfast.delta import planning
-from holdfast.delta.segment import SegmentHeader
 from holdfast.errors import HoldfastWarning, NotFound, StateMismatch
+from holdfast.tiers.records import planning
+from holdfast.tiers.records.segment import SegmentHeader
 
 from .test_damage import segment
 from .test_exact import (

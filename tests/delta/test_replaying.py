@@ -18,10 +18,10 @@ from torch.optim.optimizer import (
 )
 
 import holdfast
-from holdfast.delta.copying import GradientCopier
-from holdfast.delta.offline import replay_to
 from holdfast.errors import NotRecoverable, UsageError
 from holdfast.store import open_store
+from holdfast.tiers.records.copying import GradientCopier
+from holdfast.tiers.records.offline import replay_to
 from memory.zygote import Lives
 
 from .test_corners import Plain

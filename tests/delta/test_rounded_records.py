@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import holdfast
-from holdfast.compression.marks import HALVES
-from holdfast.delta.log import open_log
-from holdfast.delta.offline import replay_to
-from holdfast.delta.places import MANY, round_into
 from holdfast.errors import UsageError
+from holdfast.live.compression.marks import HALVES
 from holdfast.store import open_store
+from holdfast.tiers.records.log import open_log
+from holdfast.tiers.records.offline import replay_to
+from holdfast.tiers.records.places import MANY, round_into
 from memory.zygote import Lives
 
 from .test_exact import OPTIMIZERS, STEPS, Run, check_equal, checkpointer, forget, recorded, root  # noqa: F401

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 import holdfast
-import holdfast.roots
-from holdfast.delta.space import weigh
+import holdfast.live.roots
 from holdfast.errors import OutOfSpace, Unavailable, UsageError
 from holdfast.store import LocalStore
 from holdfast.testing import Faulty
+from holdfast.tiers.records.space import weigh
 from memory.zygote import Lives
 
 from .test_damage import small_disk  # noqa: F401
@@ -96,7 +96,9 @@ def test_records_pause_while_no_full_save_succeeds(
             return Unavailable("storage is away", key=key)
         return None
 
-    monkeypatch.setattr(holdfast.roots, "open_store", lambda url: Faulty(LocalStore(root), fail))
+    monkeypatch.setattr(
+        holdfast.live.roots, "open_store", lambda url: Faulty(LocalStore(root), fail)
+    )
     run, seen = new(), []
 
     def see() -> None:

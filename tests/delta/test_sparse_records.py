@@ -14,17 +14,17 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.codec.sparse import HEAD_BYTES
-from holdfast.compression.topk import largest
-from holdfast.delta.log import open_log
-from holdfast.delta.optimizers import NamedOptimizer
-from holdfast.delta.packing import BLOCK, PACKED, nonzero, parted
-from holdfast.delta.places import RecordLayout
-from holdfast.delta.planning import agree, held
+from holdfast.core.codec.sparse import HEAD_BYTES
+from holdfast.core.group import Group
 from holdfast.errors import UsageError
-from holdfast.group import Group
-from holdfast.state.arrays import raw_array
+from holdfast.live.compression.topk import largest
+from holdfast.live.state.arrays import raw_array
 from holdfast.store import open_store
+from holdfast.tiers.records.log import open_log
+from holdfast.tiers.records.optimizers import NamedOptimizer
+from holdfast.tiers.records.packing import BLOCK, PACKED, nonzero, parted
+from holdfast.tiers.records.places import RecordLayout
+from holdfast.tiers.records.planning import agree, held
 
 from .test_exact import (
     OPTIMIZERS,

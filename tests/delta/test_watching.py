@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.delta.capture import RecordCapture
-from holdfast.delta.watching import Watch
 from holdfast.errors import UsageError
+from holdfast.tiers.records.capture import RecordCapture
+from holdfast.tiers.records.watching import Watch
 from memory.zygote import Lives
 
 from .test_corners import Plain

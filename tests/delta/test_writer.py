@@ -17,15 +17,15 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.codec.digest import CHUNK_BYTES, num_chunks
-from holdfast.delta import messages as w
-from holdfast.delta import queue as queues
-from holdfast.delta import writer
-from holdfast.delta.capture import RecordCapture
-from holdfast.delta.queue import Queue, WriterProcess, hang_up_former
-from holdfast.delta.ring import Ring
-from holdfast.delta.segment import Record, SegmentHeader, read_header, segment_key
+from holdfast.core.codec.digest import CHUNK_BYTES, num_chunks
 from holdfast.store import LocalStore
+from holdfast.tiers.records import messages as w
+from holdfast.tiers.records import queue as queues
+from holdfast.tiers.records import writer
+from holdfast.tiers.records.capture import RecordCapture
+from holdfast.tiers.records.queue import Queue, WriterProcess, hang_up_former
+from holdfast.tiers.records.ring import Ring
+from holdfast.tiers.records.segment import Record, SegmentHeader, read_header, segment_key
 
 DATA_BYTES = 1000
 STEPS = range(4, 7)

@@ -15,8 +15,8 @@ from collections.abc import Callable
 import torch
 
 import holdfast
-import holdfast.once
-from holdfast.patience import opening
+import holdfast.session.once
+from holdfast.base.patience import opening
 from holdfast.store import be_patient
 
 LIMIT_S = 2.0

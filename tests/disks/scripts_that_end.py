@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 import holdfast
-import holdfast.checkpointer
-import holdfast.roots
+import holdfast.live.roots
+import holdfast.session.checkpointer
 from disks.frozen import Frozen
-from holdfast import threads
+from holdfast.base import threads
 from holdfast.store import LocalStore
 from holdfast.testing import Slow
 
@@ -36,7 +36,7 @@ def train(root: Path, every: holdfast.Every, **options: object) -> holdfast.Chec
     model = torch.nn.Linear(1000, 1000)
     optimizer = torch.optim.AdamW(model.parameters())
     state = {"model": model, "optim": optimizer}
-    holdfast.roots.open_store = lambda url: Slow(LocalStore(url), SLOW_S)
+    holdfast.live.roots.open_store = lambda url: Slow(LocalStore(url), SLOW_S)
     ckpt = holdfast.Checkpointer(root, state, every=every, when_busy="queue", **options)
     ckpt.restore()
     for step in range(1, STEPS + 1):

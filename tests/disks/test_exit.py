@@ -13,8 +13,8 @@ import pytest
 
 import holdfast
 from distributed.launch import launch
-from holdfast.checkpoint.recorded import last_recorded
-from holdfast.checkpoint.verifying import verify
+from holdfast.core.checkpoint.recorded import last_recorded
+from holdfast.core.checkpoint.verifying import verify
 from holdfast.store import open_store
 
 pytestmark = pytest.mark.slow

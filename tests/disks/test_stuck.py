@@ -16,10 +16,11 @@ import torch
 
 import holdfast
 from disks.frozen import Frozen
-from holdfast import patience, tiers
+from holdfast.base import patience
+from holdfast.base.threads import Worker, idle, in_threads
 from holdfast.errors import Deadline, HoldfastError, HoldfastWarning
+from holdfast.session import tiers
 from holdfast.store import LocalStore, be_patient
-from holdfast.threads import Worker, idle, in_threads
 
 DEADLINE_S = 0.4
 """Of calls on storage that does not answer; what is to succeed has more."""

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.patience import Patience, slowest
-from holdfast.saving import durable
+from holdfast.base.patience import Patience, slowest
+from holdfast.live.saving import durable
 
 
 def hangs(patience: Patience, until: threading.Event) -> threading.Thread:

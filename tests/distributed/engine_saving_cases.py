@@ -21,8 +21,8 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import HoldfastError, StateMismatch, UsageError
-from holdfast.state import movers, snapshot
-from holdfast.state.window import Window
+from holdfast.live.state import movers, snapshot
+from holdfast.live.state.window import Window
 
 from .cases import Case, run_all
 from .engines import (

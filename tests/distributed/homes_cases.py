@@ -19,14 +19,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import holdfast
-from holdfast.checkpoint.names import read_manifest
-from holdfast.checkpoint.verifying import verify
+from holdfast.core.checkpoint.names import read_manifest
+from holdfast.core.checkpoint.verifying import verify
 from holdfast.errors import Unavailable
 from holdfast.store import LocalStore, Store, open_store
 from holdfast.testing import Counting, Faulty
-from holdfast.uploading import behind as home_behind
-from holdfast.uploading import upload as uploading
-from holdfast.uploading.records import Outage
+from holdfast.tiers.mirror import behind as home_behind
+from holdfast.tiers.mirror import upload as uploading
+from holdfast.tiers.mirror.records import Outage
 
 from .cases import run_all
 
@@ -59,7 +59,7 @@ def stores(root: Path, behind: Store | None = None) -> Iterator[None]:
         store = open_store(url)
         return behind if behind is not None and behind.url == store.url else store
 
-    with patch("holdfast.roots.open_store", opened):
+    with patch("holdfast.live.roots.open_store", opened):
         yield
 
 

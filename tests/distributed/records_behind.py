@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import holdfast
-from holdfast.codec.digest import hexdigest
+from holdfast.core.codec.digest import hexdigest
 
 DURABLE = 10
 PACE_S = 0.02

@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import holdfast
-from holdfast.checkpoint.names import manifest_key, read_manifest, step_prefix
-from holdfast.format.manifest import encode
+from holdfast.core.checkpoint.names import manifest_key, read_manifest, step_prefix
+from holdfast.core.format.manifest import encode
 from holdfast.store import LocalStore, Store, open_store, register
 from holdfast.testing import Operation
 from holdfast.testing.wrappers import Wrapper

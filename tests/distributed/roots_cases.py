@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast.errors import UsageError
-from holdfast.saving import same_root
+from holdfast.live.saving import same_root
 
 from .cases import run_all
 

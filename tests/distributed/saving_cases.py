@@ -32,8 +32,8 @@ from torch.distributed.tensor import DTensor, Replicate
 import holdfast
 from holdfast import events
 from holdfast.errors import Deadline, OutOfSpace, RankErrors, UsageError
-from holdfast.saving import held
-from holdfast.state import movers, replicas, snapshot
+from holdfast.live.saving import held
+from holdfast.live.state import movers, replicas, snapshot
 from holdfast.testing import Faulty
 
 from .cases import run_all

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.checkpoint.diffing import compare
+from holdfast.core.checkpoint.diffing import compare
 
 from .launch import launch
 

@@ -11,7 +11,7 @@ import torch
 
 import holdfast
 from holdfast.errors import FormatError, HoldfastError, NotFound
-from holdfast.interop.verifying import verify_foreign
+from holdfast.formats.read.verifying import verify_foreign
 
 from .cases import Case, check, run_module
 from .files_cases import CASES, net

@@ -28,7 +28,7 @@ pytest.importorskip("deepspeed")
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
 
-from holdfast.rules.deepspeed import Slices
+from holdfast.formats.rules.deepspeed import Slices
 
 from . import ucp_gpt as gpt
 from . import ucp_megatron, ucp_two

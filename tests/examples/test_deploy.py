@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import yaml
 
-from holdfast.run.command import RESTARTS, parser
-from holdfast.sizes import parse_size
+from holdfast.base.sizes import parse_size
+from holdfast.launch.command import RESTARTS, parser
 
 DEPLOY = Path(__file__).parents[2] / "examples" / "deploy"
 

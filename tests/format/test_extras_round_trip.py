@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from holdfast.core.format.extras import MAX_DEPTH, decode, encode, file_of
 from holdfast.errors import FormatError, UsageError
-from holdfast.format.extras import MAX_DEPTH, decode, encode, file_of
 
 SCALARS = (
     st.none()

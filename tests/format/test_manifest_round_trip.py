@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders import FSDP_TP, Tensor, build, transformer
+from holdfast.core.format.manifest import HEAD_BYTES, Manifest, decode, decode_head, encode
 from holdfast.errors import FormatError, UsageError
-from holdfast.format.manifest import HEAD_BYTES, Manifest, decode, decode_head, encode
 from holdfast.layout import Cut, Mesh, Sharding
 from holdfast.store import MemoryStore
 
@@ -65,7 +65,7 @@ def test_size_does_not_grow_with_ranks_times_tensors() -> None:
 
 
 def test_image_offsets_follow_from_the_manifest(manifest) -> None:
-    from holdfast.checkpoint.verifying import image_of
+    from holdfast.core.checkpoint.verifying import image_of
 
     for file in manifest.files:
         image = image_of(manifest, file, manifest.placement)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from holdfast.codec.digest import digest, hexdigest
-from holdfast.delta.segment import HEAD_BYTES, aligned
+from holdfast.core.codec.digest import digest, hexdigest
+from holdfast.tiers.records.segment import HEAD_BYTES, aligned
 
 OF_BYTES = {
     "flip": 30, "byte": 10, "zero": 6, "extend": 6, "insert": 5, "remove": 5, "number": 14, "copy": 5,

@@ -30,11 +30,11 @@ import torch
 
 import holdfast
 from fuzz import bases, damage
-from holdfast.checkpoint.opened import Checkpoint
-from holdfast.checkpoint.verifying import verify
-from holdfast.delta.offline import replay_to
+from holdfast.core.checkpoint.opened import Checkpoint
+from holdfast.core.checkpoint.verifying import verify
 from holdfast.errors import HoldfastError
 from holdfast.store import LocalStore
+from holdfast.tiers.records.offline import replay_to
 
 CPU_S, WALL_S, MIB = 10, 120, 1024
 """Bounds of one reading: seconds of CPU; of the clock, for what waits takes no CPU; and of memory."""

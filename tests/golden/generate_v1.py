@@ -18,7 +18,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from builders import Tensor, build
-from holdfast.format.dtypes import DTYPES, numpy_dtype
+from holdfast.core.format.dtypes import DTYPES, numpy_dtype
 from holdfast.layout import Box, Cut, Mesh, Sharding
 from holdfast.store import LocalStore
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import holdfast
-from holdfast.checkpoint.verifying import verify
+from holdfast.core.checkpoint.verifying import verify
 from holdfast.store import LocalStore
 
 V1 = Path(__file__).parent / "v1"

@@ -15,8 +15,8 @@ from torch import nn
 import holdfast
 from gpu.devices import DEVICE, needs_device, occupy, other_device
 from holdfast.errors import HoldfastWarning
-from holdfast.state import devices, graphs, lending, movers, snapshot
-from holdfast.state.rng import Rng
+from holdfast.live.state import devices, graphs, lending, movers, snapshot
+from holdfast.live.state.rng import Rng
 
 pytestmark = needs_device
 WAIT_S = 60.0

@@ -18,10 +18,10 @@ from torch.distributed.fsdp import fully_shard
 
 import holdfast
 from gpu.devices import DEVICE
-from holdfast.codec.stripes import copy, rs
-from holdfast.state import movers, snapshot
-from holdfast.state.carrying import CarriedCopies
-from holdfast.state.devices import Moment, devices_in
+from holdfast.core.codec.stripes import copy, rs
+from holdfast.live.state import movers, snapshot
+from holdfast.live.state.carrying import CarriedCopies
+from holdfast.live.state.devices import Moment, devices_in
 from memory.agents import kill
 from memory.test_replica_guard import Replicas, Stepping, trained
 

@@ -11,8 +11,8 @@ from torch import nn
 
 import holdfast
 from gpu.devices import DEVICE, needs_device, occupy
-from holdfast.delta import packing
-from holdfast.state.devices import on_stream
+from holdfast.live.state.devices import on_stream
+from holdfast.tiers.records import packing
 from state.test_devices import Sums
 from state.test_nested_objects import Kept
 
@@ -195,7 +195,7 @@ def test_numbers_in_optimizers_go_on(tmp_path: Path, kind: Any, foreach: bool) -
 
 
 def test_a_write_in_the_window_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from holdfast.state import movers, snapshot
+    from holdfast.live.state import movers, snapshot
 
     monkeypatch.setattr(movers, "SMALL_BYTES", 0)
     net, optimizer = make(0)

@@ -20,7 +20,7 @@ from torch import nn
 
 import holdfast
 from gpu.devices import DEVICE, needs_device, other_device
-from holdfast.state import movers, snapshot
+from holdfast.live.state import movers, snapshot
 from memory.agents import kill
 
 pytestmark = [pytest.mark.slow, needs_device]

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 import holdfast
-from holdfast import threads
+from holdfast.base import threads
 from holdfast.store import LocalStore
-from holdfast.uploading import records
+from holdfast.tiers.mirror import records
 
 
 def hang(*_: object) -> None:

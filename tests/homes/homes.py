@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import holdfast
-import holdfast.roots
+import holdfast.live.roots
 from crash.single import WAIT_S, state_of
 from holdfast.store import MemoryStore, Store
 
@@ -41,7 +41,7 @@ class Homes:
     @contextmanager
     def run(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[Run]:
         """A run; at its end what is pending is uploaded."""
-        monkeypatch.setattr(holdfast.roots, "open_store", self.open)
+        monkeypatch.setattr(holdfast.live.roots, "open_store", self.open)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             state = state_of(0)

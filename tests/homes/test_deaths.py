@@ -25,7 +25,7 @@ def life(monkeypatch, homes: Homes, saves: Saves, *, anew: bool = False, **optio
     """A run that goes on from the newest step, or begins anew, and makes the saves one after the other,
     each uploaded before the next unless the home behind has died; the process itself dies at the end of the
     last."""
-    monkeypatch.setattr(holdfast.roots, "open_store", homes.open)
+    monkeypatch.setattr(holdfast.live.roots, "open_store", homes.open)
     with suppress(Stopped), homes.run(monkeypatch, anew=anew, **options) as run:
         if not anew:
             run.ckpt.restore()

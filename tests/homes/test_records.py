@@ -23,16 +23,16 @@ from delta.test_exact import check_equal
 from delta.test_going_back import train
 from delta.test_offline import Plain
 from holdfast import Delta, Every
-from holdfast.checkpoint.names import read_manifest
-from holdfast.checkpoint.notes import read_notes
-from holdfast.checkpoint.recorded import parse_segment
-from holdfast.delta.log import LogStore
+from holdfast.core.checkpoint.names import read_manifest
+from holdfast.core.checkpoint.notes import read_notes
+from holdfast.core.checkpoint.recorded import parse_segment
+from holdfast.core.store.contract import reads_of
+from holdfast.core.store.views import JoinedStore
 from holdfast.errors import NotFound
 from holdfast.store import LocalStore, MemoryStore
-from holdfast.store.contract import reads_of
-from holdfast.store.views import JoinedStore
-from holdfast.uploading.behind import HomeBehind
-from holdfast.uploading.records import RecordUpload
+from holdfast.tiers.mirror.behind import HomeBehind
+from holdfast.tiers.mirror.records import RecordUpload
+from holdfast.tiers.records.log import LogStore
 from homes import until
 
 TESTS = Path(__file__).parents[1]

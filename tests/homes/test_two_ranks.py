@@ -13,7 +13,7 @@ import holdfast
 from distributed.cases import Case, check, run_module
 from distributed.homes_cases import CASES, SHAPE
 from distributed.launch import launch
-from holdfast.checkpoint.verifying import verify
+from holdfast.core.checkpoint.verifying import verify
 from holdfast.store import LocalStore
 
 pytestmark = pytest.mark.distributed

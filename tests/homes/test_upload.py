@@ -10,14 +10,14 @@ import pytest
 import holdfast
 from crash.single import contents, leftovers, state_of
 from holdfast import Keep, events
-from holdfast.checkpoint.names import manifest_key, read_manifest, step_prefix
-from holdfast.checkpoint.notes import read_notes
-from holdfast.checkpoint.pruning import delete_step
+from holdfast.core.checkpoint.names import manifest_key, read_manifest, step_prefix
+from holdfast.core.checkpoint.notes import read_notes
+from holdfast.core.checkpoint.pruning import delete_step
 from holdfast.errors import NotFound, StoreError, Unavailable, UsageError
 from holdfast.store import LocalStore, open_store
 from holdfast.testing import Faulty, Slow
 from holdfast.testing.wrappers import Operation, Wrapper
-from holdfast.uploading import upload as uploading
+from holdfast.tiers.mirror import upload as uploading
 from homes import Homes, store_like, until
 
 
@@ -124,7 +124,7 @@ class Held(Wrapper):
 
 def test_memory_is_bounded_by_a_part(monkeypatch) -> None:
     """An image of many parts is never in memory as a whole: one part after the other."""
-    monkeypatch.setattr("holdfast.checkpoint.transfer.PART_BYTES", 4096)
+    monkeypatch.setattr("holdfast.core.checkpoint.transfer.PART_BYTES", 4096)
     homes = Homes(behind=Watched(store_like()))
     with homes.run(monkeypatch) as run:
         run.save_and_upload(1)
@@ -359,12 +359,12 @@ def test_two_runs_on_one_home_behind_are_refused(monkeypatch) -> None:
     others.behind = homes.behind
     with homes.run(monkeypatch) as run:
         run.save_and_upload(1)
-        alive = "holdfast.checkpoint.claiming.Claim.alive_elsewhere"
+        alive = "holdfast.core.checkpoint.claiming.Claim.alive_elsewhere"
         monkeypatch.setattr(alive, lambda claim: claim.started != "closed")
         with pytest.raises(UsageError, match="in use by"), others.run(monkeypatch):
             pass
         monkeypatch.undo()
-        monkeypatch.setattr(holdfast.roots, "open_store", homes.open)
+        monkeypatch.setattr(holdfast.live.roots, "open_store", homes.open)
         run.save_and_upload(2)
     assert others.root.list("claims/") == []
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 import holdfast
-from holdfast.codec.digest import hexdigest
-from holdfast.uploading import behind as home_behind
+from holdfast.core.codec.digest import hexdigest
+from holdfast.tiers.mirror import behind as home_behind
 
 
 def digest_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:

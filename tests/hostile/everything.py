@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.checkpoint.opened import Checkpoint, plain_tensor
-from holdfast.format.extras import decode
+from holdfast.core.checkpoint.opened import Checkpoint, plain_tensor
+from holdfast.core.format.extras import decode
 from holdfast.store import Store
 
 

@@ -7,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
+from holdfast.base.wire import encode_error
+from holdfast.core.group import board as of_boards
+from holdfast.core.group.board import Board
+from holdfast.core.group.line import StoreLine
+from holdfast.core.group.seal import KEY_BYTES, MARK_BYTES, Seal
 from holdfast.errors import HoldfastWarning, OutOfSpace
-from holdfast.group import board as of_boards
-from holdfast.group.board import Board
-from holdfast.group.line import StoreLine
-from holdfast.group.seal import KEY_BYTES, MARK_BYTES, Seal
-from holdfast.wire import encode_error
 
 KEY = bytes(range(KEY_BYTES))
 FORGED = b"\1" + encode_error(OutOfSpace("forged"))

@@ -16,7 +16,7 @@ sys.path[:0] = [here, tests]
 import numpy as np
 from test_manifests import raw, sealed, tensor, held, sharding, cut, file, SOUND, FILE, TENSOR
 from everything import read_everything
-from holdfast.checkpoint.names import manifest_key
+from holdfast.core.checkpoint.names import manifest_key
 from holdfast.errors import HoldfastError
 from holdfast.store import MemoryStore
 

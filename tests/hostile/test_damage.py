@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from everything import read_everything
 
-from holdfast.checkpoint.names import manifest_key, read_manifest, step_prefix
-from holdfast.checkpoint.verifying import verify
+from holdfast.core.checkpoint.names import manifest_key, read_manifest, step_prefix
+from holdfast.core.checkpoint.verifying import verify
 from holdfast.errors import Corrupt, FormatError, HoldfastError, NotFound
 
 REGIONS = [
@@ -141,7 +141,7 @@ def test_a_manifest_of_another_step(store) -> None:
 
 
 def test_unverified_reading_still_refuses_what_is_not_there(store) -> None:
-    from holdfast.checkpoint.opened import Checkpoint
+    from holdfast.core.checkpoint.opened import Checkpoint
 
     key, file = images(store)[0]
     store.put(key, store.get(key)[: file.data + 100])

@@ -15,14 +15,14 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.checkpoint.names import manifest_key, read_manifest, step_prefix
-from holdfast.delta import segment
+from holdfast.base.patience import opening
+from holdfast.core.checkpoint.names import manifest_key, read_manifest, step_prefix
+from holdfast.core.store.contract import SMALL_BYTES, WHOLE_BYTES
+from holdfast.core.store.regular import has_hole
 from holdfast.errors import Corrupt, Exists, HoldfastWarning, NotFound, StoreError
-from holdfast.interop.folder import ListedFolder, OneFile
-from holdfast.patience import opening
+from holdfast.formats.read.folder import ListedFolder, OneFile
 from holdfast.store import LocalStore, get_small
-from holdfast.store.contract import SMALL_BYTES, WHOLE_BYTES
-from holdfast.store.regular import has_hole
+from holdfast.tiers.records import segment
 
 TERA = 3 << 40
 

@@ -15,18 +15,18 @@ import torch
 
 import holdfast
 from holdfast import Keep
-from holdfast.checkpoint.claiming import claim
-from holdfast.checkpoint.names import manifest_key, read_manifest
-from holdfast.checkpoint.pruning import delete_step, prunable, prune
-from holdfast.checkpoint.tidying import discard, sweep
-from holdfast.checkpoint.transfer import transfer
-from holdfast.delta.log import tidy_log
-from holdfast.delta.segment import segment_key
+from holdfast.core.checkpoint.claiming import claim
+from holdfast.core.checkpoint.names import manifest_key, read_manifest
+from holdfast.core.checkpoint.pruning import delete_step, prunable, prune
+from holdfast.core.checkpoint.tidying import discard, sweep
+from holdfast.core.checkpoint.transfer import transfer
+from holdfast.core.format.manifest import encode
+from holdfast.core.store.directories import LinkedFolder, opened_below, remove_empty_directories
 from holdfast.errors import HoldfastWarning, UsageError
-from holdfast.format.manifest import encode
-from holdfast.memory.node.segment import Segments
 from holdfast.store import LocalStore
-from holdfast.store.directories import LinkedFolder, opened_below, remove_empty_directories
+from holdfast.tiers.memory.node.segment import Segments
+from holdfast.tiers.records.log import tidy_log
+from holdfast.tiers.records.segment import segment_key
 
 pytestmark = pytest.mark.filterwarnings("ignore::holdfast.HoldfastWarning")
 

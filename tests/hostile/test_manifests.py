@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from everything import read_everything
 
-from holdfast.checkpoint.names import committed, manifest_key
-from holdfast.codec.digest import hexdigest
+from holdfast.core.checkpoint.names import committed, manifest_key
+from holdfast.core.codec.digest import hexdigest
+from holdfast.core.format.manifest import decode
 from holdfast.errors import FormatError, HoldfastError, UnsupportedVersion
-from holdfast.format.manifest import decode
 
 
 def sealed(body: bytes) -> bytes:

@@ -16,11 +16,11 @@ import torch
 import holdfast
 from cli.calling import call
 from holdfast.checkpoint import notes
-from holdfast.checkpoint.names import manifest_key, read_manifest
 from holdfast.cli.screen import say, table
 from holdfast.cli.words import good
+from holdfast.core.checkpoint.names import manifest_key, read_manifest
+from holdfast.core.format.manifest import decode, encode
 from holdfast.errors import FormatError, HoldfastError, RankErrors, printable, warn_user
-from holdfast.format.manifest import decode, encode
 from holdfast.store import LocalStore
 
 EVIL = "w\x1b]0;owned\x07\x1b[2J\x1b[91mx\x9b31m\r\nerror: fake\u202e\u200b"

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.delta.writer_registry import writers, writing_key
 from holdfast.errors import (
     Corrupt,
     FormatError,
@@ -21,8 +20,9 @@ from holdfast.errors import (
     NotRecoverable,
     UsageError,
 )
-from holdfast.interop.verifying import verify_foreign
+from holdfast.formats.read.verifying import verify_foreign
 from holdfast.store import LocalStore
+from holdfast.tiers.records.writer_registry import writers, writing_key
 
 
 def saved(path: Path, value: Any) -> Path:

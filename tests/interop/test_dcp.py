@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.optim.lr_scheduler import LRScheduler
 
 import holdfast
+from holdfast.core.format.dtypes import DTYPES
 from holdfast.errors import (
     Corrupt,
     FormatError,
@@ -38,7 +39,6 @@ from holdfast.errors import (
     StateMismatch,
     UsageError,
 )
-from holdfast.format.dtypes import DTYPES
 
 
 def tensors() -> dict[str, torch.Tensor]:

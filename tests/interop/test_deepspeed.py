@@ -22,6 +22,7 @@ from torch.nn import functional
 import holdfast
 from cli.calling import call
 from distributed.launch import launch
+from holdfast.core.format.extras import decode
 from holdfast.errors import (
     Corrupt,
     FormatError,
@@ -30,11 +31,10 @@ from holdfast.errors import (
     NotFound,
     UsageError,
 )
-from holdfast.format.extras import decode
-from holdfast.interop.deepspeed.opening import open_deepspeed
-from holdfast.interop.deepspeed.tensors import Layouts
-from holdfast.interop.deepspeed.zero import even_cuts, flat_cuts
-from holdfast.state.live import outline_tensor
+from holdfast.formats.read.deepspeed.opening import open_deepspeed
+from holdfast.formats.read.deepspeed.tensors import Layouts
+from holdfast.formats.read.deepspeed.zero import even_cuts, flat_cuts
+from holdfast.live.state.live import outline_tensor
 from holdfast.store import open_store
 
 pytestmark = [
@@ -790,7 +790,7 @@ def test_cuts_against_slices_of_arrays() -> None:
 
 
 def test_a_step_that_is_a_plain_number_is_a_tensor_for_torch() -> None:
-    from holdfast.interop.deepspeed.rest import number
+    from holdfast.formats.read.deepspeed.rest import number
 
     tree: Any = None
     assert outline_tensor(number(tree, "step", 7)["$tensor"]).item() == 7.0

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.opened import Checkpoint
+from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.errors import FormatError, LayoutError
-from holdfast.interop.foreign import Foreign, StoredPart, foreign
-from holdfast.interop.sections import Place
+from holdfast.formats.read.foreign import Foreign, StoredPart, foreign
+from holdfast.formats.read.sections import Place
 from holdfast.layout import Box, Fragment, row_major, whole
 from holdfast.store import LocalStore, MemoryStore, Store
 

@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import holdfast
+from holdfast.core.format.dtypes import DTYPES
+from holdfast.core.format.safetensors import NAMED
 from holdfast.errors import Corrupt, FormatError, HoldfastError, NotFound, StateMismatch, UsageError
-from holdfast.format.dtypes import DTYPES
-from holdfast.format.safetensors import NAMED
 from holdfast.store import open_store
 
 transformers = pytest.importorskip("transformers")

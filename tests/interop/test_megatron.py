@@ -19,8 +19,8 @@ import torch.distributed.checkpoint as dcp
 
 import holdfast
 from holdfast.errors import Corrupt, FormatError, HoldfastError, NotFound, StateMismatch
-from holdfast.interop.megatron.opening import open_megatron
-from holdfast.interop.megatron.tensors import template, unfused
+from holdfast.formats.read.megatron.opening import open_megatron
+from holdfast.formats.read.megatron.tensors import template, unfused
 from holdfast.store import LocalStore
 
 FOLDER = "iter_0000007"

@@ -14,8 +14,8 @@ import pytest
 
 import holdfast
 from holdfast.errors import FormatError
-from holdfast.interop.foreign import Foreign, StoredPart
-from holdfast.interop.megatron.tensors import unflattened
+from holdfast.formats.read.foreign import Foreign, StoredPart
+from holdfast.formats.read.megatron.tensors import unflattened
 from holdfast.layout import Box
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "megatron_0_14.tar.xz"

@@ -31,6 +31,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import holdfast
+from holdfast.core.format.dtypes import DTYPES
+from holdfast.core.format.extras import file_of
 from holdfast.errors import (
     Corrupt,
     FormatError,
@@ -40,10 +42,8 @@ from holdfast.errors import (
     StateMismatch,
     UsageError,
 )
-from holdfast.format.dtypes import DTYPES
-from holdfast.format.extras import file_of
-from holdfast.interop.byindex import proved_names
-from holdfast.interop.verifying import verify_foreign
+from holdfast.formats.read.byindex import proved_names
+from holdfast.formats.read.verifying import verify_foreign
 from holdfast.store import open_store
 
 
@@ -679,7 +679,7 @@ def test_unknown_objects_that_hold_tensors_are_refused(tmp_path: Path) -> None:
 
 def test_values_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists that hold each other, namespaces that hold themselves, and nesting without end."""
-    monkeypatch.setattr("holdfast.interop.unpickle.MAX_NODES", 1 << 16)
+    monkeypatch.setattr("holdfast.formats.read.unpickle.MAX_NODES", 1 << 16)
     loop: list[Any] = []
     loop.append({"again": loop})
     space = argparse.Namespace()

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import FormatError
-from holdfast.interop.unpickle import OpaqueInstance, UnknownInstance, record, unpickle
+from holdfast.formats.read.unpickle import OpaqueInstance, UnknownInstance, record, unpickle
 
 TABLE = {("collections", "OrderedDict"): lambda *items: dict(*items)}
 
@@ -199,7 +199,7 @@ def test_a_value_that_holds_itself() -> None:
 
 def test_members_of_enumerations_are_named_and_not_looked_up() -> None:
     """Python 3.11.0 to 3.11.3 pickle them as `getattr(Class, "NAME")`."""
-    from holdfast.interop.torchfile import table
+    from holdfast.formats.read.torchfile import table
 
     known = table() | {("m", "Kind"): record("Kind")}
     data = b"\x80\x02cbuiltins\ngetattr\ncm\nKind\nX\x03\x00\x00\x00ONE\x86R."
@@ -244,7 +244,7 @@ TEXT = b"X" + struct.pack("<I", 1 << 16) + b"a" * (1 << 16) + b"q\1"
 )
 def test_what_functions_would_hash_or_format_for_ever(data: bytes) -> None:
     """Shared parts are counted as often as they are met, before a function gets them."""
-    from holdfast.interop import torchfile
+    from holdfast.formats.read import torchfile
 
     known = torchfile.table() | {("m", "Kind"): record("Kind")}
     began = time.process_time()
@@ -342,7 +342,7 @@ ALIKE = [number(k * ((1 << 61) - 1)) for k in range(1, 500)]
 )
 def test_little_that_costs_much(what: str, data: bytes) -> None:
     """And is refused before it costs it."""
-    from holdfast.interop import torchfile
+    from holdfast.formats.read import torchfile
 
     known = torchfile.table() | {("m", "Kind"): record("Kind")}
     with pytest.raises(FormatError, match=what):
@@ -351,7 +351,7 @@ def test_little_that_costs_much(what: str, data: bytes) -> None:
 
 def test_names_that_grow() -> None:
     """Each call makes a longer one, and all are kept."""
-    from holdfast.interop import torchfile
+    from holdfast.formats.read import torchfile
 
     text = b"X" + struct.pack("<I", 400) + b"x" * 400 + b"q\0"
     first = text + b"0cbuiltins\ngetattr\nq\1h\1ccollections\nOrderedDict\nh\0\x86Rq\2"

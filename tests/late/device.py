@@ -160,7 +160,7 @@ class Graph:
 
 
 class _PageLocks:
-    """How a test's host memory is page-locked, as `holdfast.state.devices.page_locks` has it."""
+    """How a test's host memory is page-locked, as `holdfast.live.state.devices.page_locks` has it."""
 
     def lock(self, address: int, size: int) -> str:
         core.host_register(address, size)
@@ -172,7 +172,7 @@ class _PageLocks:
 
 def lock_pages(can: bool) -> None:
     """Say whether host memory can be page-locked for it."""
-    from holdfast.state import devices
+    from holdfast.live.state import devices
 
     devices.page_locks.pop("late", None)
     if can:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.run import cutting
+from holdfast.launch import cutting
 
 
 class Backend:

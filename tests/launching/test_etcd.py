@@ -31,9 +31,9 @@ from torch.distributed.elastic.rendezvous import (
     registry,
 )
 
-from holdfast.run.nodes import EndOfRound, Introduction
-from holdfast.run.rendezvous import Rendezvous
-from holdfast.run.torch_rendezvous import as_lost_connection
+from holdfast.launch.nodes import EndOfRound, Introduction
+from holdfast.launch.rendezvous import Rendezvous
+from holdfast.launch.torch_rendezvous import as_lost_connection
 from ports import free_port
 
 from .test_joining import TRAINS

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.run.again import SAME, Failures
-from holdfast.run.hangs import HANG_STEPS, LEAST_HANG_S, OPEN_STEPS, SURE_S, Progress, StepPace
-from holdfast.run.nodes import RankFailure
+from holdfast.launch.again import SAME, Failures
+from holdfast.launch.hangs import HANG_STEPS, LEAST_HANG_S, OPEN_STEPS, SURE_S, Progress, StepPace
+from holdfast.launch.nodes import RankFailure
 
 
 class Run:

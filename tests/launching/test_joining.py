@@ -25,9 +25,9 @@ Begin = Callable[..., tuple["subprocess.Popen[Any]", Path]]
 
 LAUNCHER = """
 import os, sys
-from holdfast.run import command
+from holdfast.launch import command
 if "UNSAVED_S" in os.environ:
-    from holdfast.run import agent
+    from holdfast.launch import agent
     agent.UNSAVED_S = float(os.environ["UNSAVED_S"])
 sys.exit(command.main(sys.argv[1:]))
 """

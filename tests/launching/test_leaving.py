@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from holdfast.run import recovery
-from holdfast.run.channel import (
+from holdfast.launch import recovery
+from holdfast.launch.channel import (
     Beat,
     Done,
     End,

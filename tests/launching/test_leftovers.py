@@ -26,9 +26,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
 
-from holdfast.run import leftovers
-from holdfast.run.cutting import on_devices
-from holdfast.run.forkserver import cuda_has_begun
+from holdfast.launch import leftovers
+from holdfast.launch.cutting import on_devices
+from holdfast.launch.forkserver import cuda_has_begun
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.run.command import main, parser
+from holdfast.launch.command import main, parser
 from launching.test_run import environment, until
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]

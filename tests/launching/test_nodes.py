@@ -7,10 +7,10 @@ import socket
 import pytest
 from msgspec.structs import replace
 
-from holdfast.run.again import SAME, Failures
-from holdfast.run.command import main
-from holdfast.run.door import Door, Neighbour
-from holdfast.run.nodes import (
+from holdfast.launch.again import SAME, Failures
+from holdfast.launch.command import main
+from holdfast.launch.door import Door, Neighbour
+from holdfast.launch.nodes import (
     EndOfRound,
     Introduction,
     RankFailure,

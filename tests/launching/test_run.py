@@ -20,8 +20,8 @@ from torch.distributed.elastic.agent.server import local_elastic_agent
 
 from docs.commands import ROOT, commands_of
 from docs.test_docs import blocks
-from holdfast.run import recovery
-from holdfast.run.command import main
+from holdfast.launch import recovery
+from holdfast.launch.command import main
 from ports import free_port
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.soak]
 
 LAUNCHER = """
 import sys
-from holdfast.run import command, hangs, workers
+from holdfast.launch import command, hangs, workers
 hangs.LEAST_HANG_S, hangs.HANG_STEPS, workers.UNSTEPPED_S = 2.0, 4, 4.0
 sys.exit(command.main(sys.argv[1:]))
 """

@@ -24,11 +24,11 @@ from torch.distributed.elastic.rendezvous import (
     registry,
 )
 
-from holdfast.run.door import NUM_SILENT, Door, Neighbour, knock
-from holdfast.run.meeting_state import as_pickle
-from holdfast.run.nodes import Introduction
-from holdfast.run.rendezvous import quick
-from holdfast.run.sockets import readable
+from holdfast.launch.door import NUM_SILENT, Door, Neighbour, knock
+from holdfast.launch.meeting_state import as_pickle
+from holdfast.launch.nodes import Introduction
+from holdfast.launch.rendezvous import quick
+from holdfast.launch.sockets import readable
 from ports import free_port
 
 from .test_run import until
@@ -144,7 +144,7 @@ def test_a_door_keeps_one_visitor_for_each_node_and_few_that_say_nothing() -> No
 
 
 def test_a_door_lets_go_who_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.run.door.SILENT_S", 0.0)
+    monkeypatch.setattr("holdfast.launch.door.SILENT_S", 0.0)
     with closing(Door(2)) as door, socket.create_connection(("127.0.0.1", door.port)) as stranger:
         until(lambda: bool(door.visitors() or readable([stranger])))
         assert not door.visitors()
@@ -174,8 +174,8 @@ def test_a_neighbour_is_seen_above_the_descriptors_that_select_knows() -> None:
 
 EXHAUSTED = """
 import os, resource
-from holdfast.run.channel import LauncherEnd
-from holdfast.run.sockets import SpareFiles, raise_limit
+from holdfast.launch.channel import LauncherEnd
+from holdfast.launch.sockets import SpareFiles, raise_limit
 
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))

@@ -10,9 +10,9 @@ from typing import Any, cast
 import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
-from holdfast.run.channel import Beat, LauncherEnd, Left
-from holdfast.run.forkserver import ForkServer
-from holdfast.run.workers import Launch, RankProcess, Workers
+from holdfast.launch.channel import Beat, LauncherEnd, Left
+from holdfast.launch.forkserver import ForkServer
+from holdfast.launch.workers import Launch, RankProcess, Workers
 
 
 class Idle:

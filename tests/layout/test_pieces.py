@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import boxes_in, held_by, layouts
 
-import holdfast.layout.pieces as pieces_module
+import holdfast.core.layout.pieces as pieces_module
 from holdfast.layout import Box, Cut, Mesh, Placement, Sharding, Table
 
 MODERATE = settings(max_examples=60, deadline=None)

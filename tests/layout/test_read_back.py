@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import boxes_in, meshes, rows_on
 
-import holdfast.layout.pieces as pieces_module
+import holdfast.core.layout.pieces as pieces_module
 from builders import Tensor, build
-from holdfast.checkpoint.opened import Checkpoint
-from holdfast.checkpoint.verifying import verify
+from holdfast.core.checkpoint.opened import Checkpoint
+from holdfast.core.checkpoint.verifying import verify
 from holdfast.store import MemoryStore
 
 KINDS = {1: np.uint8, 2: np.float16, 4: np.float32, 8: np.int64}

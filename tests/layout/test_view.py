@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.core.layout.view import View
 from holdfast.errors import LayoutError
 from holdfast.layout import tiles
-from holdfast.layout.view import View
 
 MODERATE = settings(max_examples=300, deadline=None)
 

@@ -38,9 +38,9 @@ import torch
 from xxhash import xxh3_64_hexdigest
 
 import holdfast
-from holdfast import roots
-from holdfast.checkpointer import Checkpointer
-from holdfast.state import movers
+from holdfast.live import roots
+from holdfast.live.state import movers
+from holdfast.session.checkpointer import Checkpointer
 from holdfast.testing import Slow
 from loops.loops import BETWEEN, STRIDE, Loop, Swap, bits, drawn, point_of
 from memory.agents import agent
@@ -48,9 +48,10 @@ from memory.agents import agent
 SECONDS = 90.0
 """A loop that takes longer hangs: it computes for some milliseconds."""
 PRELOAD = (
-    "torch._dynamo", "torch.profiler._cupti_monitor", "numpy.ma", "holdfast.once", "holdfast.restart",
-    "holdfast.restore.reading", "holdfast.saving.merging", "holdfast.saving.holding", "holdfast.looking",
-    "holdfast.interop.detect", "holdfast.layout.locating", "holdfast.store.views",
+    "torch._dynamo", "torch.profiler._cupti_monitor", "numpy.ma", "holdfast.session.once",
+    "holdfast.session.restart", "holdfast.live.restore.reading", "holdfast.live.saving.merging",
+    "holdfast.live.saving.holding", "holdfast.formats.looking", "holdfast.formats.read.detect",
+    "holdfast.core.layout.locating", "holdfast.core.store.views",
 )  # fmt: skip
 """What each process would import for itself otherwise: two seconds."""
 LEFT_OUT = "was left out: one was in flight"

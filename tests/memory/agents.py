@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.codec.digest import hexdigest
-from holdfast.host import start_time
-from holdfast.memory.node import messages as w
-from holdfast.memory.node.client import Client
-from holdfast.memory.node.segment import mapped, with_table
+from holdfast.base.host import start_time
+from holdfast.core.codec.digest import hexdigest
+from holdfast.tiers.memory.node import messages as w
+from holdfast.tiers.memory.node.client import Client
+from holdfast.tiers.memory.node.segment import mapped, with_table
 
 JOB = "0123456789abcdef"
 

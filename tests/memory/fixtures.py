@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from holdfast.delta.writer_registry import WriterEntry
-from holdfast.memory.node import messages as w
-from holdfast.memory.node.client import Client
+from holdfast.tiers.memory.node import messages as w
+from holdfast.tiers.memory.node.client import Client
+from holdfast.tiers.records.writer_registry import WriterEntry
 from memory.agents import await_gone, pid_of
 from memory.zygote import Lives
 

@@ -36,12 +36,12 @@ from torch.distributed.tensor.parallel import (
 
 import holdfast
 from delta import deaths
-from holdfast.memory import protecting
-from holdfast.memory.node import client
-from holdfast.memory.node.fetch import Peer
-from holdfast.memory.twin import Gradient, Twin
-from holdfast.saving import planning
-from holdfast.state import movers
+from holdfast.live.saving import planning
+from holdfast.live.state import movers
+from holdfast.tiers.memory import protecting
+from holdfast.tiers.memory.node import client
+from holdfast.tiers.memory.node.fetch import Peer
+from holdfast.tiers.memory.twin import Gradient, Twin
 from memory.agents import kill
 
 WIDTH = 400

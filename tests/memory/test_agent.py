@@ -24,7 +24,9 @@ import msgspec
 import pytest
 
 import holdfast
-from holdfast.codec.stripes import copy
+from holdfast.base.host import start_time
+from holdfast.base.threads import in_threads
+from holdfast.core.codec.stripes import copy
 from holdfast.errors import (
     AgentUnreachable,
     Corrupt,
@@ -34,17 +36,15 @@ from holdfast.errors import (
     SegmentLost,
     UsageError,
 )
-from holdfast.host import start_time
-from holdfast.memory.node import client as c
-from holdfast.memory.node import messages as w
-from holdfast.memory.node.agent import THREADS, Agent
-from holdfast.memory.node.client import Client
-from holdfast.memory.node.fetch import Peer
-from holdfast.memory.node.persist import WRITE_BYTES
-from holdfast.memory.node.protect import guard_bytes
-from holdfast.memory.node.segment import Segments, with_table
-from holdfast.memory.node.tls import serving
-from holdfast.threads import in_threads
+from holdfast.tiers.memory.node import client as c
+from holdfast.tiers.memory.node import messages as w
+from holdfast.tiers.memory.node.agent import THREADS, Agent
+from holdfast.tiers.memory.node.client import Client
+from holdfast.tiers.memory.node.fetch import Peer
+from holdfast.tiers.memory.node.persist import WRITE_BYTES
+from holdfast.tiers.memory.node.protect import guard_bytes
+from holdfast.tiers.memory.node.segment import Segments, with_table
+from holdfast.tiers.memory.node.tls import serving
 from memory.agents import JOB, agent, await_gone, hello, is_gone, kill, noise, pid_of, put
 
 DATA = noise(3_000_000, 1)
@@ -554,7 +554,7 @@ def test_a_killed_process_is_noticed(root: Path) -> None:
     """What it was filling is free again; what it had committed stays, and may be cleaned by hand."""
     script = (
         "import os\nfrom pathlib import Path\nfrom memory.agents import hello, put, noise\n"
-        "from holdfast.memory.node.client import Client\n"
+        "from holdfast.tiers.memory.node.client import Client\n"
         f"client = Client(Path({str(root)!r}))\n"
         "hello(client)\nput(client, '0001-000001', noise(3_000_000, 1))\n"
         "print('put', flush=True)\ninput()\n"
@@ -652,7 +652,7 @@ def test_a_relative_directory_is_one_for_both(
 def test_it_survives_its_starter(root: Path) -> None:
     """The process that started it is killed with its whole group."""
     script = (
-        "import sys\nfrom pathlib import Path\nfrom holdfast.memory.node.client import Client\n"
+        "import sys\nfrom pathlib import Path\nfrom holdfast.tiers.memory.node.client import Client\n"
         f"Client(Path({str(root)!r})).start('127.0.0.1')\nprint('up', flush=True)\ninput()\n"
     )
     starter = subprocess.Popen(

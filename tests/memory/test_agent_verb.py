@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.memory.node import messages as w
-from holdfast.sizes import size_text
+from holdfast.base.sizes import size_text
+from holdfast.tiers.memory.node import messages as w
 from memory import agents
 from memory.agents import await_gone, is_gone, kill, pid_of
 from memory.zygote import Lives, train

@@ -18,8 +18,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import holdfast
-from holdfast.saving import SaveOperation
-from holdfast.state import movers, snapshot
+from holdfast.live.saving import SaveOperation
+from holdfast.live.state import movers, snapshot
 
 WAIT_S = 120.0
 TENSOR_BYTES = 64 << 10

@@ -10,8 +10,8 @@ import torch
 
 import holdfast
 from holdfast.errors import HoldfastWarning
-from holdfast.memory.node import messages as w
-from holdfast.memory.node.client import Client
+from holdfast.tiers.memory.node import messages as w
+from holdfast.tiers.memory.node.client import Client
 from memory.agents import await_gone, pid_of
 
 pytestmark = pytest.mark.slow

@@ -10,8 +10,8 @@ import pytest
 
 import holdfast
 from holdfast.errors import AgentUnreachable
-from holdfast.memory.node import messages as w
-from holdfast.memory.node.client import Client
+from holdfast.tiers.memory.node import messages as w
+from holdfast.tiers.memory.node.client import Client
 from memory.agents import await_gone, kill_together, pid_of, trainers
 from memory.zygote import KILLED, Lives, Told, check, lose, train
 

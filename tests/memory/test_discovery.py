@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.memory import discovery
-from holdfast.memory.node import messages as w
-from holdfast.threads import in_threads
+from holdfast.base.threads import in_threads
+from holdfast.tiers.memory import discovery
+from holdfast.tiers.memory.node import messages as w
 from memory.agents import noise
 
 A, B, C, D = (noise(100_000, seed) for seed in range(4))

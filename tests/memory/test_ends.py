@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.checkpoint.verifying import verify
+from holdfast.core.checkpoint.verifying import verify
 from holdfast.errors import Deadline, HoldfastError, HoldfastWarning, NotFound, UsageError
-from holdfast.memory import job, tier
-from holdfast.memory.node import messages as w
-from holdfast.memory.node.client import Client
 from holdfast.store import open_store
+from holdfast.tiers.memory import job, tier
+from holdfast.tiers.memory.node import messages as w
+from holdfast.tiers.memory.node.client import Client
 from memory.agents import agent, kill
 from memory.zygote import Lives
 

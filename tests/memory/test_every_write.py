@@ -15,13 +15,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.host import start_time
-from holdfast.memory.node import machine
-from holdfast.memory.node import messages as w
-from holdfast.memory.node import segment as seg
-from holdfast.memory.node.agent import Agent
-from holdfast.memory.node.jobs import Job
-from holdfast.memory.node.segment import Segments, mapped, with_table
+from holdfast.base.host import start_time
+from holdfast.tiers.memory.node import machine
+from holdfast.tiers.memory.node import messages as w
+from holdfast.tiers.memory.node import segment as seg
+from holdfast.tiers.memory.node.agent import Agent
+from holdfast.tiers.memory.node.jobs import Job
+from holdfast.tiers.memory.node.segment import Segments, mapped, with_table
 
 JOB = "0123456789abcdef"
 DATA = 300_000

@@ -15,12 +15,12 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import UsageError
-from holdfast.memory.decision import of_all
-from holdfast.memory.feed import Feed
-from holdfast.memory.twin import Gradient, Twin
-from holdfast.saving import holding
-from holdfast.saving.exactness import Exactness
-from holdfast.state import movers, snapshot
+from holdfast.live.saving import holding
+from holdfast.live.saving.exactness import Exactness
+from holdfast.live.state import movers, snapshot
+from holdfast.tiers.memory.decision import of_all
+from holdfast.tiers.memory.feed import Feed
+from holdfast.tiers.memory.twin import Gradient, Twin
 from memory.agents import kill
 
 

@@ -5,13 +5,20 @@ from typing import Any
 import pytest
 
 from holdfast import events
-from holdfast.codec.stripes import Stripes
+from holdfast.core.codec.stripes import Stripes
 from holdfast.errors import OutOfSpace
-from holdfast.memory.decision import Decision, Filled, decided
-from holdfast.memory.grouping import Chosen, Grouping, check_room, chosen_for, kept_bytes, lack
-from holdfast.memory.node import messages as w
-from holdfast.memory.node.protect import guard_bytes
 from holdfast.policy.survival import none, rs
+from holdfast.tiers.memory.decision import Decision, Filled, decided
+from holdfast.tiers.memory.grouping import (
+    Chosen,
+    Grouping,
+    check_room,
+    chosen_for,
+    kept_bytes,
+    lack,
+)
+from holdfast.tiers.memory.node import messages as w
+from holdfast.tiers.memory.node.protect import guard_bytes
 
 MB = 1_000_000
 

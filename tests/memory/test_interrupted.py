@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import holdfast
-from holdfast import checkpointer, ending, tiers
-from holdfast.memory import tier
+from holdfast.session import checkpointer, ending, tiers
+from holdfast.tiers.memory import tier
 from memory.agents import agent
 
 pytestmark = pytest.mark.slow

@@ -11,14 +11,14 @@ import msgspec
 import pytest
 
 import holdfast
-from holdfast.checkpoint.claiming import claim, newest_claim
-from holdfast.checkpoint.names import manifest_key, step_prefix
+from holdfast.core.checkpoint.claiming import claim, newest_claim
+from holdfast.core.checkpoint.names import manifest_key, step_prefix
+from holdfast.core.format.manifest import Manifest, decode, encode
 from holdfast.errors import StoreError, UsageError
-from holdfast.format.manifest import Manifest, decode, encode
-from holdfast.memory.node import messages as w
-from holdfast.memory.node import persist
-from holdfast.memory.node.persist import commit_late
 from holdfast.store import LocalStore, open_store
+from holdfast.tiers.memory.node import messages as w
+from holdfast.tiers.memory.node import persist
+from holdfast.tiers.memory.node.persist import commit_late
 from memory.agents import kill_together, pid_of, trainers
 from memory.zygote import KILLED, Lives, lose
 

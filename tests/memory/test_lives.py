@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from holdfast.checkpoint.names import manifest_key
-from holdfast.codec.digest import CHUNK_BYTES
-from holdfast.format.manifest import decode
-from holdfast.memory.node import messages as w
-from holdfast.memory.node.client import Client
+from holdfast.core.checkpoint.names import manifest_key
+from holdfast.core.codec.digest import CHUNK_BYTES
+from holdfast.core.format.manifest import decode
 from holdfast.store import open_store
+from holdfast.tiers.memory.node import messages as w
+from holdfast.tiers.memory.node.client import Client
 from memory.agents import kill
 from memory.zygote import KILLED, Lives, Told, check, lose, train
 

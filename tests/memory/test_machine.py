@@ -22,11 +22,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.memory.node import effects as e
-from holdfast.memory.node import machine
-from holdfast.memory.node import messages as w
-from holdfast.memory.node.jobs import Job, Slot, State
-from holdfast.wire import WireError
+from holdfast.base.wire import WireError
+from holdfast.tiers.memory.node import effects as e
+from holdfast.tiers.memory.node import machine
+from holdfast.tiers.memory.node import messages as w
+from holdfast.tiers.memory.node.jobs import Job, Slot, State
 
 SCRIPTS = sorted((Path(__file__).parents[1] / "scenarios" / "agent").glob("*.txt"))
 DEFAULTS: dict[str, Any] = {

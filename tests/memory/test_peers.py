@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import AgentUnreachable, Corrupt
-from holdfast.memory.node import messages as w
-from holdfast.memory.node.fetch import Peer
+from holdfast.tiers.memory.node import messages as w
+from holdfast.tiers.memory.node.fetch import Peer
 
 
 def answered(announced: int, sent: bytes, asked: int) -> None:
@@ -50,7 +50,7 @@ def test_an_image_that_is_too_short_is_damaged() -> None:
 IMPATIENT = """
 import asyncio, sys
 from pathlib import Path
-from holdfast.memory.node import agent
+from holdfast.tiers.memory.node import agent
 agent.IDLE_S = 0.3
 asyncio.run(agent.serve(Path(sys.argv[1]), "127.0.0.1", 1 << 20, stay=True, tls=False))
 """

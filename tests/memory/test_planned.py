@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 
 import holdfast
-from holdfast.checkpoint.reshaping import Reshape
 from holdfast.cli.plan import found_for
+from holdfast.core.checkpoint.reshaping import Reshape
 from holdfast.layout import Mesh
-from holdfast.memory.node import messages as w
-from holdfast.memory.node.client import Client
 from holdfast.policy.redundancy import Protection
+from holdfast.tiers.memory.node import messages as w
+from holdfast.tiers.memory.node.client import Client
 from memory.zygote import Lives, train
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from holdfast.errors import Corrupt, HoldfastError, SegmentLost, UsageError
-from holdfast.memory.node import messages as w
-from holdfast.memory.protecting import Protector
-from holdfast.memory.recompute import shadow_of
-from holdfast.memory.twin import MOST_AHEAD, ParamPart, Twin
-from holdfast.state import blockwise
+from holdfast.live.state import blockwise
+from holdfast.tiers.memory.node import messages as w
+from holdfast.tiers.memory.protecting import Protector
+from holdfast.tiers.memory.recompute import shadow_of
+from holdfast.tiers.memory.twin import MOST_AHEAD, ParamPart, Twin
 
 
 @pytest.fixture(autouse=True)

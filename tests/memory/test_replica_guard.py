@@ -12,17 +12,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.codec.stripes import Stripes, copy, rs
-from holdfast.format.image import Image, plan_image
-from holdfast.format.manifest import FileEntry
-from holdfast.memory import replica
-from holdfast.memory.replica import ReplicaGuard, replica_guard
-from holdfast.saving.planning import SavePlan, new_plan
-from holdfast.state.agreed import describe, merge
-from holdfast.state.carrying import CarriedCopies, CarryBuffer
-from holdfast.state.collecting import collect
-from holdfast.state.live import Live
-from holdfast.state.snapshot import Copies, FillProgress
+from holdfast.core.codec.stripes import Stripes, copy, rs
+from holdfast.core.format.image import Image, plan_image
+from holdfast.core.format.manifest import FileEntry
+from holdfast.live.saving.planning import SavePlan, new_plan
+from holdfast.live.state.agreed import describe, merge
+from holdfast.live.state.carrying import CarriedCopies, CarryBuffer
+from holdfast.live.state.collecting import collect
+from holdfast.live.state.live import Live
+from holdfast.live.state.snapshot import Copies, FillProgress
+from holdfast.tiers.memory import replica
+from holdfast.tiers.memory.replica import ReplicaGuard, replica_guard
 
 EXTRAS = 4096
 

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 import holdfast
+from holdfast.base.threads import in_threads
 from holdfast.errors import AgentUnreachable
 from holdfast.events import Event, listen
-from holdfast.memory.node import client as c
-from holdfast.memory.node import messages as w
-from holdfast.threads import in_threads
+from holdfast.tiers.memory.node import client as c
+from holdfast.tiers.memory.node import messages as w
 from memory.agents import JOB, agent, hello, kill, pid_of, put
 from memory.zygote import Lives
 

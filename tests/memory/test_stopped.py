@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from holdfast.memory.node import messages as w
-from holdfast.memory.node.client import Client
+from holdfast.tiers.memory.node import messages as w
+from holdfast.tiers.memory.node.client import Client
 from memory.agents import await_gone, pid_of
 from nodes import elastic_train
 from nodes.story import Life, lives_in

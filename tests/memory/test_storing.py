@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.checkpoint.names import read_manifest
-from holdfast.checkpoint.notes import read_notes
+from holdfast.core.checkpoint.names import read_manifest
+from holdfast.core.checkpoint.notes import read_notes
 from holdfast.errors import AgentUnreachable, HoldfastWarning
 from holdfast.events import listen
-from holdfast.memory.node import messages as w
-from holdfast.memory.node.client import Client
-from holdfast.saving.durable import Durable
+from holdfast.live.saving.durable import Durable
 from holdfast.store import open_store
+from holdfast.tiers.memory.node import messages as w
+from holdfast.tiers.memory.node.client import Client
 from memory.agents import agent
 
 pytestmark = pytest.mark.slow

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.codec.stripes import Stripes, copy
-from holdfast.memory.node import messages as w
-from holdfast.memory.node.client import Client
-from holdfast.memory.node.persist import WRITE_BYTES
-from holdfast.memory.node.protect import WINDOW_BYTES, guard_bytes
-from holdfast.memory.node.throttle import Throttle
-from holdfast.threads import in_threads
+from holdfast.base.threads import in_threads
+from holdfast.core.codec.stripes import Stripes, copy
+from holdfast.tiers.memory.node import messages as w
+from holdfast.tiers.memory.node.client import Client
+from holdfast.tiers.memory.node.persist import WRITE_BYTES
+from holdfast.tiers.memory.node.protect import WINDOW_BYTES, guard_bytes
+from holdfast.tiers.memory.node.throttle import Throttle
 from memory.agents import JOB, agent, hello, kill, noise, put
 
 pytestmark = pytest.mark.slow

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.memory.twin import ParamPart
-from holdfast.memory.twins import Twins
-from holdfast.state.observer import Observer, Order
+from holdfast.live.state.observer import Observer, Order
+from holdfast.tiers.memory.twin import ParamPart
+from holdfast.tiers.memory.twins import Twins
 
 LIMIT_S = 120.0
 

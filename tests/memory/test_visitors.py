@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from holdfast.core.group import Group
 from holdfast.errors import StoreError
-from holdfast.group import Group
-from holdfast.memory.job import JOB_KEY, job_of
-from holdfast.memory.node import visitors as v
-from holdfast.memory.node.client import Client
-from holdfast.memory.node.fetch import Peer
-from holdfast.memory.node.visitors import Visitors, most_strangers
 from holdfast.store import LocalStore
+from holdfast.tiers.memory.job import JOB_KEY, job_of
+from holdfast.tiers.memory.node import visitors as v
+from holdfast.tiers.memory.node.client import Client
+from holdfast.tiers.memory.node.fetch import Peer
+from holdfast.tiers.memory.node.visitors import Visitors, most_strangers
 from memory.agents import JOB, agent, hello, noise, put
 
 MOST = 8

@@ -5,7 +5,7 @@ import sys
 import threading
 from pathlib import Path
 
-from holdfast.host import start_time
+from holdfast.base.host import start_time
 from nodes.cluster import Cluster
 
 with Cluster(2, Path(sys.argv[1])) as cluster:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.host import process_state, start_time
+from holdfast.base.host import process_state, start_time
 
 from .cluster import Cluster, Node
 from .spaces import Process, can_delay
@@ -64,7 +64,7 @@ def hear(asking: Process, word: str) -> None:
 
 
 def test_a_node_has_its_own_name_place_and_memory(cluster: Cluster) -> None:
-    place = [sys.executable, "-c", "from holdfast.host import host_id; print(host_id())"]
+    place = [sys.executable, "-c", "from holdfast.base.host import host_id; print(host_id())"]
     boot = ["cat", "/proc/sys/kernel/random/boot_id"]
     a, b = cluster.nodes
     names = [node.call(place).split()[0] for node in (a, b)]

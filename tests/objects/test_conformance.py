@@ -12,8 +12,8 @@ import pytest
 
 import holdfast
 from builders import FSDP_TP, describe
-from holdfast.checkpoint.committing import commit
-from holdfast.checkpoint.names import manifest_key, read_manifest
+from holdfast.core.checkpoint.committing import commit
+from holdfast.core.checkpoint.names import manifest_key, read_manifest
 from holdfast.errors import Corrupt, Exists, UsageError
 from holdfast.store import Store, get_small, open_store
 from holdfast.testing import Operation, StoreTests
@@ -133,7 +133,7 @@ def test_the_length_of_a_small_object_is_looked_at_first(
 ) -> None:
     """The head of the reply states it, before anything of its body is taken into memory."""
     store.put("a", b"four")
-    monkeypatch.setattr("holdfast.store.objects.SMALL_BYTES", 3)
+    monkeypatch.setattr("holdfast.core.store.objects.SMALL_BYTES", 3)
     with pytest.raises(Corrupt, match=r"'a' in .* has 4 bytes; of its kind at most 3"):
         get_small(store, "a")
     assert store.get("a") == b"four"

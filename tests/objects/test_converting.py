@@ -14,14 +14,14 @@ import torch
 import holdfast
 from builders import FSDP_TP, build, memory, transformer
 from cli.calling import call
-from holdfast import converting
-from holdfast.checkpoint.diffing import compare
-from holdfast.checkpoint.names import committed
-from holdfast.checkpoint.verifying import verify
+from holdfast.core.checkpoint.diffing import compare
+from holdfast.core.checkpoint.names import committed
+from holdfast.core.checkpoint.verifying import verify
 from holdfast.errors import Corrupt, FormatError, HoldfastError, UsageError
+from holdfast.formats import converting
+from holdfast.formats.write import bucket
 from holdfast.store import MemoryStore, Store, open_store
 from holdfast.testing import StopAfter, Stopped
-from holdfast.writers import bucket
 from objects.fixtures import fresh
 from objects.servers import Moto
 

@@ -14,10 +14,10 @@ import torch
 
 import holdfast
 from crash.single import WAIT_S, contents, state_of
-from holdfast.checkpoint.claiming import claim
-from holdfast.checkpoint.verifying import verify
+from holdfast.core.checkpoint.claiming import claim
+from holdfast.core.checkpoint.verifying import verify
 from holdfast.errors import Exists, HoldfastError, HoldfastWarning
-from holdfast.saving import durable
+from holdfast.live.saving import durable
 from holdfast.store import Store, open_store
 from holdfast.testing.stores import cut, raised, read, sample, write_all
 from objects.fixtures import fresh

@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 import holdfast
 from cli.calling import call
 from holdfast.errors import NotFound
-from holdfast.interop import detect
-from holdfast.interop.detect import FORMATS, open_as
-from holdfast.interop.folder import ListedFolder
+from holdfast.formats.read import detect
+from holdfast.formats.read.detect import FORMATS, open_as
+from holdfast.formats.read.folder import ListedFolder
 from holdfast.store import Store, open_store
 from holdfast.testing import Counting
 from objects.fixtures import fresh

@@ -15,7 +15,7 @@ import holdfast
 from crash.single import WAIT_S, contents, leftovers, state_of
 from holdfast import Keep
 from holdfast.store import LocalStore, open_store
-from holdfast.uploading import upload as uploading
+from holdfast.tiers.mirror import upload as uploading
 from objects.fixtures import fresh
 from objects.proxy import Fate, Proxy, Request
 from objects.servers import SeaweedFS

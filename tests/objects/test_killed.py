@@ -16,7 +16,7 @@ import torch
 
 import holdfast
 from crash.single import WAIT_S, contents, leftovers
-from holdfast.checkpoint.verifying import verify
+from holdfast.core.checkpoint.verifying import verify
 from holdfast.errors import HoldfastError
 from holdfast.store import Store, open_store
 from memory.zygote import KILLED, Lives

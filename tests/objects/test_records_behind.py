@@ -15,7 +15,7 @@ import pytest
 import holdfast
 from distributed.launch import Ran, launch
 from distributed.records_behind import DURABLE
-from holdfast.checkpoint.recorded import parse_segment
+from holdfast.core.checkpoint.recorded import parse_segment
 from holdfast.store import open_store
 from objects.fixtures import fresh
 from objects.proxy import Proxy

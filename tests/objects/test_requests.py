@@ -18,9 +18,9 @@ import torch
 
 import holdfast
 from distributed.launch import launch
+from holdfast.base.threads import in_threads
+from holdfast.core.store.objects import PART_BYTES, ObjectStore
 from holdfast.store import keys_below
-from holdfast.store.objects import PART_BYTES, ObjectStore
-from holdfast.threads import in_threads
 from objects.fixtures import fresh
 from objects.google_stub import GoogleStub
 from objects.proxy import Fate, Proxy, Request

@@ -14,7 +14,7 @@ import holdfast
 from holdfast import events
 from holdfast.policy.tuning import Tuner
 from holdfast.policy.wasted import Costs, Frequencies, Rates, choose_frequencies
-from holdfast.steering import costs_of
+from holdfast.session.steering import costs_of
 from objects.fixtures import fresh
 from objects.proxy import Fate, Proxy, Request
 from objects.servers import Moto

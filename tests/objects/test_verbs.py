@@ -16,8 +16,8 @@ import holdfast
 from builders import FSDP_TP, Tensor, build, transformer
 from cli.calling import call, call_json
 from delta.test_log_transfer import put_segment
-from holdfast.checkpoint.names import committed
-from holdfast.checkpoint.verifying import verify
+from holdfast.core.checkpoint.names import committed
+from holdfast.core.checkpoint.verifying import verify
 from holdfast.layout import Cut, Mesh, Sharding
 from holdfast.store import LocalStore, open_store
 from objects.fixtures import fresh

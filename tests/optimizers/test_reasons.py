@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from holdfast.errors import StateMismatch
-from holdfast.state.making import made, says
+from holdfast.live.state.making import made, says
 
 pytestmark = pytest.mark.soak
 

@@ -22,13 +22,13 @@ from torch import nn
 
 import holdfast
 from distributed.cases import Case, run_all
+from holdfast.base.wire import encode_error
+from holdfast.core.group import Group, exchange
+from holdfast.core.group.meeting import meeting_of_job, meeting_over
+from holdfast.core.group.seal import Seal
 from holdfast.errors import Deadline, HoldfastError, HoldfastWarning, OutOfSpace, UsageError
-from holdfast.group import Group, exchange
-from holdfast.group.meeting import meeting_of_job, meeting_over
-from holdfast.group.seal import Seal
-from holdfast.memory.node import messages
-from holdfast.memory.node.client import Client
-from holdfast.wire import encode_error
+from holdfast.tiers.memory.node import messages
+from holdfast.tiers.memory.node.client import Client
 
 DEADLINE_S = 2.0
 LONG_S = 60.0
@@ -175,7 +175,7 @@ def conversion(
 ) -> subprocess.Popen[str]:
     """As a rank would start it: with RANK and WORLD_SIZE inherited."""
     script = (
-        "import sys, holdfast.writers.ranks as ranks; from holdfast.cli.main import main;"
+        "import sys, holdfast.formats.write.ranks as ranks; from holdfast.cli.main import main;"
         f"ranks.MEET_S, ranks.TELL_S = {meet_s}, 0.2; sys.argv[0] = 'holdfast'; main()"
     )
     command = [sys.executable, "-c", script, "convert", str(root), f"{root}-new"]

@@ -37,13 +37,13 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 import holdfast
-import holdfast.checkpointer
 import holdfast.dcp
-import holdfast.once
-from holdfast.group import Group
-from holdfast.memory.node import messages
-from holdfast.memory.node.client import Client
-from holdfast.writers import ranks as converting
+import holdfast.session.checkpointer
+import holdfast.session.once
+from holdfast.core.group import Group
+from holdfast.formats.write import ranks as converting
+from holdfast.tiers.memory.node import messages
+from holdfast.tiers.memory.node.client import Client
 from ports import free_port
 
 RANKS = 3

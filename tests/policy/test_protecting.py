@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from holdfast.codec.stripes import Stripes
+from holdfast.core.codec.stripes import Stripes
 from holdfast.errors import UsageError
 from holdfast.policy.redundancy import choose, groups, parse, protection
 from holdfast.policy.survival import exponential, rs

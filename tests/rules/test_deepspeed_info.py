@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import RuleError
-from holdfast.rules.deepspeed import Slices
+from holdfast.formats.rules.deepspeed import Slices
 
 torch = pytest.importorskip("torch")
 VOCABULARY = 50

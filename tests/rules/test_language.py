@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import RuleError
+from holdfast.formats.rules.pattern import Pattern, _may_match
+from holdfast.formats.rules.source import Span, Text, source_of
 from holdfast.layout import Mesh
 from holdfast.rules import RuleSet, presets
-from holdfast.rules.pattern import Pattern, _may_match
-from holdfast.rules.source import Span, Text, source_of
 
 MESH = Mesh((("dp", 2), ("tp", 2)))
 HEAD = "axes tp, pp\ncopies dp\n"

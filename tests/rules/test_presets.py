@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from holdfast.core.layout.view import View
 from holdfast.layout import Mesh
-from holdfast.layout.view import View
 from holdfast.rules import RuleSet, presets
 
 torch = pytest.importorskip("torch")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 
-from holdfast.layout import Mesh
-from holdfast.rules import RuleSet
-from holdfast.rules.ucp import (
+from holdfast.formats.rules.ucp import (
     fragment_params,
     params_to_average,
     regex,
     replicated_params,
     unique_params,
 )
+from holdfast.layout import Mesh
+from holdfast.rules import RuleSet
 
 TP = Mesh((("tp", 2),))
 

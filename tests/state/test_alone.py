@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.state.alone import lacking
+from holdfast.live.state.alone import lacking
 
 Held = list[dict[str, set[str]]]
 

@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 import holdfast
-from holdfast.checkpoint.verifying import verify
+from holdfast.core.checkpoint.verifying import verify
 from holdfast.errors import FormatError, LayoutError, StateMismatch, UsageError
-from holdfast.state.blocks import block_shape
+from holdfast.live.state.blocks import block_shape
 from holdfast.store import open_store
 
 

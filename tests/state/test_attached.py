@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.checkpoint.names import manifest_key, read_manifest, step_prefix
-from holdfast.checkpoint.verifying import verify
 from holdfast.cli.main import run
+from holdfast.core.checkpoint.names import manifest_key, read_manifest, step_prefix
+from holdfast.core.checkpoint.verifying import verify
+from holdfast.core.format.manifest import AttachedFile, decode, encode
 from holdfast.errors import Corrupt, FormatError, StoreError, UsageError
-from holdfast.format.manifest import AttachedFile, decode, encode
-from holdfast.memory.node.messages import Persist
-from holdfast.memory.node.persist import commit_late
 from holdfast.store import LocalStore
+from holdfast.tiers.memory.node.messages import Persist
+from holdfast.tiers.memory.node.persist import commit_late
 
 FILES = {"config.json": b'{"a": 1}', "tokenizer/vocab.txt": b"x" * 300_000, "empty": b""}
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import lr_scheduler
 
-from holdfast.state.blockwise import Blockwise, changes_nothing
+from holdfast.live.state.blockwise import Blockwise, changes_nothing
 
 BLOCK = 1 << 10
 SHAPES = ((50, 37), (3,), (), (2048,), (7, 5), (256,), (257,))

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.checkpoint.notes import read_notes
-from holdfast.ending import Saves
+from holdfast.base.notices import Notices
+from holdfast.core.checkpoint.notes import read_notes
+from holdfast.core.group import Group
 from holdfast.errors import HoldfastError, Unavailable, UsageError
-from holdfast.group import Group
-from holdfast.notices import Notices
-from holdfast.saving import Save
+from holdfast.live.saving import Save
+from holdfast.session.ending import Saves
 from holdfast.store import LocalStore
 from holdfast.testing import Faulty
 
@@ -116,7 +116,7 @@ def test_not_of_what_failed(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Faulty(
         LocalStore(str(tmp_path)), lambda op, key: next(failures, None) if op == "create" else None
     )
-    monkeypatch.setattr("holdfast.roots.open_store", lambda url: store)
+    monkeypatch.setattr("holdfast.live.roots.open_store", lambda url: store)
     with holdfast.Checkpointer(str(tmp_path), {"x": torch.ones(3)}, on_error="warn") as ckpt:
         ckpt.on_commit(told.append)
         save = ckpt.save(1)

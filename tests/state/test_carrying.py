@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.state import movers, snapshot
-from holdfast.state.carrying import CarriedCopies, CarryBuffer
+from holdfast.live.state import movers, snapshot
+from holdfast.live.state.carrying import CarriedCopies, CarryBuffer
 
 
 def slow(seconds: float):

@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import holdfast
-from holdfast.delta.offline import replay_to
 from holdfast.errors import StateMismatch, UsageError
-from holdfast.state.customised import customised
+from holdfast.live.state.customised import customised
 from holdfast.store import open_store
+from holdfast.tiers.records.offline import replay_to
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*quantize:UserWarning", "ignore:torch.ao")
 

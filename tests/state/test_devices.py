@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.format import extras
-from holdfast.restore import targets
-from holdfast.restore.extras import put_plain_states
+from holdfast.core.format import extras
+from holdfast.live.restore import targets
+from holdfast.live.restore.extras import put_plain_states
+from holdfast.live.state import made
+from holdfast.live.state.collecting import collect
+from holdfast.live.state.customised import Own
+from holdfast.live.state.live import outline_tensor
 from holdfast.sources import Sources
-from holdfast.state import made
-from holdfast.state.collecting import collect
-from holdfast.state.customised import Own
-from holdfast.state.live import outline_tensor
 
 
 class Sums(nn.Module):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.format.dtypes import DTYPES, numpy_dtype
+from holdfast.core.format.dtypes import DTYPES, numpy_dtype
 
 
 def filled(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.state import movers, snapshot, window
+from holdfast.live.state import movers, snapshot, window
 from state.test_window import WAIT_S, Run, different, saved
 
 
@@ -207,7 +207,7 @@ def test_a_loop_over_the_parameters(tmp_path: Path) -> None:
 
 SCRIPT = """
     import sys, threading, torch, holdfast
-    from holdfast.state import movers, snapshot
+    from holdfast.live.state import movers, snapshot
 
     original, go, copied = snapshot.Copies.run, threading.Event(), threading.Event()
 

@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
 
 import holdfast
 from holdfast.errors import HoldfastWarning, StateMismatch
-from holdfast.restore.expected import ASKED, expected_states
+from holdfast.live.restore.expected import ASKED, expected_states
 
 Make = Callable[[Any], torch.optim.Optimizer]
 optim = torch.optim

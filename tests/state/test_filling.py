@@ -193,7 +193,7 @@ def test_one_placeholder_under_two_keys_that_were_two_is_told(
 ) -> None:
     """The second key gets a value of its own; the first keeps the one that the script may hold."""
     for known in ("_restored", "_told"):  # it is told once in a process
-        monkeypatch.setattr(f"holdfast.restore.filling.{known}", set())
+        monkeypatch.setattr(f"holdfast.live.restore.filling.{known}", set())
     z, best, last = values
     holdfast.save(tmp_path, {"w": torch.ones(2), "best": best, "last": last}, step=1)
     state = {"w": torch.zeros(2), "best": z, "last": z}

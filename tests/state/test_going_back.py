@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.checkpoint.pruning import prune
+from holdfast.core.checkpoint.pruning import prune
 from holdfast.store import open_store
 
 

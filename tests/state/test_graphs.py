@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.state import graphs
+from holdfast.live.state import graphs
 
 
 class Graph:

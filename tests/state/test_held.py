@@ -11,8 +11,8 @@ import torch
 
 import holdfast
 from holdfast import events
-from holdfast.saving import held
-from holdfast.saving.held import HeldLong
+from holdfast.live.saving import held
+from holdfast.live.saving.held import HeldLong
 
 
 class Clock:

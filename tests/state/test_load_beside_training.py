@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast import converting
 from holdfast.checkpoint import names, opened, transfer, unproved, verifying
 from holdfast.cli.main import run
 from holdfast.errors import Corrupt, NotFound
-from holdfast.restore import reading, transaction
+from holdfast.formats import converting
+from holdfast.live.restore import reading, transaction
 from holdfast.store import open_store
 
 

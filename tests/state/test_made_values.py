@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import holdfast
 from holdfast.errors import StateMismatch, UsageError
-from holdfast.state.customised import customised
+from holdfast.live.state.customised import customised
 
 Make = Callable[[nn.Module], Any]
 

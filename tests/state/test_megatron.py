@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.layout import Box, tiles
+from holdfast.live.state.placed import Placed, parts_in
+from holdfast.live.state.shards import TensorShard
 from holdfast.sources import Master
-from holdfast.state.placed import Placed, parts_in
-from holdfast.state.shards import TensorShard
 
 ROWS = 4
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import FormatError
-from holdfast.restore.targets import empty_in
+from holdfast.live.restore.targets import empty_in
 
 
 class Transposing(torch.optim.Optimizer):

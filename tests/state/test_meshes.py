@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast.core.format.image import plan_image
 from holdfast.errors import HoldfastError
-from holdfast.format.image import plan_image
 from holdfast.layout import Axis, Box
-from holdfast.saving.planning import new_plan
-from holdfast.state.agreed import describe, merge
-from holdfast.state.live import Live, LiveTensor
-from holdfast.state.placed import Placed, mesh_axes
-from holdfast.state.snapshot import Copies
+from holdfast.live.saving.planning import new_plan
+from holdfast.live.state.agreed import describe, merge
+from holdfast.live.state.live import Live, LiveTensor
+from holdfast.live.state.placed import Placed, mesh_axes
+from holdfast.live.state.snapshot import Copies
 
 
 @dataclass(eq=False)

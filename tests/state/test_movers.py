@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.saving import saver
-from holdfast.state import movers, snapshot
+from holdfast.live.saving import saver
+from holdfast.live.state import movers, snapshot
 
 WIDTH = 64
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from holdfast.state.observer import (
+from holdfast.live.state.observer import (
     Observer,
     Order,
     StepCall,

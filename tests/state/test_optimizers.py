@@ -14,12 +14,12 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import holdfast
+from holdfast.core.group import Group
 from holdfast.errors import StateMismatch, UsageError
-from holdfast.group import Group
-from holdfast.restore.extras import restore_common_state
-from holdfast.restore.groups import moved_groups
-from holdfast.restore.targets import RestoreOptions
-from holdfast.restore.transaction import restore
+from holdfast.live.restore.extras import restore_common_state
+from holdfast.live.restore.groups import moved_groups
+from holdfast.live.restore.targets import RestoreOptions
+from holdfast.live.restore.transaction import restore
 
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 

@@ -23,8 +23,8 @@ from torch.utils.data import (
 )
 
 import holdfast
+from holdfast.core.format.extras import ORDER
 from holdfast.errors import HoldfastWarning
-from holdfast.format.extras import ORDER
 
 pytest.importorskip("torchdata")
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -232,7 +232,7 @@ OTHER: dict[str, tuple[Make, Make, str]] = {
 def test_a_place_in_other_data_is_told(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.state.orders._told", set())
+    monkeypatch.setattr("holdfast.live.state.orders._told", set())
     first, second, words = OTHER[name]
     _, told = went_on(tmp_path, first, second, num=2)
     assert f"'loader' in the data was saved over {words}" in told and told.endswith("[other-data]")
@@ -279,7 +279,7 @@ class Told(Dataset[int]):
 def test_a_step_without_it_is_loaded_as_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.state.collecting.add_order", lambda *_: None)
+    monkeypatch.setattr("holdfast.live.state.collecting.add_order", lambda *_: None)
     expected, told = went_on(tmp_path, GOES_ON["shuffled"], lambda _: loader(22, shuffle=True))
     assert told == "" and not expected
     assert not any(ORDER in name for name in holdfast.open(tmp_path).extras)

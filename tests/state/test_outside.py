@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 import holdfast
+from holdfast.base.notices import Notices
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.integrations.trl_parts import tell_of_generated
-from holdfast.notices import Notices
-from holdfast.state.generators import put_state, state_of
+from holdfast.live.state.generators import put_state, state_of
 
 from .test_trains import backward, net, steps, told, update
 

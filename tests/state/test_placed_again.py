@@ -15,10 +15,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import holdfast
-from holdfast.saving import saver
-from holdfast.state.collecting import collect
-from holdfast.state.live import Live, LiveTensor
-from holdfast.state.placed import place
+from holdfast.live.saving import saver
+from holdfast.live.state.collecting import collect
+from holdfast.live.state.live import Live, LiveTensor
+from holdfast.live.state.placed import place
 
 
 class Run:
@@ -81,8 +81,8 @@ def test_nothing_is_placed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run()
     before = collect(run.state).tensors
     run.train()
-    monkeypatch.setattr("holdfast.state.live.place", None)
-    monkeypatch.setattr("holdfast.state.optimizers.place", None)
+    monkeypatch.setattr("holdfast.live.state.live.place", None)
+    monkeypatch.setattr("holdfast.live.state.optimizers.place", None)
     again = collect(run.state, before=before).tensors
     assert list(again) == list(before)
     assert all(again[name] is before[name] for name in before)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.checkpoint.diffing import compare
+from holdfast.core.checkpoint.diffing import compare
 from holdfast.errors import StateMismatch, UsageError
 
 

@@ -20,9 +20,9 @@ from torch.distributed.optim.apply_optimizer_in_backward import (
 
 import holdfast
 from holdfast.errors import HoldfastError, StateMismatch, UsageError
-from holdfast.memory.feed import check_feedable
-from holdfast.state import movers, snapshot
-from holdfast.state.window import Window
+from holdfast.live.state import movers, snapshot
+from holdfast.live.state.window import Window
+from holdfast.tiers.memory.feed import check_feedable
 from state.test_optimizers import Counted
 
 AdamW, SGD, Adagrad = torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad

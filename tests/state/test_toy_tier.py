@@ -7,13 +7,13 @@ import torch
 from safetensors.numpy import load
 from torch import nn
 
+from holdfast.base.threads import Worker
+from holdfast.core.group import Group
 from holdfast.errors import HoldfastError
-from holdfast.group import Group
-from holdfast.saving.operation import Draft, Request, SaveOperation
-from holdfast.saving.saver import Saver
-from holdfast.state.collecting import RunState
-from holdfast.state.snapshot import Buffer, PrivateBuffer
-from holdfast.threads import Worker
+from holdfast.live.saving.operation import Draft, Request, SaveOperation
+from holdfast.live.saving.saver import Saver
+from holdfast.live.state.collecting import RunState
+from holdfast.live.state.snapshot import Buffer, PrivateBuffer
 
 
 class Toy:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import holdfast
-from holdfast.codec.digest import hexdigest
+from holdfast.core.codec.digest import hexdigest
 from holdfast.errors import FormatError, UsageError
 
 NUMBERS = st.integers() | st.floats() | st.complex_numbers() | st.booleans() | st.none()

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.saving import holding
-from holdfast.state import movers, snapshot, window
+from holdfast.live.saving import holding
+from holdfast.live.state import movers, snapshot, window
 
 WAIT_S = 120.0
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.state.writes import (
+from holdfast.live.state.writes import (
     Mark,
     Marks,
     Origin,

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from holdfast.base.patience import opening
+from holdfast.core.store.bucket import address_of, connect
 from holdfast.errors import HoldfastError, UsageError
-from holdfast.patience import opening
 from holdfast.store import open_store
-from holdfast.store.bucket import address_of, connect
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.core.store.contract import BLOCK_BYTES, Parts, check_prefix
 from holdfast.errors import UsageError
-from holdfast.store.contract import BLOCK_BYTES, Parts, check_prefix
 
 BLOCKS = 6
 

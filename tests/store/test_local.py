@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.core.store.local import sweep
 from holdfast.errors import (
     Corrupt,
     Exists,
@@ -31,7 +32,6 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.store import LocalStore, Store, directories, tempfiles
-from holdfast.store.local import sweep
 from holdfast.testing import StoreTests
 from holdfast.testing.stores import make, raised, read, sample
 

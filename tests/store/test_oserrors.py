@@ -13,9 +13,9 @@ import torch
 
 import holdfast
 from cli.calling import call
+from holdfast.core.store.oserrors import obstacle
 from holdfast.errors import HoldfastError, NotFound, StoreError, Unavailable, UsageError
 from holdfast.store import LocalStore
-from holdfast.store.oserrors import obstacle
 from holdfast.testing.stores import raised
 
 

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from builders import FSDP_TP, build, describe, transformer
-from holdfast.checkpoint.committing import commit
-from holdfast.checkpoint.names import manifest_key, read_manifest
-from holdfast.checkpoint.verifying import verify
+from holdfast.core.checkpoint.committing import commit
+from holdfast.core.checkpoint.names import manifest_key, read_manifest
+from holdfast.core.checkpoint.verifying import verify
+from holdfast.core.format.manifest import encode
 from holdfast.errors import Exists, HoldfastWarning, NotFound, Unavailable, UsageError
-from holdfast.format.manifest import encode
 from holdfast.store import LocalStore, Store, replacing
 from holdfast.testing import Faulty
 from holdfast.testing.stores import raised
@@ -142,7 +142,7 @@ def test_a_damaged_manifest_is_replaced_and_the_same_commit_may_be_said_again(
 
 STUCK = """
 import sys, time
-from holdfast.store.replacing import held
+from holdfast.core.store.replacing import held
 with held(sys.argv[1]):
     print("held", flush=True)
     time.sleep(600)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from holdfast.core.store.views import PartReader, ViewStore
 from holdfast.errors import UsageError
 from holdfast.store import MemoryStore, Reader, Store
-from holdfast.store.views import PartReader, ViewStore
 
 
 class Tails(ViewStore):

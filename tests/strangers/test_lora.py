@@ -12,8 +12,8 @@ from torch import nn
 import holdfast
 from distributed.launch import launch
 from holdfast import Checkpointer, Delta, Every, HoldfastWarning
-from holdfast.memory.node import messages as w
-from holdfast.memory.node.client import Client
+from holdfast.tiers.memory.node import messages as w
+from holdfast.tiers.memory.node.client import Client
 
 pytestmark = pytest.mark.soak
 RECORDS = {"every": Every(durable=4, delta=1), "delta": Delta(batch=1)}

@@ -27,10 +27,10 @@ from ports import free_port
 TESTS = Path(__file__).parent.parent
 PRELOAD = (
     "torch._dynamo",
-    "holdfast.checkpointer",
-    "holdfast.once",
-    "holdfast.restart",
-    "holdfast.looking",
+    "holdfast.session.checkpointer",
+    "holdfast.session.once",
+    "holdfast.session.restart",
+    "holdfast.formats.looking",
 )
 """What a rank would import when it makes an optimizer, or restores: seconds each time."""
 TORCHRUNS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -28,7 +28,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import holdfast
 from holdfast.checkpoint import notes
-from holdfast.checkpoint.notes import read_notes
+from holdfast.core.checkpoint.notes import read_notes
 from holdfast.errors import FormatError, NotRecoverable, UsageError
 from holdfast.integrations import lightning as integration
 from holdfast.integrations.lightning_pointers import beside, label_of, read_pointer

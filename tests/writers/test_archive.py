@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.checkpoint.outfiles import MIN_MEMORY_BYTES, Outfile, write_files
+from holdfast.core.checkpoint.outfiles import MIN_MEMORY_BYTES, Outfile, write_files
 from holdfast.errors import UsageError
+from holdfast.formats.write.archive import ArchivedTensor, ArchivePlan, add_archive, for_torch
+from holdfast.formats.write.pickling import dumps
 from holdfast.store import LocalStore
-from holdfast.writers.archive import ArchivedTensor, ArchivePlan, add_archive, for_torch
-from holdfast.writers.pickling import dumps
 
 LEAVES = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import holdfast
-from holdfast.checkpoint.diffing import compare
+from holdfast.core.checkpoint.diffing import compare
 from holdfast.errors import UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
@@ -139,7 +139,7 @@ def test_dcp_converts_it_by_its_own_tool(
 
 
 def test_large_tensors_are_chunks_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from holdfast.writers import dcp as writer
+    from holdfast.formats.write import dcp as writer
 
     monkeypatch.setattr(writer, "CHUNK_BYTES", 1000)
     value = {"w": torch.randn(61, 7, 3), "v": torch.randn(999), "e": torch.zeros(0, 4)}

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast.wire import wire_error
-from holdfast.writers.ranks import Ranks
+from holdfast.base.wire import wire_error
+from holdfast.formats.write.ranks import Ranks
 
 
 class Group:

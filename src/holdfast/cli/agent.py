@@ -8,15 +8,15 @@ from typing import Annotated
 
 import msgspec
 
+from holdfast.base.errors import AgentUnreachable, UsageError
+from holdfast.base.host import process_state
+from holdfast.base.sizes import parse_size
+from holdfast.base.suggest import did_you_mean
 from holdfast.cli.options import Argument, Option
 from holdfast.cli.screen import Result, say, table
 from holdfast.cli.words import dim, good, many, size
-from holdfast.errors import AgentUnreachable, UsageError
-from holdfast.host import process_state
-from holdfast.memory.node import messages as w
-from holdfast.memory.node.client import Client, check_can_serve
-from holdfast.sizes import parse_size
-from holdfast.suggest import did_you_mean
+from holdfast.tiers.memory.node import messages as w
+from holdfast.tiers.memory.node.client import Client, check_can_serve
 
 ACTIONS = ("status", "start", "run", "stop", "clean")
 OPTIONS_OF = {
@@ -90,7 +90,7 @@ def _start(client: Client, host: str, budget: int, tls: bool) -> None:
 
 def _be_the_agent(client: Client, host: str, budget: int, tls: bool) -> int:
     check_can_serve()
-    from holdfast.memory.node.agent import main
+    from holdfast.tiers.memory.node.agent import main
 
     if client.look() != "nobody":
         raise UsageError(

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Annotated
 
+from holdfast.base.errors import UsageError
+from holdfast.base.sizes import parse_size
 from holdfast.cli.options import Argument, Option, Target, split_target
 from holdfast.cli.screen import Result, phases, say
 from holdfast.cli.words import good, many, size
-from holdfast.converting import FORMATS, Converted, convert
-from holdfast.errors import UsageError
-from holdfast.sizes import parse_size
+from holdfast.formats.converting import FORMATS, Converted, convert
 
 
 def run(
@@ -59,9 +59,9 @@ def run(
 
 def _renaming(url: str, step: int | None, key: str, file: str) -> Callable[[str], str]:
     """New names of a checkpoint's weights.  RuleError if names and renames do not fit each other."""
-    from holdfast.looking import open as open_checkpoint
-    from holdfast.rules import RuleSet
-    from holdfast.writers.planned import WriteOptions, weights
+    from holdfast.formats.looking import open as open_checkpoint
+    from holdfast.formats.rules import RuleSet
+    from holdfast.formats.write.planned import WriteOptions, weights
 
     rules = RuleSet.load(file)
     if not rules.renames:

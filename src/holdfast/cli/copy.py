@@ -6,19 +6,26 @@ import time
 from dataclasses import dataclass
 from typing import Annotated
 
-from holdfast.checkpoint.names import committed, read_manifest
-from holdfast.checkpoint.notes import carry, read_notes
-from holdfast.checkpoint.recorded import segments
-from holdfast.checkpoint.transfer import Transferred, transfer
-from holdfast.checkpoint.unproved import newest_of
+from holdfast.base.errors import (
+    Exists,
+    FormatError,
+    HoldfastError,
+    NotFound,
+    NotRecoverable,
+    UsageError,
+)
 from holdfast.cli.options import Argument, Option, Target, own_root, split_target
 from holdfast.cli.screen import Result, progress, say
 from holdfast.cli.words import bad, dim, good, many, size
-from holdfast.delta.log import leading
-from holdfast.delta.transfer import TransferredLog, transfer_log
-from holdfast.errors import Exists, FormatError, HoldfastError, NotFound, NotRecoverable, UsageError
-from holdfast.interop.detect import near_path, split
-from holdfast.store import Store, open_store
+from holdfast.core.checkpoint.names import committed, read_manifest
+from holdfast.core.checkpoint.notes import carry, read_notes
+from holdfast.core.checkpoint.recorded import segments
+from holdfast.core.checkpoint.transfer import Transferred, transfer
+from holdfast.core.checkpoint.unproved import newest_of
+from holdfast.core.store import Store, open_store
+from holdfast.formats.read.detect import near_path, split
+from holdfast.tiers.records.log import leading
+from holdfast.tiers.records.transfer import TransferredLog, transfer_log
 
 Destination = Annotated[str, Argument("DST", "Root to copy into; made if need be.")]
 

@@ -20,11 +20,11 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from holdfast.checkpoint.diffing import Difference, compare, total_bytes
-from holdfast.checkpoint.opened import Checkpoint
 from holdfast.cli.options import Argument, Option, ShowAll, opened
 from holdfast.cli.screen import Result, heading, progress, say, table
 from holdfast.cli.words import dim, good, many, size
+from holdfast.core.checkpoint.diffing import Difference, compare, total_bytes
+from holdfast.core.checkpoint.opened import Checkpoint
 
 MOST = 20
 

@@ -11,18 +11,18 @@ from typing import Annotated, Any
 
 from msgspec import to_builtins
 
-from holdfast.checkpoint.formatting import cut_short, format_value
-from holdfast.checkpoint.notes import read_notes
-from holdfast.checkpoint.opened import Checkpoint, plain_tensor
+from holdfast.base.errors import UsageError
+from holdfast.base.suggest import did_you_mean
 from holdfast.cli.options import Argument, ShowAll, Target, opened
 from holdfast.cli.screen import Result, Row, fields, heading, say, table
 from holdfast.cli.tensor import entry_data, in_parts, show_tensor, tensor_bytes, tensor_data
 from holdfast.cli.words import age, dim, many, shape_text, size
-from holdfast.errors import UsageError
-from holdfast.format.extras import decode
-from holdfast.format.manifest import Manifest, TensorEntry, to_sharding
-from holdfast.interop.foreign import file_of
-from holdfast.suggest import did_you_mean
+from holdfast.core.checkpoint.formatting import cut_short, format_value
+from holdfast.core.checkpoint.notes import read_notes
+from holdfast.core.checkpoint.opened import Checkpoint, plain_tensor
+from holdfast.core.format.extras import decode
+from holdfast.core.format.manifest import Manifest, TensorEntry, to_sharding
+from holdfast.formats.read.foreign import file_of
 
 KINDS = ("param", "buffer", "tensor")
 """States that are not an optimizer's."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast.checkpoint.names import committed
 from holdfast.cli.options import Root, own_root
 from holdfast.cli.screen import Result, say, table
 from holdfast.cli.words import bad, dim, good, many, size
-from holdfast.delta.log import Log, RecordedStep, open_log
-from holdfast.delta.segment import Identity
-from holdfast.interop.detect import near_path
-from holdfast.store import Store
+from holdfast.core.checkpoint.names import committed
+from holdfast.core.store import Store
+from holdfast.formats.read.detect import near_path
+from holdfast.tiers.records.log import Log, RecordedStep, open_log
+from holdfast.tiers.records.segment import Identity
 
 COLUMNS = (">run", ">steps", ">by", ">size", "lead on from", "replayed from")
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from holdfast.checkpoint.listing import Listing, Step, survey
-from holdfast.checkpoint.names import Saved
-from holdfast.checkpoint.notes import Notes, read_notes
+from holdfast.base.errors import FormatError, HoldfastError
 from holdfast.cli.options import Root
 from holdfast.cli.screen import Result, heading, say, table
 from holdfast.cli.words import age, age_s, bad, dim, good, many, size
-from holdfast.delta.log import leading
-from holdfast.errors import FormatError, HoldfastError
-from holdfast.interop.detect import detect, near_path, open_as, steps_as
-from holdfast.interop.foreign import file_of
-from holdfast.layout import Mesh
-from holdfast.store import Store, open_store
+from holdfast.core.checkpoint.listing import Listing, Step, survey
+from holdfast.core.checkpoint.names import Saved
+from holdfast.core.checkpoint.notes import Notes, read_notes
+from holdfast.core.layout import Mesh
+from holdfast.core.store import Store, open_store
+from holdfast.formats.read.detect import detect, near_path, open_as, steps_as
+from holdfast.formats.read.foreign import file_of
+from holdfast.tiers.records.log import leading
 
 COLUMNS = ("", ">step", ">size", "tier", "age", ">run", "mesh", ">tensors", ">files", "state")
 FOREIGN_COLUMNS = (">step", ">size", "format", ">tensors", ">files", "state")

@@ -16,12 +16,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from holdfast.base.errors import (
+    HoldfastError,
+    HoldfastWarning,
+    NotFound,
+    NotRecoverable,
+    UsageError,
+)
+from holdfast.base.suggest import did_you_mean
+from holdfast.base.version import __version__
 from holdfast.cli.options import Parser, filled
 from holdfast.cli.screen import deliver, say, say_lines
 from holdfast.cli.words import style
-from holdfast.errors import HoldfastError, HoldfastWarning, NotFound, NotRecoverable, UsageError
-from holdfast.suggest import did_you_mean
-from holdfast.version import __version__
 
 VERBS = ("ls", "inspect", "verify", "diff", "plan", "convert", "copy", "prune", "pin", "log", "replay",
          "simulate", "agent")  # fmt: skip
@@ -93,7 +99,7 @@ def _run(words: Sequence[str]) -> int:
 def _launch(words: Sequence[str]) -> int:
     """Run a script on several ranks, as torchrun does, and recover it in place.  (Nothing of ours is around
     the processes that it forks, so it is called before anything else is begun.)"""
-    status: int = importlib.import_module("holdfast.run.command").main(words)
+    status: int = importlib.import_module("holdfast.launch.command").main(words)
     return status
 
 

@@ -31,13 +31,13 @@ from functools import partial
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args, get_origin, get_type_hints
 
-from holdfast.arguments import shown, step_of
-from holdfast.errors import HoldfastError, UsageError
-from holdfast.suggest import did_you_mean
+from holdfast.base.arguments import shown, step_of
+from holdfast.base.errors import HoldfastError, UsageError
+from holdfast.base.suggest import did_you_mean
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint.opened import Checkpoint
-    from holdfast.store import Store
+    from holdfast.core.checkpoint.opened import Checkpoint
+    from holdfast.core.store import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +247,7 @@ def _split_url(text: str) -> tuple[str, int | None]:
 
 def opened(target: str) -> Checkpoint:
     """The step that a target names, ours or foreign."""
-    from holdfast.looking import open
+    from holdfast.formats.looking import open
 
     url, step = split_target(target)
     return open(url, step=step)
@@ -255,8 +255,8 @@ def opened(target: str) -> Checkpoint:
 
 def own_root(url: str, why: str, hint: str | None = None) -> Store:
     """A root of our own; UsageError for a foreign checkpoint, which says `why` it will not do."""
-    from holdfast.interop.detect import detect
-    from holdfast.store import open_store
+    from holdfast.core.store import open_store
+    from holdfast.formats.read.detect import detect
 
     foreign = detect(url)
     if foreign is not None:
@@ -281,9 +281,9 @@ def _is_folder(text: str, url: str, step: int) -> bool:
 
 def _is_there(url: str) -> bool:
     """True if anything lies at a path, or in a store of that name."""
-    from holdfast.interop.detect import split
-    from holdfast.interop.folder import OneFile, open_place
-    from holdfast.store import LocalStore
+    from holdfast.core.store import LocalStore
+    from holdfast.formats.read.detect import split
+    from holdfast.formats.read.folder import OneFile, open_place
 
     try:
         store = open_place(split(url)[1])
@@ -296,7 +296,7 @@ def _is_there(url: str) -> bool:
 
 def _steps(url: str) -> list[int]:
     """The steps of whatever lies there; none if it is no checkpoint."""
-    from holdfast.looking import steps
+    from holdfast.formats.looking import steps
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the verb itself tells of what it finds

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from holdfast.arguments import step_of
-from holdfast.checkpoint import notes
+from holdfast.base.arguments import step_of
+from holdfast.base.errors import NotFound, UsageError
 from holdfast.cli.options import Argument, Option, Root, own_root
 from holdfast.cli.screen import Result, say
-from holdfast.errors import NotFound, UsageError
+from holdfast.core.checkpoint import notes
 
 STEP_AND_LABEL = "The step, and a label for it; with --remove the label alone."
 

@@ -10,13 +10,13 @@ import math
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from holdfast.checkpoint.opened import Checkpoint
-from holdfast.checkpoint.reshaping import Reading, Reshape, parse_mesh, tensor_bytes
+from holdfast.base.errors import UsageError
 from holdfast.cli.options import Option, ShowAll, Target, opened
 from holdfast.cli.screen import Result, Row, fields, heading, say, table
 from holdfast.cli.words import dim, many, ranks_text, size
-from holdfast.errors import UsageError
-from holdfast.layout import Mesh
+from holdfast.core.checkpoint.opened import Checkpoint
+from holdfast.core.checkpoint.reshaping import Reading, Reshape, parse_mesh, tensor_bytes
+from holdfast.core.layout import Mesh
 from holdfast.policy.redundancy import Protection, choose, parse, protection
 from holdfast.policy.survival import Scheme, copy, none, rs
 
@@ -73,9 +73,9 @@ def run(
 def _by_rules(
     target: str, mesh: Mesh, file: str, let: list[str], rank: int | None, show_all: bool
 ) -> Result:
-    from holdfast.checkpoint.rule_plan import RulePlan
     from holdfast.cli import ruled
-    from holdfast.rules import RuleSet
+    from holdfast.formats.rules import RuleSet
+    from holdfast.formats.rules.rule_plan import RulePlan
 
     rules = RuleSet.load(file, let=ruled.parse_let(let))
     if rank is not None and not 0 <= rank < mesh.world:

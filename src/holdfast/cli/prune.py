@@ -5,18 +5,18 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from holdfast.arguments import MAX_STEP, count_of, unfit
-from holdfast.checkpoint.listing import Step, survey
-from holdfast.checkpoint.names import Saved
-from holdfast.checkpoint.notes import read_notes
-from holdfast.checkpoint.pruning import prunable, prune, seconds_in
-from holdfast.checkpoint.tidying import Keep
+from holdfast.base.arguments import MAX_STEP, count_of, unfit
+from holdfast.base.errors import UsageError
 from holdfast.cli.options import Option, Root, own_root
 from holdfast.cli.screen import Result, say, table
 from holdfast.cli.words import bad, dim, good, many, size
-from holdfast.delta.log import leading, tidy_log
-from holdfast.errors import UsageError
-from holdfast.store import open_store
+from holdfast.core.checkpoint.listing import Step, survey
+from holdfast.core.checkpoint.names import Saved
+from holdfast.core.checkpoint.notes import read_notes
+from holdfast.core.checkpoint.pruning import prunable, prune, seconds_in
+from holdfast.core.checkpoint.tidying import Keep
+from holdfast.core.store import open_store
+from holdfast.tiers.records.log import leading, tidy_log
 
 
 def run(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from holdfast.base.errors import Exists
 from holdfast.cli.options import Argument, Option, Root, own_root
 from holdfast.cli.screen import Result, say
 from holdfast.cli.words import many
-from holdfast.errors import Exists
-from holdfast.store import open_store
+from holdfast.core.store import open_store
 
 
 def run(
@@ -20,10 +20,10 @@ def run(
 
     On the CPU, with the whole state in memory.  Optimizers of torch only.
     """
-    from holdfast.checkpoint.names import committed
-    from holdfast.delta.offline import replay_to
-    from holdfast.once import save
-    from holdfast.roots import require_native_root
+    from holdfast.core.checkpoint.names import committed
+    from holdfast.live.roots import require_native_root
+    from holdfast.session.once import save
+    from holdfast.tiers.records.offline import replay_to
 
     store = own_root(url, "has no records")
     require_native_root(into)

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from holdfast.checkpoint.opened import Checkpoint
-from holdfast.checkpoint.rule_plan import RuledTensor, RulePlan, Share
+from holdfast.base.errors import UsageError
 from holdfast.cli.inspect import KINDS, fold
 from holdfast.cli.plan import coordinates
 from holdfast.cli.screen import Row, heading, say, table
 from holdfast.cli.words import dim, many, shape_text, size
-from holdfast.errors import UsageError
-from holdfast.format.manifest import TensorEntry
-from holdfast.layout.view import View
+from holdfast.core.checkpoint.opened import Checkpoint
+from holdfast.core.format.manifest import TensorEntry
+from holdfast.core.layout.view import View
+from holdfast.formats.rules.rule_plan import RuledTensor, RulePlan, Share
 
 MOST_ROWS = 60
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from shutil import get_terminal_size
 from typing import Any, TextIO
 
+from holdfast.base.errors import printable
 from holdfast.cli.words import MARKS, STYLE, dim, style
-from holdfast.errors import printable
 
 Row = Sequence[str | int]
 """Cells of a table's line.  Numbers are written with commas; cells that lack at the end are empty."""

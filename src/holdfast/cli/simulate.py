@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
+from holdfast.base.errors import UsageError
+from holdfast.base.sizes import parse_size
 from holdfast.cli.options import Argument, Option
 from holdfast.cli.screen import Result, say
-from holdfast.errors import UsageError
-from holdfast.sizes import parse_size
 
 if TYPE_CHECKING:
     from holdfast.policy.cluster import Cluster

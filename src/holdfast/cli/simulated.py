@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.base.errors import UsageError
 from holdfast.cli.screen import Row, fields, heading, say, say_lines, table
 from holdfast.cli.words import size
-from holdfast.errors import UsageError
 from holdfast.policy.cluster import HOUR_S, Cluster, at_random, from_trace
 from holdfast.policy.simulate import Outcome, simulate, strategies
 from holdfast.policy.tuning import Auto

@@ -22,15 +22,15 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.checkpoint.formatting import cut_short
-from holdfast.checkpoint.opened import Checkpoint
 from holdfast.cli.screen import Row, fields, heading, say, table
 from holdfast.cli.words import dim, many, ranks_text, shape_text, size
-from holdfast.format.dtypes import DTYPES
-from holdfast.format.manifest import FileEntry, Manifest, TensorEntry, to_sharding
-from holdfast.interop.foreign import file_of
-from holdfast.interop.sections import Place, Sections
-from holdfast.layout import Box, Placement, Sharding, chunk, parts_of, whole
+from holdfast.core.checkpoint.formatting import cut_short
+from holdfast.core.checkpoint.opened import Checkpoint
+from holdfast.core.format.dtypes import DTYPES
+from holdfast.core.format.manifest import FileEntry, Manifest, TensorEntry, to_sharding
+from holdfast.core.layout import Box, Placement, Sharding, chunk, parts_of, whole
+from holdfast.formats.read.foreign import file_of
+from holdfast.formats.read.sections import Place, Sections
 
 
 def tensor_bytes(t: TensorEntry) -> int:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated
 
-from holdfast.checkpoint.names import committed, read_manifest, step_prefix
-from holdfast.checkpoint.opened import Checkpoint
-from holdfast.checkpoint.unproved import newest_of
-from holdfast.checkpoint.verifying import Report, good_before, verify
+from holdfast.base.errors import HoldfastError, NotRecoverable
 from holdfast.cli.options import Option, Target, split_target
 from holdfast.cli.screen import Result, progress, say
 from holdfast.cli.words import bad, dim, good, many, size
-from holdfast.errors import HoldfastError, NotRecoverable
-from holdfast.interop.detect import detect, near_path, open_as
-from holdfast.interop.verifying import ForeignReport, verify_foreign
-from holdfast.store import Store, open_store
+from holdfast.core.checkpoint.names import committed, read_manifest, step_prefix
+from holdfast.core.checkpoint.opened import Checkpoint
+from holdfast.core.checkpoint.unproved import newest_of
+from holdfast.core.checkpoint.verifying import Report, good_before, verify
+from holdfast.core.store import Store, open_store
+from holdfast.formats.read.detect import detect, near_path, open_as
+from holdfast.formats.read.verifying import ForeignReport, verify_foreign
 
 DEPTHS = "Lengths, manifest, headers and digest tables; not the data."
 

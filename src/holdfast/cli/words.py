@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Sequence
 
-from holdfast.sizes import size_text as size
+from holdfast.base.sizes import size_text as size
 
 __all__ = [
     "age",

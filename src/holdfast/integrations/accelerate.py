@@ -36,11 +36,10 @@ from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper, DeepSpeedSched
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import IterableDataset
 
-from holdfast.arguments import instance_of, step_of
-from holdfast.checkpoint.tidying import Keep
-from holdfast.checkpointer import Checkpointer
-from holdfast.errors import UsageError, warn_user
-from holdfast.format import extras
+from holdfast.base.arguments import instance_of, step_of
+from holdfast.base.errors import UsageError, warn_user
+from holdfast.core.checkpoint.tidying import Keep
+from holdfast.core.format import extras
 from holdfast.integrations.accelerate_loaders import (
     PersistentWorkers,
     begin_without_a_draw,
@@ -51,10 +50,11 @@ from holdfast.integrations.accelerate_loaders import (
 )
 from holdfast.integrations.accelerate_order import arranged, had_by, order_of, tell_order
 from holdfast.integrations.native import tell_newer
-from holdfast.restore.result import Restored
-from holdfast.state.gradients import gradients_text
-from holdfast.state.orders import put_seeds, samplers_of
-from holdfast.state.rng import Rng
+from holdfast.live.restore.result import Restored
+from holdfast.live.state.gradients import gradients_text
+from holdfast.live.state.orders import put_seeds, samplers_of
+from holdfast.live.state.rng import Rng
+from holdfast.session.checkpointer import Checkpointer
 
 __all__ = ["attach"]
 
@@ -305,7 +305,7 @@ def bare(wrapped: Any) -> Any:
 
 def check_engine(engine: Any) -> None:
     """UsageError for an engine of DeepSpeed's that cannot be saved whole, before the first save."""
-    from holdfast.state.deepspeed import zero_of
+    from holdfast.live.state.deepspeed import zero_of
 
     zero_of(engine)
     if getattr(engine, "random_ltd_scheduler", None) is not None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from holdfast.state.orders import Data, Order, data_of, order_of, put_order, tell_other_data
+from holdfast.live.state.orders import Data, Order, data_of, order_of, put_order, tell_other_data
 
 
 def order_kept(loader: Any) -> Order:

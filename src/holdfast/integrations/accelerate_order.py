@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from holdfast.codec.digest import digest
-from holdfast.errors import StateMismatch, warn_user
+from holdfast.base.errors import StateMismatch, warn_user
+from holdfast.core.codec.digest import digest
 from holdfast.integrations.numbered import (
     Marked,
     arrangement,
@@ -16,7 +16,7 @@ from holdfast.integrations.numbered import (
     marked,
     tell_apart,
 )
-from holdfast.state.live import State, unwrap
+from holdfast.live.state.live import State, unwrap
 
 HOW = {
     "custom": "registered",

@@ -34,14 +34,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
-import holdfast.checkpointer as core
-from holdfast import looking, once
-from holdfast.arguments import path_of, unfit
-from holdfast.checkpoint.names import Saved, committed
-from holdfast.checkpoint.notes import read_notes, unpin
-from holdfast.checkpoint.unproved import tell_passed_over
-from holdfast.codec.digest import hexdigest
-from holdfast.errors import (
+import holdfast.session.checkpointer as core
+from holdfast.base.arguments import path_of, unfit
+from holdfast.base.errors import (
     Corrupt,
     FormatError,
     HoldfastError,
@@ -50,23 +45,29 @@ from holdfast.errors import (
     UsageError,
     warn_user,
 )
+from holdfast.base.patience import bounded
+from holdfast.base.wire import WireError
+from holdfast.core.checkpoint.names import Saved, committed
+from holdfast.core.checkpoint.notes import read_notes, unpin
+from holdfast.core.checkpoint.unproved import tell_passed_over
+from holdfast.core.codec.digest import hexdigest
+from holdfast.core.store import LocalStore, open_store
+from holdfast.formats import looking
 from holdfast.integrations.native import tell_newer
-from holdfast.patience import bounded
-from holdfast.roots import require_native_root
-from holdfast.state.deepspeed import COUNTERS, is_engine, put_counters, zero_of
-from holdfast.state.trainable import trainable_only
-from holdfast.store import LocalStore, open_store
-from holdfast.wire import WireError
+from holdfast.live.roots import require_native_root
+from holdfast.live.state.deepspeed import COUNTERS, is_engine, put_counters, zero_of
+from holdfast.live.state.trainable import trainable_only
+from holdfast.session import once
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint.tidying import Keep
-    from holdfast.checkpointer import Checkpointer
-    from holdfast.delta.options import Delta
-    from holdfast.memory.options import Memory
+    from holdfast.core.checkpoint.tidying import Keep
+    from holdfast.live.restore.result import Found
+    from holdfast.live.saving import Save
     from holdfast.policy.tuning import Auto
-    from holdfast.restore.result import Found
-    from holdfast.saving import Save
-    from holdfast.schedule import Every
+    from holdfast.session.checkpointer import Checkpointer
+    from holdfast.session.schedule import Every
+    from holdfast.tiers.memory.options import Memory
+    from holdfast.tiers.records.options import Delta
 
 __all__ = ["attach"]
 

@@ -47,16 +47,18 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from holdfast.arguments import MAX_STEP, path_of
-from holdfast.checkpoint.tidying import Keep
-from holdfast.checkpointer import Checkpointer
-from holdfast.errors import (
+from holdfast.base.arguments import MAX_STEP, path_of
+from holdfast.base.errors import (
     HoldfastError,
     NotRecoverable,
     UsageError,
     warn_user,
 )
-from holdfast.format import extras
+from holdfast.core.checkpoint.tidying import Keep
+from holdfast.core.format import extras
+from holdfast.core.store import delete_many, keys_below, open_store
+from holdfast.formats.looking import open as open_step
+from holdfast.formats.looking import run_of, steps
 from holdfast.integrations.lightning_finetuning import (
     TRAINED,
     callbacks_of,
@@ -88,18 +90,16 @@ from holdfast.integrations.lightning_pointers import (
     write_pointer,
 )
 from holdfast.integrations.native import kept_by, tell_newer
-from holdfast.looking import open as open_step
-from holdfast.looking import run_of, steps
-from holdfast.once import load, save
-from holdfast.saving.attaching import attached
-from holdfast.schedule import Every
-from holdfast.state.gradients import gradients_text
-from holdfast.state.live import named_buffers, named_parameters
-from holdfast.state.orders import Data, data_of, tell_other_data
-from holdfast.state.placed import torch_dtype
-from holdfast.state.window import wait_for_copies
-from holdfast.state.writes import count_and_address
-from holdfast.store import delete_many, keys_below, open_store
+from holdfast.live.saving.attaching import attached
+from holdfast.live.state.gradients import gradients_text
+from holdfast.live.state.live import named_buffers, named_parameters
+from holdfast.live.state.orders import Data, data_of, tell_other_data
+from holdfast.live.state.placed import torch_dtype
+from holdfast.live.state.window import wait_for_copies
+from holdfast.live.state.writes import count_and_address
+from holdfast.session.checkpointer import Checkpointer
+from holdfast.session.once import load, save
+from holdfast.session.schedule import Every
 
 __all__ = ["strategy"]
 

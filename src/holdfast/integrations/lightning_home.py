@@ -12,9 +12,16 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
 
-from holdfast.checkpointer import Checkpointer
-from holdfast.errors import Corrupt, HoldfastError, NotFound, NotRecoverable, UsageError, warn_user
-from holdfast.format import extras
+from holdfast.base.errors import (
+    Corrupt,
+    HoldfastError,
+    NotFound,
+    NotRecoverable,
+    UsageError,
+    warn_user,
+)
+from holdfast.core.format import extras
+from holdfast.formats.looking import run_of
 from holdfast.integrations.lightning_finetuning import TRAINED
 from holdfast.integrations.lightning_pointers import (
     Pointer,
@@ -25,8 +32,8 @@ from holdfast.integrations.lightning_pointers import (
     unpin_path,
     write_pointer,
 )
-from holdfast.looking import run_of
-from holdfast.saving import Save
+from holdfast.live.saving import Save
+from holdfast.session.checkpointer import Checkpointer
 
 __all__ = ["DATA", "METRICS", "Home", "Rest", "number_of"]
 

@@ -22,7 +22,7 @@ from lightning.pytorch.loops import fit_loop, training_epoch_loop
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from holdfast.errors import warn_user
+from holdfast.base.errors import warn_user
 
 __all__ = ["IN_EPOCH", "Metrics", "LoopPlace", "forget", "go_on", "place_of"]
 

@@ -17,14 +17,14 @@ from typing import Any, TypeAlias
 
 from lightning.fabric.utilities.cloud_io import get_filesystem
 
-from holdfast.checkpoint.claiming import newest_claim
-from holdfast.checkpoint.names import manifest_key, read_head
-from holdfast.checkpoint.notes import read_notes, unpin
-from holdfast.codec.digest import hexdigest
-from holdfast.errors import FormatError, HoldfastError, warn_user
-from holdfast.looking import run_of
-from holdfast.store import open_store
-from holdfast.wire import decode_json
+from holdfast.base.errors import FormatError, HoldfastError, warn_user
+from holdfast.base.wire import decode_json
+from holdfast.core.checkpoint.claiming import newest_claim
+from holdfast.core.checkpoint.names import manifest_key, read_head
+from holdfast.core.checkpoint.notes import read_notes, unpin
+from holdfast.core.codec.digest import hexdigest
+from holdfast.core.store import open_store
+from holdfast.formats.looking import run_of
 
 __all__ = [
     "ANEW",

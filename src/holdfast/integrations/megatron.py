@@ -41,10 +41,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from holdfast.dcp import Reader, Writer
-from holdfast.dcp.writer import Prepared, RankWritten
-from holdfast.errors import HoldfastError
-from holdfast.wire import WireError, decode_msgpack
+from holdfast.base.errors import HoldfastError
+from holdfast.base.wire import WireError, decode_msgpack
+from holdfast.integrations.dcp import Reader, Writer
+from holdfast.integrations.dcp.writer import Prepared, RankWritten
 
 BACKEND = "holdfast"
 VERSION = 1

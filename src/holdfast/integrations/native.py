@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast.errors import UsageError, warn_user
+from holdfast.base.errors import UsageError, warn_user
 
 
 def kept_by(trainer: str, extras: Mapping[str, Any], name: str, step: int) -> dict[str, Any]:

@@ -26,17 +26,17 @@ from torchtitan.components.checkpointer.base import DATALOADER, MODEL, OPTIMIZER
 from torchtitan.components.checkpointer.dcp import CheckpointManager
 from torchtitan.tools import filesystem
 
-from holdfast.checkpoint.tidying import Keep
-from holdfast.checkpointer import Checkpointer
-from holdfast.delta.options import Delta
-from holdfast.errors import NotFound, NotRecoverable, UsageError, warn_user
-from holdfast.interop.detect import detect
-from holdfast.looking import open as open_step
-from holdfast.looking import steps
-from holdfast.memory.options import Memory
-from holdfast.once import load, save
-from holdfast.restore.result import Found
-from holdfast.schedule import Every
+from holdfast.base.errors import NotFound, NotRecoverable, UsageError, warn_user
+from holdfast.core.checkpoint.tidying import Keep
+from holdfast.formats.looking import open as open_step
+from holdfast.formats.looking import steps
+from holdfast.formats.read.detect import detect
+from holdfast.live.restore.result import Found
+from holdfast.session.checkpointer import Checkpointer
+from holdfast.session.once import load, save
+from holdfast.session.schedule import Every
+from holdfast.tiers.memory.options import Memory
+from holdfast.tiers.records.options import Delta
 
 __all__ = ["HoldfastCheckpointManager"]
 

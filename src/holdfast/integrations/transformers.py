@@ -39,23 +39,23 @@ from transformers.trainer import TRAINER_STATE_NAME, _is_peft_model, nested_gath
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import HubStrategy, SaveStrategy, get_last_checkpoint
 
-from holdfast.arguments import MAX_STEP, shown, step_of, unfit
-from holdfast.checkpoint.notes import MOST_CHARS, values_of
-from holdfast.checkpoint.tidying import Keep
-from holdfast.checkpointer import Checkpointer
-from holdfast.errors import FormatError, NotFound, NotRecoverable, UsageError, warn_user
+from holdfast.base.arguments import MAX_STEP, shown, step_of, unfit
+from holdfast.base.errors import FormatError, NotFound, NotRecoverable, UsageError, warn_user
+from holdfast.core.checkpoint.notes import MOST_CHARS, values_of
+from holdfast.core.checkpoint.tidying import Keep
 from holdfast.integrations.accelerate import LoaderDraws, bare, check_engine
 from holdfast.integrations.accelerate_loaders import data_in
 from holdfast.integrations.native import kept_by, tell_newer
 from holdfast.integrations.trl_parts import moving_reference, tell_of_generated
-from holdfast.once import load
-from holdfast.restore.reading import OWN
-from holdfast.restore.result import Found
-from holdfast.schedule import Every
-from holdfast.state.gradients import gradients_text
-from holdfast.state.orders import Data, tell_other_data
-from holdfast.state.trainable import trainable_only
-from holdfast.state.window import wait_for_copies
+from holdfast.live.restore.reading import OWN
+from holdfast.live.restore.result import Found
+from holdfast.live.state.gradients import gradients_text
+from holdfast.live.state.orders import Data, tell_other_data
+from holdfast.live.state.trainable import trainable_only
+from holdfast.live.state.window import wait_for_copies
+from holdfast.session.checkpointer import Checkpointer
+from holdfast.session.once import load
+from holdfast.session.schedule import Every
 
 __all__ = ["HoldfastCallback", "HoldfastTrainer", "with_holdfast"]
 

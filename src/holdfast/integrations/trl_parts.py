@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from holdfast.notices import Notices
+from holdfast.base.notices import Notices
 
 
 def moving_reference(trainer: Any) -> dict[str, nn.Module]:

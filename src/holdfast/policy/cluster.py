@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from holdfast.errors import UsageError
+from holdfast.base.errors import UsageError
+from holdfast.base.suggest import did_you_mean
 from holdfast.policy.survival import exponential
 from holdfast.policy.wasted import Costs, Rates
-from holdfast.suggest import did_you_mean
 
 HOUR_S = 3600.0
 GROUP = 8

@@ -9,8 +9,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from holdfast.arguments import shown
-from holdfast.errors import UsageError
+from holdfast.base.arguments import shown
+from holdfast.base.errors import UsageError
+from holdfast.base.suggest import did_you_mean
 from holdfast.policy.survival import (
     Scheme,
     copy,
@@ -21,7 +22,6 @@ from holdfast.policy.survival import (
     rs,
     time_to_loss,
 )
-from holdfast.suggest import did_you_mean
 
 MAX_GROUP = 8
 """Members of a group: more cost less memory, and are likelier to lose two at once."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal
 
-from holdfast.errors import UsageError
+from holdfast.base.errors import UsageError
 
 Group = tuple[int, ...]
 """The node of each member of a sharding group, in the order of the ring."""

@@ -17,8 +17,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
-from holdfast.arguments import number_of
-from holdfast.errors import UsageError
+from holdfast.base.arguments import number_of
+from holdfast.base.errors import UsageError
+from holdfast.base.suggest import did_you_mean
 from holdfast.policy.wasted import (
     MAX_BATCH,
     Costs,
@@ -30,7 +31,6 @@ from holdfast.policy.wasted import (
     floors,
     wasted,
 )
-from holdfast.suggest import did_you_mean
 
 Kind = Literal["process", "node"]
 

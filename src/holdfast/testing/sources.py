@@ -23,14 +23,14 @@ from typing import Any
 
 import torch
 
-from holdfast.checkpoint.opened import Checkpoint
-from holdfast.checkpointer import Checkpointer
-from holdfast.layout import Box, tiles
-from holdfast.looking import open as open_checkpoint
-from holdfast.once import load, save
-from holdfast.sources import Group, Source
-from holdfast.state.collecting import collect
-from holdfast.state.live import is_optimizer, sources_in, stages
+from holdfast.core.checkpoint.opened import Checkpoint
+from holdfast.core.layout import Box, tiles
+from holdfast.formats.looking import open as open_checkpoint
+from holdfast.live.sources import Group, Source
+from holdfast.live.state.collecting import collect
+from holdfast.live.state.live import is_optimizer, sources_in, stages
+from holdfast.session.checkpointer import Checkpointer
+from holdfast.session.once import load, save
 
 Values = dict[str, list[tuple[Box, bytes]]]
 """A rank's boxes of each saved tensor and their bytes, by name."""

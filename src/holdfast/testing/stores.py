@@ -20,9 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import ParamSpec, TypeVar
 
-from holdfast.errors import Corrupt, Exists, NotFound, UsageError
-from holdfast.store import delete_many, keys_below
-from holdfast.store.contract import Store, Writer
+from holdfast.base.errors import Corrupt, Exists, NotFound, UsageError
+from holdfast.core.store import delete_many, keys_below
+from holdfast.core.store.contract import Store, Writer
 
 T = TypeVar("T")
 P = ParamSpec("P")

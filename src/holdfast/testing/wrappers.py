@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar, final
 
-from holdfast.arguments import count_of, flag_of, function_of, instance_of, seconds_of
-from holdfast.store import delete_many
-from holdfast.store.contract import Bulk, Bytes, Entries, Entry, Reader, Store, Writer
+from holdfast.base.arguments import count_of, flag_of, function_of, instance_of, seconds_of
+from holdfast.core.store import delete_many
+from holdfast.core.store.contract import Bulk, Bytes, Entries, Entry, Reader, Store, Writer
 
 T = TypeVar("T")
 

@@ -1,0 +1,1 @@
+"""The ground: errors, events, threads, deadlines, checks of arguments, messages between processes."""

@@ -1,0 +1,308 @@
+"""Checks of the arguments that users hand over, made in the call that takes them.
+
+A checker takes the value, the name of the call and that of the argument; it returns the value as the
+library goes on with it, or raises a UsageError which says what was given and what is expected:
+
+    >>> import numpy
+    >>> step_of(numpy.int64(7), "save")
+    7
+    >>> step_of(7.0, "save")
+    Traceback (most recent call last):
+    holdfast.errors.UsageError: save(step=7.0): must be an integer from 0 to 999999999999999, not float
+
+*Invariants.*  Numbers of any library are taken (numpy's, torch's, `fractions`), and leave as Python's own,
+so that nothing behind the call has to know of the others: a step goes into file names and JSON.  A bool is
+no number, though Python counts it as one: `step=True` is a mistake.  All checks come before anything that
+ranks do together, so that a mistake which all ranks make raises on all of them and holds up none.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+import os
+import reprlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+from holdfast.base.errors import UsageError
+from holdfast.base.suggest import did_you_mean
+
+T = TypeVar("T")
+
+MAX_STEP = 10**15 - 1
+"""The format writes steps with 10 to 15 digits: enough for tokens, and exact in a float, as which some
+readers of JSON have numbers."""
+MAX_COUNT = 10**9
+"""No number of steps, records or files that can be meant is larger."""
+MAX_S = 366 * 86400.0
+"""A year: the system's waits overflow beyond some hundred of them."""
+MAX_PATH_BYTES = 4096
+"""Most bytes of a path, and of a name in it, on every file system that Linux has."""
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 60
+_SHORT.maxlevel = 3
+
+
+def unfit(
+    call: str, name: str, value: Any, expected: str, *, typed: bool = True, hint: str | None = None
+) -> UsageError:
+    """The error for an argument; `typed` adds the type of the value, which was expected to be another."""
+    given = f", not {_kind(value)}" if typed else ""
+    return UsageError(f"{call}({name}={shown(value)}): must be {expected}{given}", hint=hint)
+
+
+def shown(value: Any) -> str:
+    """A value in one short line, whatever it is."""
+    try:
+        return " ".join(_SHORT.repr(value).split())
+    except Exception:  # a repr of the user's own, or an integer of too many digits
+        return f"<{_kind(value)}>"
+
+
+def _kind(value: Any) -> str:
+    kind = type(value)
+    if isinstance(value, type):
+        return f"the class {value.__name__} itself"
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
+# -- numbers --------------------------------------------------------------------------------------
+
+
+def step_of(value: Any, call: str, name: str = "step") -> int:
+    """The number of a step."""
+    if type(value) is int and 0 <= value <= MAX_STEP:  # at every step of a training
+        return value
+    return count_of(value, call, name, least=0, most=MAX_STEP)
+
+
+def count_of(
+    value: Any,
+    call: str,
+    name: str,
+    *,
+    least: int = 1,
+    most: int = MAX_COUNT,
+    hint: str | None = None,
+) -> int:
+    """An integer of any library, within bounds."""
+    expected = f"an integer from {least} to {most}"
+    found = _integer(value)
+    if found is None:
+        raise unfit(call, name, value, expected, hint=hint)
+    if not least <= found <= most:
+        if least == 1:
+            expected = "at most " + str(most) if found > most else "1 or more (a positive integer)"
+        raise unfit(call, name, value, expected, typed=False, hint=hint)
+    return found
+
+
+def _integer(value: Any) -> int | None:
+    """Python's integer for one of any library; None for anything else."""
+    if _is_bool(value) or getattr(value, "ndim", 0) != 0:
+        return None
+    try:
+        return operator.index(value)
+    except Exception:  # torch has several, for a tensor without values
+        return None
+
+
+def number_of(
+    value: Any,
+    call: str,
+    name: str,
+    expected: str,
+    fits: Callable[[float], bool],
+    *,
+    hint: str | None = None,
+) -> float:
+    """A real number of any library for which `fits` holds, as `expected` says in words.  Never NaN."""
+    found = _real(value)
+    if found is None:
+        raise unfit(call, name, value, expected, hint=hint)
+    if math.isnan(found) or not fits(found):
+        raise unfit(call, name, value, expected, typed=False, hint=hint)
+    return found
+
+
+def _real(value: Any) -> float | None:
+    """Python's float (or integer, as it is) for a number of any library; None for anything else."""
+    if isinstance(value, (str, bytes, bytearray, complex)) or _is_bool(value):
+        return None
+    if type(value) in (int, float):
+        return _bounded(value)
+    if getattr(value, "ndim", 0) != 0 or "complex" in str(getattr(value, "dtype", "")):
+        return None
+    try:
+        return float(value)
+    except Exception:
+        return None
+
+
+def _bounded(value: float) -> float:
+    """An integer that no float reaches is as good as infinite."""
+    try:
+        float(value)
+    except OverflowError:
+        return math.inf
+    return value
+
+
+def seconds_of(value: Any, call: str, name: str, *, or_zero: bool = False) -> float:
+    """A time in seconds; `or_zero`: also none at all."""
+    hint = None
+    if hasattr(value, "total_seconds"):
+        hint = f"{name}={shown(value)}.total_seconds()"
+    least = "0" if or_zero else "above 0"
+    expected = f"a number of seconds, {least} to {MAX_S:.0f} (a year)"
+    return number_of(
+        value, call, name, expected, lambda s: (s > 0 or (or_zero and s == 0)) and s <= MAX_S,
+        hint=hint,
+    )  # fmt: skip
+
+
+def timeout_of(value: Any, call: str, name: str = "timeout") -> float | None:
+    """Return the seconds to wait; None, which means that nothing was said."""
+    return None if value is None else seconds_of(value, call, name, or_zero=True)
+
+
+def share_of(value: Any, call: str, name: str, *, hint: str | None = None) -> float:
+    """A part of a whole: above 0 and at most 1."""
+    return number_of(
+        value, call, name, "a number above 0 and at most 1", lambda x: 0 < x <= 1, hint=hint
+    )
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
+
+
+def flag_of(value: Any, call: str, name: str) -> bool:
+    """True or False; a text such as `"false"` would count as true."""
+    if isinstance(value, bool):
+        return value
+    if _is_bool(value) and getattr(value, "ndim", 0) == 0:
+        return bool(value)
+    raise unfit(call, name, value, "True or False")
+
+
+# -- words ----------------------------------------------------------------------------------------
+
+
+def text_of(value: Any, call: str, name: str, what: str = "a text") -> str:
+    """A text that is not empty."""
+    if not isinstance(value, str):
+        raise unfit(call, name, value, what)
+    if not value:
+        raise unfit(call, name, value, f"{what}, and not empty", typed=False)
+    return value
+
+
+def choice_of(value: Any, choices: Sequence[str], call: str, name: str) -> str:
+    """One of a few words."""
+    expected = " or ".join(choices) if len(choices) < 3 else f"one of {', '.join(choices)}"
+    if not isinstance(value, str):
+        raise unfit(call, name, value, expected)
+    if value not in choices:
+        raise unfit(call, name, value, expected, typed=False, hint=did_you_mean(value, choices))
+    return value
+
+
+def path_of(value: Any, call: str, name: str) -> str:
+    """A path or URL as text.  Whether anything is there is not asked."""
+    what = "a path or a URL, as text or os.PathLike"
+    text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else value
+    if not isinstance(text, str):
+        is_bytes = isinstance(text, bytes)
+        hint = "os.fsdecode(path) makes a text of bytes" if is_bytes else None
+        raise unfit(call, name, value, what, hint=hint)
+    if not text:
+        hint = "'.' is this directory"
+        raise unfit(call, name, value, f"{what}, and not empty", typed=False, hint=hint)
+    if fault := _fault_in_path(text):
+        raise unfit(call, name, value, f"{what}; this one {fault}", typed=False)
+    return text
+
+
+def _fault_in_path(text: str) -> str | None:
+    if "\0" in text:
+        return "has a NUL character"
+    try:
+        data = os.fsencode(text)
+    except UnicodeEncodeError:
+        return "has half of a surrogate pair"
+    if len(data) > MAX_PATH_BYTES:
+        return f"has {len(data)} bytes, more than {MAX_PATH_BYTES}"
+    return None
+
+
+def patterns_of(value: Any, call: str, name: str) -> tuple[str, ...]:
+    """A pattern, or several."""
+    what = "a pattern of names such as 'model.*', or a list of them"
+    if isinstance(value, str):
+        return (text_of(value, call, name, what),)
+    if not isinstance(value, Iterable) or isinstance(value, (bytes, bytearray, dict)):
+        raise unfit(call, name, value, what)
+    found = tuple(value)
+    for one in found:
+        if not isinstance(one, str) or not one:
+            raise unfit(call, name, value, f"{what}; {shown(one)} is none", typed=False)
+    if not found:
+        hint = f"leave {name} out to have everything"
+        raise unfit(call, name, value, f"{what}, and not empty", typed=False, hint=hint)
+    return found
+
+
+def rules_of(
+    value: Any, rules: Sequence[str], keys: Iterable[str] | None, call: str, name: str
+) -> dict[str, str]:
+    """Rules by key of the state, or by the name of something below it (`optim.common`); None is none.
+    `keys` are None if they are not known yet."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        expected = f"a dict from keys of the state to one of {', '.join(rules)}"
+        raise unfit(call, name, value, expected)
+    known = [str(key).split(".", 1)[0] for key in value] if keys is None else [*keys]
+    for key, rule in value.items():
+        if not isinstance(key, str) or key.split(".", 1)[0] not in known:
+            hint = did_you_mean(key, known) if isinstance(key, str) else None
+            what = f"{call}({name}={{{shown(key)}: ...}}): the state has no such key"
+            raise UsageError(what, hint=hint or f"its keys are {', '.join(map(repr, known))}")
+        choice_of(rule, rules, call, f"{name}[{key!r}]")
+    return dict(value)
+
+
+# -- objects --------------------------------------------------------------------------------------
+
+
+def instance_of(value: Any, kind: type[T], call: str, name: str, what: str) -> T:
+    """An object of a class, which `what` names as a user writes it."""
+    if not isinstance(value, kind):
+        raise unfit(call, name, value, what)
+    return value
+
+
+def function_of(value: Any, call: str, name: str, what: str, takes: int) -> Any:
+    """Something that can be called with so many arguments; `what` tells with which."""
+    if not callable(value):
+        raise unfit(call, name, value, f"a function {what}")
+    if not _takes(value, takes):
+        raise UsageError(f"{call}({name}={shown(value)}): must be a function {what}")
+    return value
+
+
+def _takes(function: Any, number: int) -> bool:
+    """True if a function takes `number` arguments, or if that cannot be known."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # many that are not written in Python have none
+        return True
+    try:
+        signature.bind(*[None] * number)
+    except TypeError:
+        return False
+    return True

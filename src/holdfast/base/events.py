@@ -1,0 +1,103 @@
+"""Events: what happened, when, how long it took, how many bytes.
+
+Code says `with span("persist", step=7, bytes=n):` or `emit("save.skipped", step=7)`.  Whoever wants
+to know subscribes a function; nobody listening costs next to nothing.  Counters are kept always.
+
+    with holdfast.events.listen(print):
+        holdfast.save("runs/x", {"model": model}, step=1)
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.base.arguments import function_of
+from holdfast.base.errors import warn_user
+
+Sink = Callable[["Event"], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that happened.  `duration_s` is None for a moment, a number for a span."""
+
+    name: str
+    time_s: float
+    duration_s: float | None = None
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        took = "" if self.duration_s is None else f" {self.duration_s * 1e3:.1f} ms"
+        return f"{self.name}{took} " + " ".join(f"{k}={v}" for k, v in self.fields.items())
+
+
+_sinks: list[Sink] = []
+_lock = threading.Lock()
+counters: Counter[str] = Counter()
+last_step = 0
+"""The step that `Checkpointer.step` was told last, for whoever watches over this process."""
+
+
+def subscribe(sink: Sink) -> Callable[[], None]:
+    """Call `sink(event)` for every event from now on; returns a function that ends it."""
+    function_of(sink, "subscribe", "sink", "that takes an Event", 1)
+    with _lock:
+        _sinks.append(sink)
+
+    def cancel() -> None:
+        with _lock:
+            if sink in _sinks:
+                _sinks.remove(sink)
+
+    return cancel
+
+
+@contextmanager
+def listen(sink: Sink) -> Iterator[None]:
+    """`subscribe` for the length of a with block."""
+    function_of(sink, "listen", "sink", "that takes an Event", 1)
+    cancel = subscribe(sink)
+    try:
+        yield
+    finally:
+        cancel()
+
+
+def count(name: str, amount: int = 1) -> None:
+    """Add to a counter; thread-safe."""
+    with _lock:
+        counters[name] += amount
+
+
+def emit(name: str, **fields: Any) -> None:
+    """Report a moment."""
+    count(name)
+    _deliver(Event(name, time.time(), None, fields))
+
+
+@contextmanager
+def span(name: str, **fields: Any) -> Iterator[dict[str, Any]]:
+    """Report a phase with its duration; the yielded dict takes further fields."""
+    started = time.perf_counter()
+    try:
+        yield fields
+    except BaseException as error:
+        fields["error"] = type(error).__name__
+        raise
+    finally:
+        count(name)
+        _deliver(Event(name, time.time(), time.perf_counter() - started, fields))
+
+
+def _deliver(event: Event) -> None:
+    for sink in tuple(_sinks):
+        try:
+            sink(event)
+        except Exception as error:  # whoever listens must not break what he listens to
+            warn_user(f"event sink {sink!r} failed: {error!r}")

@@ -1,0 +1,48 @@
+"""Sizes as people write them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from holdfast.base.arguments import number_of
+from holdfast.base.errors import UsageError
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
+          "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}  # fmt: skip
+MAX_BYTES = 1 << 60
+"""Largest size that is taken: an exabyte."""
+
+
+def parse_size(option: str, text: str) -> int:
+    """`2GiB`, `500 MB`, `1000000` in bytes; UsageError that names the option."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
+    if match is None or match[2] not in _UNITS:
+        raise UsageError(f"{option} {text!r}: not a size", hint="such as 2GiB or 500MB")
+    size = float(match[1]) * _UNITS[match[2]]
+    if size > MAX_BYTES:
+        raise UsageError(f"{option} {text[:40]!r}: larger than any memory or storage")
+    return int(size)
+
+
+def size_of(value: Any, call: str, name: str, *, or_zero: bool = False) -> int:
+    """An argument that is a number of bytes, of any library, or a text such as `"64GiB"`, in bytes."""
+    if isinstance(value, str):
+        size = parse_size(f"{call}({name}=...)", value)
+    else:
+        expected = 'a number of bytes, or a text such as "64GiB"'
+        size = int(number_of(value, call, name, expected, lambda n: 0 <= n <= MAX_BYTES))
+    if not size and not or_zero:
+        raise UsageError(f"{call}({name}={value!r}): must be more than nothing, or None")
+    return size
+
+
+def size_text(num_bytes: float) -> str:
+    """`1.49 GB`: decimal units, three digits."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if num_bytes < 999.5 or unit == "TB":
+            break
+        num_bytes /= 1000
+    if unit == "B":
+        return f"{num_bytes:.0f} B"
+    return f"{num_bytes:.{2 if num_bytes < 9.995 else 1 if num_bytes < 99.95 else 0}f} {unit}"

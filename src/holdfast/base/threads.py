@@ -1,0 +1,252 @@
+"""Threads for work beside the training: side by side, or one after the other; and what becomes of it when
+Python ends.
+
+All of them are daemons.  Python waits for other threads when it ends, and one that storage does not answer
+would hold it up for ever.  Instead what was begun may go on for `EXIT_S` seconds, and whoever has begun
+it says what was dropped (`at_exit`).
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
+from typing import Any, ParamSpec, TypeVar
+
+from holdfast.base.patience import ThreadWatch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+EXIT_S = 60.0
+"""Seconds that work which was begun may go on when Python ends."""
+LOOK_S = 0.5
+
+Tasks = queue.Queue[Any]
+
+_workers: dict[threading.Thread, Tasks] = {}
+"""Workers, with their tasks, that Python waits for when it ends; there is one end of Python."""
+_before: list[Callable[[], None]] = []
+_endings: list[Callable[[float], None]] = []
+
+
+class Worker:
+    """One thread that does what it is given, in order.
+
+    The thread ends with the object, or after `shutdown`, when it has done what it was given.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._tasks: Tasks = queue.Queue()
+        self._thread = threading.Thread(target=_work, args=(self._tasks,), name=name, daemon=True)
+        self._thread.start()
+        _workers[self._thread] = self._tasks
+        self._is_shut = False
+        self._end = weakref.finalize(self, self._tasks.put, None)
+        self._end.atexit = False
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Wait until all is done."""
+        self.shutdown()
+        self._thread.join()
+
+    def submit(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Returns at once.  RuntimeError after `shutdown`."""
+        if self._is_shut:
+            raise RuntimeError(f"{self._thread.name} takes no more work")
+        future: Future[T] = Future()
+        self._tasks.put((future, work, args, kwargs))
+        return future
+
+    def settle(self, limit_s: float | None) -> None:
+        """Wait until all is done that it was given so far.  TimeoutError."""
+        if self._tasks.unfinished_tasks:
+            result_of(self.submit(lambda: None), limit_s, TimeoutError)
+
+    def shutdown(self) -> None:
+        """Take no more work.  What was given is done, but nobody waits for it when Python ends."""
+        self._is_shut = True
+        _workers.pop(self._thread, None)
+        self._end()
+
+
+def _work(tasks: Tasks) -> None:
+    while (task := tasks.get()) is not None:
+        future, work, args, kwargs = task
+        try:
+            result = work(*args, **kwargs)
+        except BaseException as error:
+            future.set_exception(error)
+            del error
+        else:
+            future.set_result(result)
+            del result
+        del task, future, work, args, kwargs
+        tasks.task_done()
+    _workers.pop(threading.current_thread(), None)
+    tasks.task_done()  # the end was one, too: `idle` may wait for it already
+
+
+def result_of(future: Future[T], limit_s: float | None, late: Callable[[], Exception]) -> T:
+    """Return or raise what a future does; raise `late()` if it is not done within `limit_s` seconds.
+
+    A TimeoutError that the work itself has raised is not mistaken for the end of the wait.
+    """
+    try:
+        return future.result(limit_s)
+    except (FutureTimeout, TimeoutError):  # two classes before Python 3.11
+        if not future.done():
+            raise late() from None
+    return future.result()
+
+
+# -- side by side ---------------------------------------------------------------------------------
+
+
+def in_threads(work: Callable[[Any], None], items: list[Any], threads: int) -> None:
+    """Call `work` for every item from several threads; the first error stops the rest.
+
+    Deadline if storage does not answer one of them, whose thread is left behind.
+    """
+    if threads == 1 or len(items) < 2:
+        for item in items:
+            work(item)
+        return
+    crew = _Crew(work, items)
+    crew.start(min(threads, len(items)))
+    crew.wait()
+
+
+class _Crew:
+    """Threads that share a list of items."""
+
+    def __init__(self, work: Callable[[Any], None], items: list[Any]) -> None:
+        self._work = work
+        self._todo = iter(items)
+        self._lock = threading.Lock()
+        self._stop = False
+        self._error: BaseException | None = None
+        self._left = 0
+        self._done = threading.Event()
+        self._watch = ThreadWatch()
+
+    def start(self, size: int) -> None:
+        has_begun = False
+        for _ in range(size):
+            member = threading.Thread(target=self._drain, name="holdfast-io", daemon=True)
+            with self._lock:
+                self._left += 1
+            try:
+                member.start()
+            except RuntimeError:  # Python is ending, or the host has no more threads
+                with self._lock:
+                    self._left -= 1
+                break
+            has_begun = True
+        if not has_begun:
+            self._left = 1
+            self._drain()
+
+    def wait(self) -> None:
+        look_s = 0.01
+        while not self._done.wait(look_s):
+            look_s = min(2 * look_s, LOOK_S)
+            self._watch.check()
+        if self._error is not None:
+            raise self._error
+
+    def _drain(self) -> None:
+        try:
+            with self._watch.over_this_thread():
+                self._go()
+        except BaseException as error:
+            with self._lock:
+                self._stop, self._error = True, self._error or error
+        finally:
+            with self._lock:
+                self._left -= 1
+                if not self._left:
+                    self._done.set()
+
+    def _go(self) -> None:
+        while not self._stop and not self._watch.is_over:
+            with self._lock:
+                items = [item for item in (next(self._todo, self),) if item is not self]
+            if not items:
+                return
+            self._work(items[0])
+
+
+# -- when Python ends -----------------------------------------------------------------------------
+
+
+def before_exit(work: Callable[[], None]) -> Callable[[], None]:
+    """Call `work` on the main thread when Python ends, before what was begun is waited for.  Returns a
+    function that cancels it."""
+    return _listed(_before, work)
+
+
+def at_exit(ending: Callable[[float], None]) -> Callable[[], None]:
+    """Call `ending` when Python ends and what was begun is done, or `EXIT_S` seconds are over; with the
+    seconds that were waited.  Returns a function that cancels it."""
+    return _listed(_endings, ending)
+
+
+def _listed(works: list[T], work: T) -> Callable[[], None]:
+    works.append(work)
+
+    def cancel() -> None:
+        if work in works:
+            works.remove(work)
+
+    return cancel
+
+
+def idle(limit_s: float) -> bool:
+    """Wait until no worker has anything to do; True if that came within `limit_s`."""
+    until = time.monotonic() + limit_s
+    while busy := [tasks for tasks in tuple(_workers.values()) if tasks.unfinished_tasks]:
+        for tasks in busy:
+            if not _is_done(tasks, until - time.monotonic()):
+                return False
+    return True
+
+
+def _is_done(tasks: Tasks, limit_s: float) -> bool:
+    with tasks.all_tasks_done:
+        return tasks.all_tasks_done.wait_for(lambda: not tasks.unfinished_tasks, limit_s)
+
+
+def _when_python_ends() -> None:
+    since = time.monotonic()
+    for work in tuple(_before):
+        work()
+    try:
+        idle(EXIT_S)
+    finally:  # Ctrl-C ends the wait
+        for ending in tuple(_endings):
+            try:
+                ending(time.monotonic() - since)
+            except BaseException as error:  # nobody is left to catch it, and there are others
+                traceback.print_exception(error)
+
+
+def _forget() -> None:
+    """Forget workers and endings: a forked child has none of its parent's threads."""
+    _workers.clear()
+    _endings.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+with suppress(RuntimeError):  # imported when Python is ending already
+    threading._register_atexit(_when_python_ends)  # type: ignore[attr-defined]

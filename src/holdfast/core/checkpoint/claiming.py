@@ -1,0 +1,199 @@
+"""Claims: which run may write to a root, and whether the process that did is still there."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+import msgspec
+
+from holdfast.base.errors import Corrupt, Exists, NotFound, UsageError
+from holdfast.base.host import host_id, is_sibling, process_state, start_time
+from holdfast.base.wire import decode_json
+from holdfast.core.checkpoint.names import WHOLE, RootKeys, parse_attempt, read_head, run_of_log
+from holdfast.core.codec.digest import hexdigest
+from holdfast.core.store import Store, get_small
+
+_CLAIM = re.compile(r"claims/(\d{10})\.json")
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """The process that took a root: enough to tell whether it is still there."""
+
+    run: int
+    host: str
+    boot: str
+    pid: int
+    started: str
+    job: str
+    created: str
+
+    def alive_elsewhere(self) -> bool:
+        """True if the claimant is known to run now, and is neither this process nor a rank of an attempt
+        before of this run, whose processes may live on, as other ranks."""
+        is_of_this_run = int(os.environ.get("HOLDFAST_ATTEMPT", "1")) > 1 and is_sibling(self.pid)
+        return self._fate() == "runs" and self.pid != os.getpid() and not is_of_this_run
+
+    def is_over(self) -> bool:
+        """True if the claimant has closed, or is known to be gone."""
+        return self.started == "closed" or self._fate() == "gone"
+
+    def _fate(self) -> str:
+        return process_state(self.pid, self.started) if self.boot == host_id() else "unknown"
+
+    def __str__(self) -> str:
+        return f"run {self.run} (host {self.host}, pid {self.pid}, since {self.created})"
+
+
+def claim_key(run: int) -> str:
+    return f"claims/{run:010d}.json"
+
+
+def claim(store: Store) -> Claim:
+    """Take a root, as `take`."""
+    return take(store, RootKeys(store, below=WHOLE))[0]
+
+
+def take(store: Store, keys: RootKeys, above: int = 0) -> tuple[Claim, Claim | None]:
+    """Take a root: the next run number, for this process, which is also beyond `above`.  Return also the
+    claim that was there.  `keys`: those of the `WHOLE` root.
+
+    These may be old.  Another run that has claimed since has put the number that is next, or deleted the
+    claim that was the newest, which is read here; then claims are listed anew, as if there were none.
+
+    UsageError if the process that holds it is alive on this host.  A run on another host cannot be
+    seen; it finds itself superseded at its next commit.  The numbers of the runs of full steps and of
+    records are taken, whatever became of the claims.
+    """
+    taken, claims = _last_saved(store, keys), keys.below("claims/") or None
+    while True:
+        held = newest_claim(store, claims)
+        if held is not None and held.alive_elsewhere():
+            raise UsageError(
+                f"{store.url} is in use by {held}",
+                hint="stop that run, or give this one a root of its own",
+            )
+        run = max(held.run if held else 0, taken, above) + 1
+        mine = Claim(
+            run=run,
+            host=socket.gethostname(),
+            boot=host_id() or "",
+            pid=os.getpid(),
+            started=start_time(os.getpid()) or "",
+            job=os.environ.get("TORCHELASTIC_RUN_ID", ""),
+            created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        )
+        try:
+            store.put(claim_key(run), msgspec.json.encode(mine), if_absent=True)
+        except Exists:
+            claims = None
+            continue
+        if held is not None:
+            store.delete(claim_key(held.run))
+        return mine, held
+
+
+def last_run(store: Store, keys: RootKeys) -> int:
+    """The greatest number of a run that a root has a claim, steps or records of; 0 if it has none."""
+    held = newest_claim(store, keys.below("claims/"))
+    return max(held.run if held else 0, _last_saved(store, keys))
+
+
+def _last_saved(store: Store, keys: RootKeys) -> int:
+    runs = [*runs_of_steps(store, keys), *map(run_of_log, keys.below("log/"))]
+    return max(filter(None, runs), default=0)
+
+
+def runs_of_steps(store: Store, keys: RootKeys) -> Iterator[int]:
+    """The runs of full steps.  An attempt has the number of its run in its name; of a step with others the
+    manifest says it."""
+    for step, key in keys.manifests.items():
+        named = [parse_attempt(attempt) for attempt in keys.attempts.get(step, ())]
+        yield from (numbers[0] for numbers in named if numbers)
+        if not named or None in named:
+            saved = read_head(store, step, key)
+            yield saved.run if saved else 0
+
+
+def newest_claim(store: Store, claims: list[str] | None = None) -> Claim | None:
+    """The newest claim of a root; `claims`: their keys, if these have just been listed."""
+    for key in reversed(store.list("claims/") if claims is None else claims):
+        match = _CLAIM.fullmatch(key)
+        if match is None:
+            continue
+        try:
+            found = decode_json(get_small(store, key), Claim)
+        except NotFound:
+            if key not in store.list(key):  # superseded since it was listed: there is a newer one
+                return newest_claim(store)
+            found = None  # a link that leads nowhere
+        except (Corrupt, msgspec.DecodeError):
+            found = None
+        run = int(match[1])
+        damaged = found is None or found.run != run
+        return Claim(run, "?", "?", 0, "?", "", "?") if damaged else found
+    return None
+
+
+def is_newest(store: Store, mine: Claim) -> bool:
+    """True if no run has taken the root since, by the names of the claims: one request."""
+    runs = (_CLAIM.fullmatch(key) for key in store.list("claims/"))
+    return max((int(match[1]) for match in runs if match), default=-1) == mine.run
+
+
+def check_claim(store: Store, mine: Claim) -> None:
+    """UsageError if another run has taken the root since, or the root is there no more."""
+    if is_newest(store, mine):
+        return
+    held = newest_claim(store)
+    if held is None:
+        raise UsageError(
+            f"{store.url} knows of no run any more: it was moved, emptied or deleted under run {mine.run}, "
+            "which commits no more",
+            hint="start the run again, on the root where it is now",
+        )
+    if held.run != mine.run:
+        raise UsageError(
+            f"{store.url} was taken over by {held}; this is run {mine.run}, which commits no more",
+            hint="two runs must not write to one root; stop one of them",
+        )
+
+
+def release(store: Store, mine: Claim) -> None:
+    """Let go of the root of a run that is closed.  Its number stays taken through its manifests.
+
+    A claim that another run has removed meanwhile stays away.
+    """
+    key = claim_key(mine.run)
+    if is_newest(store, mine):
+        gone = msgspec.structs.replace(mine, pid=0, started="closed")
+        with suppress(NotFound, Exists, Corrupt):
+            store.put(key, msgspec.json.encode(gone), replacing=get_small(store, key))
+
+
+_ONCE = re.compile(r"once-([0-9a-f]{16})-(\d+)-(\d+)-[0-9a-f]{8}")
+
+
+def once_attempt() -> str:
+    """The attempt of a save that takes no claim: unique, and tells whether its process still runs.
+
+    To be made by the process that will commit it.
+    """
+    where, pid = host_id(), os.getpid()
+    since = start_time(pid) if where else None
+    return f"once-{hexdigest((where or '').encode())}-{pid}-{since or 0}-{secrets.token_hex(4)}"
+
+
+def is_abandoned(attempt: str) -> bool:
+    """True if an attempt is by a process that took no claim, ran in this place, and is gone."""
+    match, where = _ONCE.fullmatch(attempt), host_id()
+    if match is None or where is None:
+        return False
+    return (
+        match[1] == hexdigest(where.encode()) and process_state(int(match[2]), match[3]) == "gone"
+    )

@@ -1,0 +1,118 @@
+"""Committing: the one write that makes a step exist.
+
+A step is many files of many ranks, and each of these may die at any time.  So the files come first, in a
+folder of this attempt alone, where no reader looks.  The manifest names every file, with its length and
+digests.  When all files are durable, rank 0 puts the manifest, and a store shows that whole or not at all:
+
+    ranks     steps/0000000005/0002-000007/r00000.safetensors    a crash from here on leaves files
+              steps/0000000005/0002-000007/r00001.safetensors    that no manifest names: the next
+              ...                                                save sweeps them
+    rank 0    is run 2 the newest claim?  does it see all files, at their lengths?
+              steps/0000000005/manifest.json                     from here on the step exists
+              delete the attempt that was there before           a crash here costs nothing but space
+
+The order is all that protects a step: there is no lock that a dead process could hold.  Two processes that
+save one step at once are told apart by the last put, which asks that the manifest be as it was seen first.
+
+Invariants (docs/reference/format.md states them for other implementations):
+
+* *must*: every byte that a manifest names is durable before the manifest is written;
+* *must*: a file that a manifest names is never written again;
+* *must*: a run whose claim is not the newest commits nothing;
+* *must*: a manifest is replaced only while it is the one that was there when the commit began.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from holdfast.base.errors import Exists, HoldfastError, NotFound, StoreError, UsageError
+from holdfast.base.threads import in_threads
+from holdfast.core.checkpoint.claiming import Claim, check_claim
+from holdfast.core.checkpoint.names import attempt_in, manifest_key, step_prefix
+from holdfast.core.format.manifest import FileEntry, Manifest, encode
+from holdfast.core.store import LocalStore, Store
+
+CHECK_THREADS = 8
+
+
+def commit(
+    store: Store, manifest: Manifest, mine: Claim | None = None, data: bytes | None = None
+) -> str | None:
+    """Make a step exist.  Everything that the manifest names must be durable already.  Return the attempt
+    that was the step before; None if there was none that can be read.  `data`: the bytes of the manifest,
+    where there are such already, in another home of the step.
+
+    StoreError if a file cannot be seen from here or has another length, UsageError if another process has
+    saved, or deleted, this step meanwhile: then nothing is committed.
+    """
+    key = manifest_key(manifest.step)
+    data = encode(manifest) if data is None else data
+    seen = _present(store, key)
+    if mine is not None:
+        check_claim(store, mine)
+    check_files(store, manifest)
+    try:
+        _put(store, key, data, seen)
+    except (Exists, NotFound):
+        now = _present(store, key)
+        if now is None and key in store.list(key):  # a link that leads nowhere takes the name
+            store.put(key, data)
+        elif now == data:  # the same commit, by another process: durable when this returns
+            _put(store, key, data, now)
+        else:
+            raise _overtaken(store, manifest.step, now) from None
+    with suppress(HoldfastError):
+        return None if seen is None else attempt_in(seen, manifest.step)
+    return None
+
+
+def _present(store: Store, key: str) -> bytes | None:
+    """The manifest that is there, sound or not."""
+    try:
+        return store.get(key)
+    except NotFound:
+        return None
+
+
+def _put(store: Store, key: str, data: bytes, seen: bytes | None) -> None:
+    if seen is None:
+        store.put(key, data, if_absent=True)
+    else:
+        store.put(key, data, replacing=seen)
+
+
+def _overtaken(store: Store, step: int, now: bytes | None) -> UsageError:
+    deed = "deleted" if now is None else "saved"
+    return UsageError(
+        f"another process has {deed} step {step} of {store.url} while this one committed its save of it, "
+        "which is not committed",
+        step=step,
+        hint="two programs must not write to one root; stop one of them",
+    )
+
+
+def check_files(store: Store, manifest: Manifest) -> None:
+    """StoreError unless every file of a manifest is there, with its length."""
+    prefix = step_prefix(manifest.step)
+    there: dict[str, int] = {}
+    if not isinstance(store, LocalStore):  # which would look at one file after the other
+        there = dict(store.entries(f"{prefix}{manifest.attempt}/"))
+
+    def check(file: FileEntry) -> None:
+        try:
+            size = store.size(prefix + file.path)
+        except NotFound:
+            raise StoreError(
+                f"the file of rank {file.rank} cannot be seen by rank 0",
+                key=prefix + file.path,
+                hint="is the root on a file system that all hosts share?",
+            ) from None
+        if size != file.bytes:
+            raise StoreError(
+                f"the file of rank {file.rank} has {size} bytes, {file.bytes} were written",
+                key=prefix + file.path,
+            )
+
+    doubtful = [f for f in manifest.objects if there.get(prefix + f.path) != f.bytes]
+    in_threads(check, doubtful, CHECK_THREADS)

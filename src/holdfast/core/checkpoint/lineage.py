@@ -1,0 +1,43 @@
+"""The line of a run: the runs that it went on from, each with the last step that it took from there.
+
+    run 1    100 200 300          began in an empty root               line ()
+    run 2        200 250          went on from step 100 of run 1       line (1, 100)
+    run 3            250 260      went on from step 250 of run 2       line (2, 250) (1, 100)
+    run 4    1 2 3                begins anew, beside all of these     line ()
+
+A run deletes steps of its own line alone: run 3 those of run 1 up to 100, of run 2 up to 250, and its own;
+not step 300, which belongs to a history that run 2 has left.  Run 4 deletes none but its own.  A manifest
+states the line of its run, so that a restart knows it, wherever the step was copied to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from holdfast.core.checkpoint.names import Saved
+
+Line = tuple[tuple[int, int], ...]
+"""Runs, each with its last step that counts; newest first."""
+
+RECENT = 16
+"""Runs that stay in a line when their steps are gone: they may have left records, which others delete."""
+
+Owns = Callable[[Saved], bool]
+"""Tells steps, and records by the first step of their file, that a run may delete."""
+
+
+def line_from(run: int, step: int, line: Line, there: Iterable[Saved]) -> Line:
+    """Return the line of a run that goes on from a step, whose own run had that `line`.  Runs of which no
+    step is `there` any more are left out, but for recent ones."""
+    saved = list(there)
+
+    def has_steps(of_run: int, last: int) -> bool:
+        return any(s.run == of_run and s.step <= last for s in saved)
+
+    before = [pair for pair in line if pair[0] != run]
+    return (run, step), *before[:RECENT], *(pair for pair in before[RECENT:] if has_steps(*pair))
+
+
+def is_in_line(saved: Saved, run: int, line: Line) -> bool:
+    """True if a step is of the run itself, or one that it went on from."""
+    return saved.run == run or any(saved.run == r and saved.step <= last for r, last in line)

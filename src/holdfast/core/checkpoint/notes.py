@@ -1,0 +1,423 @@
+"""The notes on a root's steps, made after they were committed: labels that keep steps, and metrics.
+
+    steps/notes.json    {"holdfast":1,"labels":{"best":100},"metrics":{"100":{"run":1,"values":...}},...}
+
+A manifest is never changed, so what is learned of a step later lies here, in one object for the root.  It
+is replaced only while it is the one that was read (`Store.put(replacing=)`): of two writers one reads anew
+and writes once more, so neither loses the other's labels.  It lies below `steps/` for the listing of steps
+to show it: where nothing is noted, it costs no request.
+
+* *must*: a step that a label names is not deleted, and nothing is deleted while the notes cannot be read;
+* *must*: metrics are noted with the run of the step: another run's step of that number has not got them.
+
+A label that was taken away stays as null, so that it goes in the home behind the root, too.
+
+A label that moves to a step on its way keeps the former one until that is committed, by a second label:
+
+    pin(200, "best")     {"best":200,"best (before 200)":100}
+    committed            {"best":200}
+    failed               {"best":100}                also if another run saves a step 200 of its own later
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+from holdfast.base.arguments import MAX_STEP, number_of, shown, text_of, unfit
+from holdfast.base.errors import Corrupt, Exists, FormatError, HoldfastError, NotFound, Unavailable
+from holdfast.base.wire import decode_json
+from holdfast.core.checkpoint.names import (
+    NOTES_KEY,
+    RootKeys,
+    describe,
+    manifest_key,
+    parse_attempt,
+    read_head,
+    step_numbers,
+)
+from holdfast.core.codec.digest import hexdigest
+from holdfast.core.format.manifest import CONTROL, Manifest
+from holdfast.core.store import Store, get_small
+from holdfast.core.store.contract import SMALL_BYTES
+
+MOST_CHARS = 100
+"""Most characters of a label, and of the name of a metric."""
+TRIES = 100
+"""Writers that come first, one after the other, before one gives up."""
+SECOND_LOOK_S = 1.0
+HINT = (
+    f"nothing is deleted until then: put it back, or delete {NOTES_KEY}, and label the steps anew"
+)
+
+Values = dict[str, float | None]
+"""Metrics by name; None is not a number."""
+
+
+class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Metrics that were noted of a step of one run."""
+
+    run: int
+    values: Values
+
+
+class Notes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The notes of a root."""
+
+    holdfast: int = 1
+    labels: dict[str, int | None] = {}
+    metrics: dict[Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)], Measured] = {}
+
+    @property
+    def live_labels(self) -> dict[str, int]:
+        """The steps that labels name."""
+        return {label: step for label, step in self.labels.items() if step is not None}
+
+    @property
+    def pinned(self) -> dict[int, list[str]]:
+        """The labels of each step that has any."""
+        found: dict[int, list[str]] = {}
+        for label, step in sorted(self.live_labels.items()):
+            found.setdefault(step, []).append(label)
+        return found
+
+    def values(self, run: int, step: int) -> Values:
+        """The metrics that were noted of that run's step."""
+        noted = self.metrics.get(step)
+        return noted.values if noted is not None and noted.run == run else {}
+
+
+# -- reading and writing --------------------------------------------------------------------------
+
+_SEAL = re.compile(rb',"digest":"([0-9a-f]{16})"\}\s*\Z')
+
+
+def read_notes(store: Store) -> Notes:
+    """The notes of a root; none if there are none.  Corrupt or FormatError if they are damaged."""
+    data = _present(store)
+    return Notes() if data is None else decode(data)
+
+
+def notes_among(keys: RootKeys) -> Notes:
+    """The notes of a root whose keys were listed."""
+    is_there = NOTES_KEY in keys.keys or keys.known.has_notes
+    return read_notes(keys.store) if is_there else Notes()
+
+
+def encode(notes: Notes) -> bytes:
+    body = msgspec.json.encode(notes)[:-1]
+    return body + f',"digest":"{hexdigest(body)}"}}'.encode()
+
+
+def decode(data: bytes) -> Notes:
+    """Parse notes.  Corrupt or FormatError if they are not what was written."""
+    seal = _SEAL.search(data, max(len(data) - 64, 0))
+    body = data[: seal.start()] if seal else b""
+    if len(data) > SMALL_BYTES or not seal or hexdigest(body) != seal[1].decode():
+        raise Corrupt("the notes of steps are damaged", key=NOTES_KEY, hint=HINT)
+    try:
+        notes = decode_json(body + b"}", Notes)
+    except msgspec.DecodeError as error:
+        raise FormatError(f"the notes of steps: {error}", key=NOTES_KEY, hint=HINT) from None
+    names = [*notes.labels, *(name for one in notes.metrics.values() for name in one.values)]
+    for name in filter(CONTROL.search, names):
+        said = f"the notes of steps: the name {name!r:.200} has a control character"
+        raise FormatError(said, key=NOTES_KEY, hint=HINT)
+    if notes.holdfast != 1:
+        raise FormatError(f"notes of version {notes.holdfast}", key=NOTES_KEY, hint=HINT)
+    return notes
+
+
+def _present(store: Store) -> bytes | None:
+    try:
+        return get_small(store, NOTES_KEY)
+    except NotFound:
+        return None
+
+
+def change(store: Store, edit: Callable[[Notes], Notes]) -> None:
+    """Write the notes as `edit` makes them of those that are there.  Blocks; it may be called again, of
+    notes that another process has written meanwhile."""
+    for _ in range(TRIES):
+        seen = _present(store)
+        old = Notes() if seen is None else decode(seen)
+        new = edit(old)
+        if new == old:
+            return
+        try:
+            if seen is None:
+                store.put(NOTES_KEY, encode(new), if_absent=True)
+            else:
+                store.put(NOTES_KEY, encode(new), replacing=seen)
+            return
+        except (Exists, NotFound):
+            continue
+    raise Unavailable(f"other processes wrote {NOTES_KEY} {TRIES} times in a row", key=NOTES_KEY)
+
+
+# -- labels ---------------------------------------------------------------------------------------
+
+
+def label_of(value: Any, call: str) -> str:
+    """A label: a short text in one line."""
+    return _short_text(value, call, "label", "a label such as 'best'")
+
+
+def _short_text(value: Any, call: str, name: str, what: str) -> str:
+    text = text_of(value, call, name, what)
+    if len(text) > MOST_CHARS or not text.isprintable() or not text.strip():
+        raise unfit(
+            call, name, value, f"{what}: one line of at most {MOST_CHARS} characters", typed=False
+        )
+    return text
+
+
+def pin(
+    store: Store,
+    step: int,
+    label: str,
+    *,
+    coming: Collection[int] = (),
+    second_look_s: float = 0.0,
+) -> None:
+    """Let `label` name a step, and no other one.  NotFound if there is no such step, and it is not
+    `coming`.
+
+    Called while nobody deletes steps in this process.  `second_look_s`: of other processes nobody knows
+    what they are deleting, so look once more after that time.
+    """
+
+    def edit(notes: Notes) -> Notes:
+        former = notes.labels.get(label)
+        if not is_coming:
+            return with_labels(notes, {label: step, **dict.fromkeys(_kept_for(notes, label), None)})
+        moves = former not in (None, step) and _before(label, step) not in notes.live_labels
+        own = {_before(label, step): former} if moves else {}
+        return with_labels(notes, {label: step, **own})
+
+    is_coming = step in coming and not is_there(store, step)
+    if step not in coming:
+        check_there(store, step)
+    change(store, edit)
+    if step in coming:
+        return
+    if second_look_s:
+        time.sleep(second_look_s)
+    try:
+        check_there(store, step)
+    except NotFound:
+        change(store, lambda n: with_labels(n, {label: None}) if n.labels.get(label) == step else n)
+        raise
+
+
+_BEFORE = re.compile(r"(.*) \(before \d+\)")
+
+
+def _before(label: str, step: int) -> str:
+    """The label of the step that `label` named before it moved to one on its way."""
+    return f"{label} (before {step})"
+
+
+def _kept_for(notes: Notes, label: str) -> list[str]:
+    """The labels that keep steps which `label` named before."""
+    matches = ((other, _BEFORE.fullmatch(other)) for other in notes.live_labels)
+    return [other for other, match in matches if match and match[1] == label]
+
+
+def _former(store: Store, notes: Notes, label: str, step: int) -> int | None:
+    """The committed step that `label` named before it moved to `step`, maybe by way of others that were on
+    their way, too."""
+    seen, former = {step}, notes.labels.get(_before(label, step))
+    while former is not None and former not in seen and not is_there(store, former):
+        seen.add(former)
+        former = notes.labels.get(_before(label, former))
+    return None if former in seen else former
+
+
+def is_there(store: Store, step: int) -> bool:
+    """True if a step is committed."""
+    try:
+        store.size(manifest_key(step))
+    except NotFound:
+        return False
+    return True
+
+
+def conclude(store: Store, step: int, labels: Collection[str], *, is_saved: bool) -> list[str]:
+    """Let labels name a step for good that they were given to on its way; or, if it `is_saved` not, what
+    they named before.  Return what the user is to be told."""
+    found: list[str] = []
+
+    def edit(notes: Notes) -> Notes:
+        found.clear()
+        changes: dict[str, int | None] = {}
+        for label in labels:
+            is_here, former = notes.labels.get(label) == step, _former(store, notes, label, step)
+            kept = _kept_for(notes, label)
+            if is_saved:
+                changes |= dict.fromkeys(kept if is_here else [_before(label, step)], None)
+                continue
+            changes |= {k: former for k in (label, *kept) if notes.labels.get(k) == step}
+            changes[_before(label, step)] = None
+            found.extend([f"the label {label!r} {_again(former)}"] if is_here else [])
+        return with_labels(notes, changes)
+
+    change(store, edit)
+    return [f"step {step} was not saved: {'; '.join(found)}"] if found else []
+
+
+def _again(former: int | None) -> str:
+    return "is taken away" if former is None else f"names step {former} again"
+
+
+def unpin(store: Store, label: str) -> bool:
+    """Take a label away; False if there was none of that name."""
+    there: list[bool] = []
+
+    def edit(notes: Notes) -> Notes:
+        there[:] = [notes.labels.get(label) is not None]
+        gone = dict.fromkeys([label, *_kept_for(notes, label)], None)
+        return with_labels(notes, gone) if there[0] else notes
+
+    change(store, edit)
+    return there[0]
+
+
+def release(
+    store: Store,
+    by: Manifest,
+    replaced: str | None,
+    spare: Collection[tuple[str, int, int]],
+    *,
+    only: Collection[str] | None = None,
+) -> list[str]:
+    """Take away the labels of a step whose attempt `replaced` was another run's, or of which another run's
+    save never ended (None), but for `spare`: labels, each with the run and the step that it was given to.
+    `only`: no others than these.  Return what the user is to be told."""
+    former = None if replaced is None else parse_attempt(replaced)
+    if replaced is not None and (former is None or former[0] == by.run):
+        return []
+    of = f"step {by.step}" if former is None else f"step {by.step} of run {former[0]}"
+    found: dict[str, int | None] = {}
+
+    def edit(notes: Notes) -> Notes:
+        named = (k for k in notes.pinned.get(by.step, ()) if only is None or k in only)
+        given = [k for k in named if (k, by.run, by.step) not in spare]
+        found.clear()
+        found.update((k, _former(store, notes, k, by.step)) for k in given)
+        kept = [other for k in given for other in _kept_for(notes, k)]
+        return with_labels(notes, {**dict.fromkeys(kept, None), **found})
+
+    try:
+        change(store, edit)
+    except HoldfastError as error:
+        return [f"{of} is replaced; its labels are not known: {error}"]
+    return [
+        f"{of} had the label {label!r}, and was saved anew by run {by.run}: the label {_again(step)}"
+        for label, step in found.items()
+    ]
+
+
+def with_labels(notes: Notes, labels: Mapping[str, int | None]) -> Notes:
+    """The notes with some labels changed.  Those that kept a step until a save ended are not remembered."""
+    found = {**notes.labels, **labels}
+    gone = [k for k, step in found.items() if step is None and _is_for_another(k, found)]
+    return msgspec.structs.replace(notes, labels={k: s for k, s in found.items() if k not in gone})
+
+
+def _is_for_another(label: str, labels: Mapping[str, int | None]) -> bool:
+    """True for a label that keeps the step which another one named before."""
+    return (match := _BEFORE.fullmatch(label)) is not None and match[1] in labels
+
+
+def check_there(store: Store, step: int) -> None:
+    """NotFound, with the steps that there are, unless a step is committed."""
+    key = manifest_key(step)
+    try:
+        store.size(key)
+    except NotFound:
+        hint = f"steps there: {describe(step_numbers(store))}"
+        raise NotFound(f"no step {step} in {store.url}", step=step, key=key, hint=hint) from None
+
+
+# -- metrics --------------------------------------------------------------------------------------
+
+
+def values_of(given: Any, call: str, name: str = "metrics") -> Values:
+    """Metrics as they are stored: numbers by name.  What is not finite is None, and never the best."""
+    what = "a dict of numbers by name, such as {'loss': 0.3}"
+    if not isinstance(given, Mapping):
+        raise unfit(call, name, given, what)
+    if not given:
+        raise unfit(call, name, given, f"{what}, and not empty", typed=False)
+    found: Values = {}
+    for key, value in given.items():
+        named = _short_text(key, call, name, "names of metrics as text")
+        found[named] = _number(value, call, f"{name}[{shown(named)}]")
+    return found
+
+
+def _number(value: Any, call: str, name: str) -> float | None:
+    if _is_nan(value):
+        return None
+    number = float(number_of(value, call, name, "a number", lambda _: True))
+    return number if math.isfinite(number) else None
+
+
+def _is_nan(value: Any) -> bool:
+    try:
+        return getattr(value, "ndim", 0) == 0 and math.isnan(value)
+    except Exception:
+        return False
+
+
+def measure(store: Store, step: int, values: Values, *, coming: Mapping[int, int]) -> None:
+    """Note metrics of a step, beside those that it has.  NotFound if there is no such step, and it is not
+    `coming`, which gives the run by step.  What is noted of steps that are gone is dropped."""
+    there = set(RootKeys(store).manifests) | set(coming)
+    run = coming.get(step)
+    if run is None:
+        check_there(store, step)
+        saved = read_head(store, step, manifest_key(step))
+        run = -1 if saved is None else saved.run
+
+    def edit(notes: Notes) -> Notes:
+        kept = {s: m for s, m in notes.metrics.items() if s in there}
+        kept[step] = Measured(run, {**notes.values(run, step), **values})
+        return msgspec.structs.replace(notes, metrics=kept)
+
+    change(store, edit)
+
+
+# -- other roots ----------------------------------------------------------------------------------
+
+
+def carry(
+    source: Notes, target: Store, steps: Collection[int], *, replace: bool
+) -> tuple[list[str], list[str]]:
+    """Note in another root what was noted of `steps`, which are there now.  Return the labels that name
+    one of them there, and those that name another step there, which they still do unless `replace`.
+
+    With `replace` labels that were taken away go there as well: it is the same run's other home.
+    """
+    own = {k: step for k, step in source.labels.items() if not _is_for_another(k, source.labels)}
+    wanted = {label: step for label, step in own.items() if step in steps}
+    gone = {label for label, step in own.items() if step is None} if replace else set()
+    measured = {step: m for step, m in source.metrics.items() if step in steps}
+    left: list[str] = []
+
+    def edit(notes: Notes) -> Notes:
+        held = {k for k, s in notes.labels.items() if s is not None}
+        left[:] = [k for k, s in wanted.items() if k in held and notes.labels[k] != s]
+        set_here = {k: s for k, s in wanted.items() if replace or k not in left}
+        labels = {**notes.labels, **set_here, **dict.fromkeys(gone & held, None)}
+        return msgspec.structs.replace(notes, labels=labels, metrics={**notes.metrics, **measured})
+
+    if wanted or gone or measured:
+        change(target, edit)
+    return sorted(set(wanted) - set(left) if not replace else wanted), sorted(left)

@@ -1,0 +1,284 @@
+"""An opened step: names, shapes, values, extras.  Torch-free.
+
+with holdfast.open("runs/gpt") as c:
+    c.step, c.names(), c.read("model.wte.weight", ((0, 10), None))
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from base64 import b64decode
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import nan
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from holdfast.base.arguments import count_of, flag_of, path_of, step_of, unfit
+from holdfast.base.errors import FormatError, UsageError
+from holdfast.base.suggest import did_you_mean
+from holdfast.base.wire import decode_json
+from holdfast.core.checkpoint.files import Files
+from holdfast.core.checkpoint.names import describe, read_manifest, step_prefix
+from holdfast.core.checkpoint.reading import read_alone
+from holdfast.core.checkpoint.rows import RAW, Array, ArrayTarget, Want
+from holdfast.core.checkpoint.unproved import newest_manifest
+from holdfast.core.codec.digest import num_chunks
+from holdfast.core.format.dtypes import DTYPES, numpy_dtype
+from holdfast.core.format.extras import FROZEN, decode
+from holdfast.core.format.manifest import FileEntry, Manifest
+from holdfast.core.layout import Box, Sharding, whole
+from holdfast.core.store import Store, open_store
+
+Range = slice | tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Facts of the manifest on one tensor.  `shape` is the whole tensor's, `dtype` torch's name."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    state: str
+    replica: str
+    sharding: Sharding
+    bytes: int
+
+
+class Checkpoint:
+    """One committed step of a root.  Reads on demand; nothing is cached but digest tables."""
+
+    def __init__(self, store: Store, manifest: Manifest, *, verify: bool = True) -> None:
+        self.store = store
+        self.manifest = manifest
+        self.images = Files(store, step_prefix(manifest.step), manifest, verify=verify)
+        self.format = "holdfast"
+        """The prefix that names a foreign checkpoint's format (`dcp`, ...); else `holdfast`."""
+        self.others: tuple[Checkpoint, ...] = ()
+        """Further copies of a foreign checkpoint's replicated tensors, which ought to be equal."""
+        self.refused: dict[str, str] = {}
+        """Reasons, by key, why what a foreign checkpoint holds is not offered, and what to do."""
+
+    @staticmethod
+    def open(
+        url: str | os.PathLike[str], step: int | None = None, *, verify: bool = True
+    ) -> Checkpoint:
+        """Open step `step`, or the newest.  NotFound or NotRecoverable if there is none.
+
+        HoldfastWarning if there is a step whose manifest is damaged, which may be the newest.
+        """
+        call = "Checkpoint.open"
+        step = None if step is None else step_of(step, call)
+        flag_of(verify, call, "verify")
+        store = open_store(path_of(url, call, "url"))
+        manifest = newest_manifest(store) if step is None else read_manifest(store, step)
+        return Checkpoint(store, manifest, verify=verify)
+
+    @cached_property
+    def files(self) -> Mapping[str, bytes]:
+        """The files kept beside the step, by name.  Each is read, and proved, when it is asked for."""
+        from holdfast.core.checkpoint.attached import Attachments
+
+        return Attachments(self.images)
+
+    @cached_property
+    def metrics(self) -> dict[str, float]:
+        """Metrics by name, given with the save or noted later.  NaN for what was not finite."""
+        from holdfast.core.checkpoint.notes import read_notes
+
+        m = self.manifest
+        noted = read_notes(self.store).values(m.run, m.step) if self.format == "holdfast" else {}
+        return {k: nan if v is None else v for k, v in {**m.metrics, **noted}.items()}
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Nothing is held open; for `with` and symmetry."""
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {self.store.url} step {self.step}, {len(self.names())} tensors>"
+
+    @property
+    def step(self) -> int:
+        """The step's number."""
+        return self.manifest.step
+
+    @property
+    def mesh(self) -> str:
+        """The mesh that it was saved under, in words."""
+        return str(self.manifest.layout)
+
+    def names(self) -> list[str]:
+        """All tensors, in the order in which they were saved; then further names of tied ones."""
+        return [t.name for t in self.manifest.tensors] + list(self.manifest.aliases)
+
+    def index(self, name: str) -> int:
+        """Number of a tensor in the manifest; UsageError with near misses for an unknown name."""
+        if not isinstance(name, str) or not name:
+            typed = not isinstance(name, str)
+            raise unfit("Checkpoint", "name", name, "the name of a tensor", typed=typed)
+        found = self.manifest.find(name)
+        if found is None:
+            raise UsageError(
+                f"no tensor {name!r:.300} in step {self.step}",
+                hint=did_you_mean(name, self.names()),
+            )
+        return found
+
+    def info(self, name: str) -> TensorInfo:
+        """Shape, dtype and sharding of a tensor."""
+        index = self.index(name)
+        t = self.manifest.tensors[index]
+        sharding = self.manifest.placement.table.shardings[t.sharding]
+        size = whole(t.shape).size * DTYPES[t.dtype].bytes
+        return TensorInfo(name, t.dtype, t.shape, t.state, t.replica, sharding, size)
+
+    def read(self, name: str, box: Sequence[Range] | Box | None = None) -> Array:
+        """A tensor, or the part of it that `box` says, as a new array of its own dtype.
+
+        `box` gives (start, stop), a slice or None per dim.  Blocks while it reads; verified.
+        """
+        index = self.index(name)
+        t = self.manifest.tensors[index]
+        wanted = to_box(box, t.shape, name)
+        try:
+            values = np.empty(wanted.shape, numpy_dtype(t.dtype))
+        except MemoryError as error:
+            hint = "read it in parts: read(name, box)"
+            raise UsageError(f"{name!r} {wanted.shape}: {error}", hint=hint) from None
+        raw = values.view(RAW[values.dtype.itemsize])
+        read_alone(self.images, [Want(index, wanted, ArrayTarget(raw))])
+        return values
+
+    @cached_property
+    def extras(self) -> dict[str, Any]:
+        """Non-tensor state that all ranks share, by key, in plain Python (tensors as arrays)."""
+        return {k: decode(v, plain_tensor) for k, v in self.manifest.extras.items()}
+
+    @cached_property
+    def left_out(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Dtype and shape of the parameters that were frozen and are not in this step, by name
+        (`holdfast.trainable_only`).  FormatError."""
+        trees = [e for e in self.manifest.extras.items() if e[0].endswith(f".{FROZEN}")]
+        for name in (n for n in self.manifest.per_rank if n.endswith(f".{FROZEN}")):
+            every = map(self.rank_extras, sorted(self.manifest.file_of))
+            trees += [(name, theirs[name]) for theirs in every if name in theirs]
+        try:
+            return {
+                f"{name.removesuffix(FROZEN)}{inside}": (str(dtype), tuple(map(int, shape)))
+                for name, tree in trees
+                for inside, (dtype, shape) in tree.items()
+            }
+        except (TypeError, ValueError, AttributeError) as error:
+            raise FormatError(f"malformed extras: what was left out: {error}") from None
+
+    @cached_property
+    def object_tensors(self) -> set[str]:
+        """Tensors that belong to the state_dict of an object: extras refer to them by name."""
+        found: set[str] = set()
+
+        def walk(tree: Any) -> None:
+            if isinstance(tree, dict):
+                if len(tree) == 1 and isinstance(tree.get("$at"), str):
+                    found.add(tree["$at"])
+                for v in tree.values():
+                    walk(v)
+            elif isinstance(tree, list):
+                for v in tree:
+                    walk(v)
+
+        walk(self.manifest.extras)
+        return found
+
+    def rank_extras(self, rank: int) -> dict[str, Any]:
+        """Encoded extras that were saved by one rank for itself (RNG, data loader)."""
+        rank = count_of(rank, "Checkpoint.rank_extras", "rank", least=0)
+        file = self.manifest.file_of.get(rank)
+        return self.file_extras(file) if file is not None else {}
+
+    def file_extras(self, file: FileEntry) -> dict[str, Any]:
+        """Like `rank_extras`, for the rank of `file`.  Verified."""
+        if file.extras == file.table:
+            return {}
+        size = self.manifest.chunk_bytes
+        first, stop = file.extras // size, num_chunks(file.table, size)
+        a, b = self.images.span(file, first, stop)
+        view = self.images.chunks(file, first, stop, memoryview(bytearray(b - a)))
+        try:
+            found = decode_json(view[file.extras - a :], dict[str, Any])
+        except msgspec.DecodeError as error:
+            raise FormatError(f"malformed extras: {error}", key=self.images.key(file)) from None
+        return found
+
+
+def plain_tensor(tag: str, body: Any) -> Any:
+    """Extras that refer to tensors, in plain Python: small ones as arrays, large ones by name."""
+    match tag:
+        case "$tensor":
+            dtype, shape, data = body
+            return np.frombuffer(b64decode(data), numpy_dtype(dtype)).reshape(shape)
+        case "$at":
+            return body
+        case "$object" | "$quantized":
+            return decode(body, plain_tensor)
+        case "$dtype" if isinstance(body, str):
+            return body
+        case "$optimizer":
+            groups = [
+                {"params": g["params"], **decode(g["hyper"], plain_tensor)} for g in body["groups"]
+            ]
+            states = {p: decode(s, plain_tensor) for p, s in body["state"].items()}
+            return {"param_groups": groups, "state": states}
+    raise FormatError(f"malformed extras: unknown tag {tag!r}")
+
+
+def to_box(box: Sequence[Range] | Box | None, shape: tuple[int, ...], name: str) -> Box:
+    """A Box from what a user may write; UsageError if it does not lie in `shape`."""
+    if box is None:
+        return whole(shape)
+    try:
+        ranges = [*zip(box.start, box.stop, strict=True)] if isinstance(box, Box) else [*box]
+        if len(ranges) != len(shape):
+            raise UsageError(f"{name!r} has {len(shape)} dims {shape}, the box {len(ranges)}")
+        found = [_range(r, n) for r, n in zip(ranges, shape)]
+    except (TypeError, ValueError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise unfit(
+            "Checkpoint.read", "box", box, "a Box, or (start, stop), a slice or None for each dim",
+            typed=False, hint=str(error),
+        ) from None  # fmt: skip
+    if not all(0 <= a <= b <= n for (a, b), n in zip(found, shape)):
+        raise UsageError(f"box {box} does not lie in {name!r} of shape {shape}")
+    return Box(tuple(a for a, _ in found), tuple(b for _, b in found))
+
+
+def _range(r: Range, n: int) -> tuple[int, int]:
+    """Start and stop, also of other libraries' integers.  TypeError or ValueError for no range."""
+    if r is None:
+        return 0, n
+    if isinstance(r, slice):
+        start, stop, step = r.indices(n)
+        if step != 1:
+            raise UsageError(f"box with slice {r}: only step 1 can be read")
+        return start, max(stop, start)
+    start, stop = r
+    return operator.index(start), operator.index(stop)
+
+
+__all__ = ["Checkpoint", "TensorInfo", "describe", "to_box"]

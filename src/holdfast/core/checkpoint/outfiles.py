@@ -1,0 +1,354 @@
+"""Writing files out of a checkpoint's tensors, whatever their format.
+
+A file is planned whole before its first byte is read: literal bytes (headers), and spans of tensors
+between them.  Then blocks of all files are filled straight from the source, several side by side, so
+memory is a few blocks however large the files are.  What depends on the data itself (a table of digests, a
+CRC) is put in by the file's *seal*, which sees the blocks of a file in order, each before it is written.
+
+    span = Span(len(header), tensor=0, first=0, last=10, dtype="float32")
+    file = Outfile("model.safetensors", len(header) + 40, (Literal(0, header),), (span,))
+    write_files(source, store, [file], memory_bytes=1 << 30)
+
+Each file appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from holdfast.base.errors import Corrupt, UsageError
+from holdfast.base.threads import in_threads
+from holdfast.core.checkpoint.opened import Checkpoint
+from holdfast.core.checkpoint.reading import read_alone, threads_here
+from holdfast.core.checkpoint.rows import RAW, ArrayTarget, Want
+from holdfast.core.codec.digest import digest
+from holdfast.core.format.dtypes import DTYPES, numpy_dtype
+from holdfast.core.layout import flat_range
+from holdfast.core.store import Store, Writer
+from holdfast.core.store.contract import check_blocks, reads_of
+
+MAX_BLOCK_BYTES = 16 << 20
+MIN_BLOCK_BYTES = 1 << 20
+CAST_BYTES = 2 << 20
+READ_BYTES = 2 << 20
+"""Bytes of scratch of a reading thread (`reading.BLOCK_CHUNKS` chunks)."""
+MIN_MEMORY_BYTES = MIN_BLOCK_BYTES + CAST_BYTES + READ_BYTES
+
+Progress = Callable[[int], object]
+Seal = Callable[[int, memoryview], None]
+"""Called with each block's first byte and the block, in order; may change the block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Literal:
+    """Bytes that are known beforehand, at byte `start` of a file."""
+
+    start: int
+    data: bytes
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.data)
+
+
+@dataclass(frozen=True, slots=True)
+class ElementSpan:
+    """Elements `first..last` (row-major) of a tensor, as `dtype`, at byte `start` of a file.
+
+    `tensor` is its number in the source; `start` is a multiple of the size of an element.
+    """
+
+    start: int
+    tensor: int
+    first: int
+    last: int
+    dtype: str
+
+    @property
+    def stop(self) -> int:
+        return self.start + (self.last - self.first) * DTYPES[self.dtype].bytes
+
+
+@dataclass(frozen=True)
+class Outfile:
+    """A file to be.  What neither literals nor spans cover is zero, or the seal's."""
+
+    path: str
+    bytes: int
+    literals: tuple[Literal, ...]
+    spans: tuple[ElementSpan, ...]
+    seal: Callable[[], Seal] | None = None
+    """Makes the seal of one writing of the file."""
+
+
+@dataclass(frozen=True)
+class FileDigests:
+    """Digests of a file's blocks, which say what it ought to hold."""
+
+    path: str
+    bytes: int
+    block_bytes: int
+    digests: tuple[int, ...]
+
+
+def write_files(
+    source: Checkpoint,
+    store: Store | None,
+    files: Sequence[Outfile],
+    *,
+    memory_bytes: int = 1 << 30,
+    progress: Progress | None = None,
+) -> list[FileDigests]:
+    """Write all files, large ones first.  Blocks; the first error stops all, and no torn file appears.
+
+    `memory_bytes` bounds buffers; `progress` is told the bytes just written.  Without a store nothing is
+    written: the digests say what a file that is there already ought to hold.
+    """
+    threads, block_bytes = _shares(memory_bytes)
+    jobs = [
+        _UnfinishedFile(source, store, f, block_bytes)
+        for f in sorted(files, key=lambda f: -f.bytes)
+    ]
+    blocks = [(job, start) for job in jobs for start in job.starts()]
+    buffers = _Buffers(block_bytes)
+    tell = progress or (lambda _: None)
+    errors: list[BaseException] = []
+
+    def one(block: tuple[_UnfinishedFile, int]) -> None:
+        job, start = block
+        try:
+            tell(job.write(start, buffers.get()))
+        except BaseException as error:
+            errors.append(error)
+            for job in jobs:
+                job.fail()
+            raise
+
+    try:
+        with source.images.readers.kept():
+            in_threads(one, blocks, threads)
+    except BaseException:
+        if errors:  # the others only gave up because of it
+            raise errors[0] from None
+        raise
+    finally:
+        for job in jobs:
+            job.abort()
+    return [job.written() for job in jobs]
+
+
+def check_files(
+    store: Store, files: Sequence[FileDigests], *, progress: Progress | None = None
+) -> None:
+    """Read files back from storage.  Corrupt, with the first range that is not what was written."""
+    tell = progress or (lambda _: None)
+    buffers = _Buffers(MAX_BLOCK_BYTES)
+
+    def one(block: tuple[FileDigests, int, int]) -> None:
+        file, start, expected = block
+        view = buffers.get()[: min(file.block_bytes, file.bytes - start)]
+        if len(view):
+            with closing(getattr(store, "open_once", store.open)(file.path)) as reader:
+                reader.read(start, view)
+        if digest(view) != expected:
+            what = f"bytes {start}..{start + len(view)} are not what was written"
+            raise Corrupt(what, key=file.path, hint="is the disk sound?  Convert again")
+        tell(len(view))
+
+    for file in files:
+        if store.size(file.path) != file.bytes:
+            raise Corrupt(f"{store.size(file.path)} bytes, {file.bytes} written", key=file.path)
+    blocks = [(f, i * f.block_bytes, d) for f in files for i, d in enumerate(f.digests)]
+    in_threads(one, blocks, reads_of(store).threads or threads_here())
+
+
+def _shares(memory_bytes: int) -> tuple[int, int]:
+    """Number of threads, and bytes of the block of each, within `memory_bytes`."""
+    if memory_bytes < MIN_MEMORY_BYTES:
+        raise UsageError(f"memory_bytes={memory_bytes}: at least {MIN_MEMORY_BYTES} are needed")
+    cores = max(1, (os.cpu_count() or 2) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    threads = min(max(4, min(cores, 16)), memory_bytes // MIN_MEMORY_BYTES)
+    block = memory_bytes // threads - CAST_BYTES - READ_BYTES
+    return threads, min(block // MIN_BLOCK_BYTES * MIN_BLOCK_BYTES, MAX_BLOCK_BYTES)
+
+
+class _Buffers(threading.local):
+    """One page-aligned buffer per thread."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._view: memoryview | None = None
+
+    def get(self) -> memoryview:
+        if self._view is None:
+            self._view = memoryview(mmap.mmap(-1, self._size))
+        return self._view
+
+
+class _GivenUpError(Exception):
+    """Another block failed."""
+
+
+class _UnfinishedFile:
+    """A file being written; its blocks come from several threads."""
+
+    def __init__(
+        self, source: Checkpoint, store: Store | None, file: Outfile, block_bytes: int
+    ) -> None:
+        self._source = source
+        self._store = store
+        self._file = file
+        self._block_bytes = block_bytes
+        self._parts: list[Literal | ElementSpan] = sorted(
+            [*file.literals, *file.spans], key=lambda part: part.start
+        )
+        self._starts = [part.start for part in self._parts]
+        self._stops = [part.stop for part in self._parts]
+        self._turn = threading.Condition()
+        self._writer: Writer | None = None
+        self._seal = file.seal() if file.seal else None
+        self._digests: list[int] = []
+        self._num_done = 0
+        self._failed = False
+
+    def starts(self) -> range:
+        return range(0, max(self._file.bytes, 1), self._block_bytes)
+
+    def write(self, start: int, buffer: memoryview) -> int:
+        """Fill, seal and write one block; returns the number of its bytes.
+
+        The block that is written last ends the file.
+        """
+        block = buffer[: min(self._block_bytes, self._file.bytes - start)]
+        self._fill(start, block)
+        with self._in_order(start):
+            if self._seal is not None:
+                self._seal(start, block)
+            if self._store is not None and self._writer is None:
+                self._writer = self._store.create(self._file.path, self._file.bytes)
+                hint = "write to a file system"
+                check_blocks(self._writer, self._file.path, self._block_bytes, hint)
+        self._digests[start // self._block_bytes] = digest(block)
+        if self._writer is not None:
+            self._put(self._writer, start, block)
+        return len(block)
+
+    def _put(self, writer: Writer, start: int, block: memoryview) -> None:
+        if len(block):
+            writer.write(start, block)
+        with self._turn:
+            self._num_done += 1
+            last = self._num_done == len(self.starts())
+        if last:
+            writer.finish()
+            self._writer = None
+
+    def written(self) -> FileDigests:
+        return FileDigests(
+            self._file.path, self._file.bytes, self._block_bytes, tuple(self._digests)
+        )
+
+    @contextmanager
+    def _in_order(self, start: int) -> Iterator[None]:
+        with self._turn:
+            self._turn.wait_for(
+                lambda: len(self._digests) * self._block_bytes == start or self._failed
+            )
+            if self._failed:
+                raise _GivenUpError
+            yield
+            self._digests.append(0)
+            self._turn.notify_all()
+
+    def fail(self) -> None:
+        """Wake those who wait for a block that will not come."""
+        with self._turn:
+            self._failed = True
+            self._turn.notify_all()
+
+    def abort(self) -> None:
+        """Leave nothing of a file that is not finished."""
+        if self._writer is not None:
+            self._writer.abort()
+
+    def _fill(self, start: int, block: memoryview) -> None:
+        stop = start + len(block)
+        lo, hi = bisect_right(self._stops, start), bisect_left(self._starts, stop)
+        at, wants = start, []
+        for part in self._parts[lo:hi]:
+            _zero(block[at - start : max(part.start, at) - start])
+            a, b = max(part.start, start), min(part.stop, stop)
+            into = block[a - start : b - start]
+            if isinstance(part, Literal):
+                into[:] = part.data[a - part.start : b - part.start]
+            else:
+                wants += self._wants(part, a, into)
+            at = max(at, b)
+        _zero(block[at - start :])
+        read_alone(self._source.images, wants, threads=1)
+
+    def _wants(self, span: ElementSpan, at: int, into: memoryview) -> list[Want]:
+        """Wants that fill `into`, the span's bytes from file byte `at` on; casts are done now."""
+        tensor = self._source.manifest.tensors[span.tensor]
+        itemsize = DTYPES[span.dtype].bytes
+        first = span.first + (at - span.start) // itemsize
+        if tensor.dtype == span.dtype:
+            return _boxes(span.tensor, tensor.shape, first, into, itemsize)
+        for begin in range(0, len(into), CAST_BYTES // 16 * itemsize):
+            part = into[begin : begin + CAST_BYTES // 16 * itemsize]
+            self._cast(span, first + begin // itemsize, part)
+        return []
+
+    def _cast(self, span: ElementSpan, first: int, into: memoryview) -> None:
+        tensor = self._source.manifest.tensors[span.tensor]
+        kind = numpy_dtype(tensor.dtype)
+        target = np.frombuffer(into, numpy_dtype(span.dtype))
+        values = np.empty(len(target), kind)
+        raw = memoryview(values.view(np.uint8))  # type: ignore[arg-type]
+        wants = _boxes(span.tensor, tensor.shape, first, raw, kind.itemsize)
+        read_alone(self._source.images, wants, threads=1)
+        with np.errstate(over="ignore"):
+            target[:] = values.astype(target.dtype)
+        lost = _lost(values, target)
+        if lost is not None:
+            value = f"{float(values[lost][0]):g}"
+            raise UsageError(
+                f"{tensor.name!r}: saved as {tensor.dtype}, and {value} is no {span.dtype}",
+                hint="bfloat16 has the range of float32",
+            )
+
+
+def _lost(values: Any, cast: Any) -> Any:
+    """Mask floats that a cast has made infinite, or NaN, or finite; None if there are none."""
+    if np.isfinite(cast).all():
+        return None
+    lost = np.isfinite(values) & ~np.isfinite(cast)
+    lost |= ~np.isfinite(values) & (np.isnan(values) != np.isnan(cast))
+    return lost if lost.any() else None
+
+
+def _zero(view: memoryview) -> None:
+    if len(view):
+        np.frombuffer(view, np.uint8)[:] = 0
+
+
+def _boxes(
+    tensor: int, shape: tuple[int, ...], first: int, into: memoryview, itemsize: int
+) -> list[Want]:
+    """Elements `first..` of a tensor as boxes whose targets are consecutive parts of `into`."""
+    wants, at = [], 0
+    for box in flat_range(shape, first, first + len(into) // itemsize):
+        kind: Any = RAW[itemsize]
+        array = np.frombuffer(into, kind, box.size, at).reshape(box.shape)
+        wants.append(Want(tensor, box, ArrayTarget(array)))
+        at += box.size * itemsize
+    return wants

@@ -1,0 +1,85 @@
+"""Calls between ranks that load together, and how an error of one becomes an error of all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from holdfast.base.errors import Corrupt, FormatError, NotFound, Unavailable
+from holdfast.base.wire import WireError, encode_error, rank_errors, wire_error
+
+
+class SharedWindow(Protocol):
+    """Memory of this rank that the ranks of its host can read."""
+
+    mine: memoryview
+    theirs: dict[int, memoryview]
+    """Windows of other ranks on this host; a rank that is not here must be sent its bytes."""
+
+    def close(self) -> None: ...
+
+
+class Peers(Protocol):
+    """The ranks that load together; every method is collective and has a deadline."""
+
+    rank: int
+    size: int
+
+    def exchange(self, payloads: Sequence[bytes]) -> list[memoryview]:
+        """Send `payloads[r]` to each rank r; returns what each sent to this one."""
+
+    def exchange_parts(self, parts: Sequence[Sequence[bytes | memoryview]]) -> list[memoryview]:
+        """The same, for payloads in parts."""
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """Return every rank's bytes."""
+
+    def any(self, flag: bool) -> bool:
+        """True if any rank says so; returns when all have said."""
+
+    def all_max(self, number: int) -> int:
+        """The largest number that any rank says."""
+
+    def window(self, size: int) -> SharedWindow:
+        """Memory that is shared within the host."""
+
+
+_SAME = (Corrupt, Unavailable, NotFound, FormatError)
+"""Errors by which a caller decides whether an older step may be tried: the first of these counts."""
+
+
+def of_the_step(failed: dict[int, WireError]) -> tuple[int, WireError] | None:
+    """A rank, and its error, that tells what is wrong with the step; None if no error does."""
+    for kind in _SAME:
+        for rank, one in failed.items():
+            if one.kind == kind.__name__:
+                return rank, one
+    return None
+
+
+def agree(peers: Peers, error: BaseException | None, step: int | None) -> None:
+    """Raise on every rank if any rank has an error: the same one where its kind matters, else
+    RankErrors."""
+    if not peers.any(error is not None):
+        return
+    answers = peers.all_gather(b"" if error is None else encode_error(error))
+    failed = {rank: wire_error(answer) for rank, answer in enumerate(answers) if answer}
+    if (damage := of_the_step(failed)) is not None:
+        raise damage[1].error(rank=damage[0], step=step) from error
+    if failed:
+        raise rank_errors("load", failed, step) from error
+
+
+@contextmanager
+def raise_on_all(peers: Peers, step: int) -> Iterator[None]:
+    """Make what fails in this block on one rank fail on all.  Collective."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as failed:
+        error = failed
+    if peers.size > 1:
+        agree(peers, error, step)
+    elif error is not None:
+        raise error

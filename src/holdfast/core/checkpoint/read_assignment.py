@@ -1,0 +1,156 @@
+"""Dealing: which rank reads which chunks, decided together and without a list of all of them anywhere.
+
+1. Each rank tells, for each file, the chunks that it needs to the file's coordinator (files are dealt to
+   ranks in turn, so no rank sees everything).
+2. The coordinator gives each chunk to one of the ranks that need it, evenly, and tells these readers.
+3. Each reader tells the others where among its chunks their own come.
+
+Few claims are told to everybody, and then 2 and 3 need no messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from holdfast.core.checkpoint.peers import Peers
+from holdfast.core.checkpoint.rows import Interval
+
+OPEN_CLAIMS = 1000
+"""Up to this many claims are told to all ranks instead of to coordinators: fewer round trips."""
+AGAIN = 0.01
+"""Every rank reads for itself if that reads at most this fraction of the bytes again."""
+
+
+@dataclass
+class ReadAssignment:
+    """Chunks that one rank reads for others and gets from others, as (file, first, stop, ...)."""
+
+    alone: dict[int, list[Interval]] = field(default_factory=dict)
+    read: list[tuple[int, int, int]] = field(default_factory=list)
+    """Runs that this rank reads for several, in the order in which it does."""
+    to: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """(file, first, stop, recipient): who needs which of them."""
+    get: dict[int, list[tuple[int, int, int, int]]] = field(default_factory=dict)
+    """(file, first, stop, position of first among all chunks that the reader reads), by reader."""
+
+
+def assign(
+    claims: list[tuple[int, int, int]], load: dict[int, int]
+) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
+    """Give each chunk to one of the ranks that claim it.
+
+    From (rank, first, stop) to (first, stop, reader, all that need it); `load` counts the chunks that
+    each rank reads so far and is kept even.
+    """
+    edges = sorted({e for _, a, b in claims for e in (a, b)})
+    starts: dict[int, list[tuple[int, int]]] = {}
+    for rank, a, b in claims:
+        starts.setdefault(a, []).append((rank, b))
+    active: dict[int, int] = {}
+    for a, b in zip(edges, edges[1:]):
+        for rank, until in starts.get(a, ()):
+            active[rank] = max(until, active.get(rank, 0))
+        active = {r: until for r, until in active.items() if until > a}
+        if not active:
+            continue
+        needers = tuple(sorted(active))
+        order = sorted(needers, key=lambda r: (load.get(r, 0), r))
+        for i, reader in enumerate(order):
+            # rounded up, so that what is left over goes to those who have read the least
+            lo, hi = (a - (a - b) * k // len(order) for k in (i, i + 1))
+            if hi > lo:
+                load[reader] = load.get(reader, 0) + hi - lo
+                yield lo, hi, reader, needers
+
+
+def _pack(rows: Sequence[tuple[int, ...]]) -> bytes:
+    return np.array(rows, np.int64).tobytes()
+
+
+def _unpack(data: bytes | memoryview, width: int) -> list[tuple[int, ...]]:
+    return [tuple(r) for r in np.frombuffer(data, np.int64).reshape(-1, width).tolist()]
+
+
+def assign_reads(peers: Peers, needed: dict[int, list[Interval]]) -> ReadAssignment:
+    """Agree who reads what.  `needed`: chunks by file number."""
+    mine = [(file, a, b) for file, intervals in needed.items() for a, b in intervals]
+    if peers.all_max(len(mine)) * peers.size <= OPEN_CLAIMS:
+        return _deal_openly(peers, needed, peers.all_gather(_pack(mine)))
+    out: list[list[tuple[int, ...]]] = [[] for _ in range(peers.size)]
+    for claim in mine:
+        out[claim[0] % peers.size].append(claim)
+    claims = _claims(peers.exchange([_pack(rows) for rows in out]))
+    return _spread(peers, _orders(peers, claims))
+
+
+def _claims(packed: Sequence[bytes | memoryview]) -> dict[int, list[tuple[int, int, int]]]:
+    """The chunks that each rank needs: (rank, first, stop), by file."""
+    claims: dict[int, list[tuple[int, int, int]]] = {}
+    for rank, data in enumerate(packed):
+        for file, a, b in _unpack(data, 3):
+            claims.setdefault(file, []).append((rank, a, b))
+    return claims
+
+
+def _deal_openly(
+    peers: Peers, needed: dict[int, list[Interval]], packed: list[bytes]
+) -> ReadAssignment:
+    """Every rank knows all claims and decides the same."""
+    claims, load = _claims(packed), dict[int, int]()
+    orders = [(file, *order) for file in sorted(claims) for order in assign(claims[file], load)]
+    again = sum((b - a) * (len(needers) - 1) for _, a, b, _, needers in orders)
+    if again <= AGAIN * sum(b - a for _, a, b, _, _ in orders):
+        return ReadAssignment(alone=needed)
+    result = ReadAssignment()
+    positions = [0] * peers.size
+    for file, a, b, reader, needers in orders:
+        if needers == (reader,):
+            if reader == peers.rank:
+                result.alone.setdefault(file, []).append((a, b))
+            continue
+        if reader == peers.rank:
+            result.read.append((file, a, b))
+            result.to += [(file, a, b, rank) for rank in needers]
+        if peers.rank in needers:
+            result.get.setdefault(reader, []).append((file, a, b, positions[reader]))
+        positions[reader] += b - a
+    return result
+
+
+def _orders(
+    peers: Peers, claims: dict[int, list[tuple[int, int, int]]]
+) -> list[tuple[int, int, int, int]]:
+    """Decide as coordinator, learn as reader: (file, first, stop, recipient), own copies too."""
+    load: dict[int, int] = {}
+    out: list[list[tuple[int, ...]]] = [[] for _ in range(peers.size)]
+    for file in sorted(claims):
+        for a, b, reader, needers in assign(claims[file], load):
+            out[reader] += [(file, a, b, rank) for rank in needers]
+    answers = peers.exchange([_pack(rows) for rows in out])
+    return sorted(r for data in answers for r in _unpack(data, 4))  # type: ignore[misc]
+
+
+def _spread(peers: Peers, orders: list[tuple[int, int, int, int]]) -> ReadAssignment:
+    """Number the shared chunks that this rank reads and tell each recipient where its own come."""
+    result = ReadAssignment()
+    runs: dict[tuple[int, int, int], list[int]] = {}
+    for file, a, b, rank in orders:
+        runs.setdefault((file, a, b), []).append(rank)
+    out: list[list[tuple[int, ...]]] = [[] for _ in range(peers.size)]
+    position = 0
+    for (file, a, b), ranks in runs.items():
+        if ranks == [peers.rank]:
+            result.alone.setdefault(file, []).append((a, b))
+            continue
+        result.read.append((file, a, b))
+        for rank in ranks:
+            out[rank].append((file, a, b, position))
+            result.to.append((file, a, b, rank))
+        position += b - a
+    for reader, data in enumerate(peers.exchange([_pack(rows) for rows in out])):
+        if data:
+            result.get[reader] = _unpack(data, 4)  # type: ignore[assignment]
+    return result

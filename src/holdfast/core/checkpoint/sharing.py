@@ -1,0 +1,242 @@
+"""Reading together: chunks that several ranks need are read by one of them and passed on.
+
+A cut along another dim touches every chunk of a tensor, and a replicated tensor is wanted whole by all;
+if each rank read for itself, the store would be read once per rank.  Instead the ranks agree who reads
+what (`read_assignment`).  Chunks that one rank alone needs it reads alone, straight into place where it
+can.  The others go round by round: each rank reads and verifies its next chunks into its
+window (shared memory on a host; another host's ranks get the bytes sent), all agree that the round is
+there, and each places what it needs from all windows, while the next round is being read.
+
+Two windows per rank bound the memory; `agree` carries a failure of any rank to all of them.
+The mechanism is UCP's redundancy-bypassing load (section 4 there), per chunk instead of per file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from holdfast.base.garbage import uncollected
+from holdfast.base.threads import Worker, in_threads
+from holdfast.core.checkpoint.files import Files
+from holdfast.core.checkpoint.peers import Peers, SharedWindow, agree
+from holdfast.core.checkpoint.read_assignment import ReadAssignment, assign_reads
+from holdfast.core.checkpoint.reading import (
+    Block,
+    block_chunks,
+    cores_here,
+    open_all,
+    plan_blocks,
+    run_blocks,
+    threads_for,
+)
+from holdfast.core.checkpoint.rows import Interval, RowIndex, Want, group_rows, needs, plan_rows
+from holdfast.core.format.manifest import FileEntry
+
+WINDOW_BYTES = 8 << 20
+"""Bytes read per rank and round.  Small windows cost few first touches of fresh pages, which can be
+slow; large ones cost fewer rounds.  bench/load_resharded.py shows the whole."""
+FAR_WINDOW_BYTES = 32 << 20
+"""The same for a store that takes long to begin to answer."""
+
+
+Run = tuple[int, int, int, int]
+"""(file, first, stop, slot): chunks of a file, and where in a reader's window they begin."""
+
+
+def by_round(runs: Iterable[Run], per_round: int) -> dict[int, list[Run]]:
+    """Cut runs, given with their positions among all chunks of a reader, where its rounds end."""
+    out: dict[int, list[Run]] = {}
+    for file, a, b, position in runs:
+        while a < b:
+            number, slot = divmod(position, per_round)
+            n = min(b - a, per_round - slot)
+            out.setdefault(number, []).append((file, a, a + n, slot))
+            a, position = a + n, position + n
+    return out
+
+
+@dataclass
+class ExchangeRounds:
+    """The exchange of shared chunks, round after round."""
+
+    files: Files
+    by_number: list[FileEntry]
+    indexes: dict[str, RowIndex]
+    deal: ReadAssignment
+    peers: Peers
+    threads: int
+    """Number of threads that read, and of those that place: both go on at once."""
+
+    def run(self, longest: int) -> BaseException | None:
+        """Pass on up to `longest` chunks of each rank.
+
+        Returns what went wrong here in the last round, which the others do not know yet.
+        """
+        size = self.files.manifest.chunk_bytes
+        is_far = self.files.store_reads.threads > 0
+        per_window = max(1, (FAR_WINDOW_BYTES if is_far else WINDOW_BYTES) // size)
+        window = self.peers.window(2 * per_window * size)
+        try:
+            self.remote = set(range(self.peers.size)) - set(window.theirs) - {self.peers.rank}
+            self.most_remote = self.peers.all_max(len(self.remote))
+            # a rank sends to, and gets from, every remote rank at once
+            self.per_round = max(1, per_window // max(1, self.most_remote))
+            self._cut_up()
+            return self._all(window, size, -(-longest // self.per_round))
+        finally:
+            window.close()
+
+    def _cut_up(self) -> None:
+        """Work out who reads, gets and sends what in each round."""
+        positions = dict(zip(self.deal.read, _positions(self.deal.read)))
+        mine = [(*run, position) for run, position in positions.items()]
+        self.mine = by_round(mine, self.per_round)
+        self.get = {r: by_round(runs, self.per_round) for r, runs in self.deal.get.items()}
+        to: dict[int, list[Run]] = {}
+        for file, a, b, rank in self.deal.to:
+            if rank in self.remote:
+                to.setdefault(rank, []).append((file, a, b, positions[file, a, b]))
+        self.to = {r: by_round(runs, self.per_round) for r, runs in to.items()}
+
+    def _all(self, window: SharedWindow, size: int, rounds: int) -> BaseException | None:
+        step = self.files.manifest.step
+        failed: BaseException | None = None
+        with Worker("holdfast-ahead") as ahead:
+            reading = ahead.submit(self._read, window, 0, size)
+            for number in range(rounds):
+                agree(self.peers, failed or reading.exception(), step)
+                if number + 1 < rounds:
+                    reading = ahead.submit(self._read, window, number + 1, size)
+                try:
+                    self._place(window, number, size)
+                except Exception as error:
+                    failed = error  # told at the next chance: the others are not waiting for it
+                if self.most_remote:
+                    failed = self._send(window, number, size) or failed
+        return failed
+
+    def _half(self, view: memoryview, number: int, size: int) -> memoryview:
+        half = self.per_round * size
+        return view[(number % 2) * half : (number % 2 + 1) * half]
+
+    def _read(self, window: SharedWindow, number: int, size: int) -> None:
+        half = self._half(window.mine, number, size)
+        most = block_chunks(self.files)
+        blocks = [
+            (self.by_number[file], first, min(first + most, b), slot + first - a)
+            for file, a, b, slot in self.mine.get(number, ())
+            for first in range(a, b, most)
+        ]
+
+        def one(block: tuple[FileEntry, int, int, int]) -> None:
+            file, first, stop, slot = block
+            self.files.chunks(file, first, stop, half[slot * size :])
+
+        in_threads(one, blocks, max(self.threads, self.files.store_reads.threads))
+
+    def _place(self, window: SharedWindow, number: int, size: int) -> None:
+        """Copy from the windows that can be seen."""
+        work = []
+        for reader, runs in self.get.items():
+            view = window.mine if reader == self.peers.rank else window.theirs.get(reader)
+            if view is not None:
+                half = self._half(view, number, size)
+                work += [(run, half) for run in runs.get(number, ())]
+        in_threads(lambda item: self._copy(item[0], item[1], size), work, self.threads)
+
+    def _copy(self, run: Run, half: memoryview, size: int) -> None:
+        entry, a, b = self._span(run)
+        slot = run[3]
+        self._put(entry, half[slot * size : slot * size + b - a], a)
+
+    def _span(self, run: Run) -> tuple[FileEntry, int, int]:
+        entry = self.by_number[run[0]]
+        return entry, *self.files.span(entry, run[1], run[2])
+
+    def _put(self, entry: FileEntry, view: memoryview, at: int) -> None:
+        for row in self.indexes[entry.path].touching(at, at + len(view)):
+            row.place(view, at)
+
+    def _send(self, window: SharedWindow, number: int, size: int) -> Exception | None:
+        """Send bytes to, and place bytes from, ranks whose memory cannot be seen from here."""
+        half = self._half(window.mine, number, size)
+        out: list[list[memoryview]] = [[] for _ in range(self.peers.size)]
+        for rank, runs in self.to.items():
+            for run in runs.get(number, ()):
+                _, a, b = self._span(run)
+                out[rank].append(half[run[3] * size : run[3] * size + b - a])
+        answers = self.peers.exchange_parts(out)
+        try:
+            for reader in self.remote & self.get.keys():
+                view, at = answers[reader], 0
+                for run in self.get[reader].get(number, ()):
+                    entry, a, b = self._span(run)
+                    self._put(entry, view[at : at + b - a], a)
+                    at += b - a
+        except Exception as error:
+            return error
+        return None
+
+
+def _positions(runs: list[tuple[int, int, int]]) -> list[int]:
+    out, at = [], 0
+    for _, a, b in runs:
+        out.append(at)
+        at += b - a
+    return out
+
+
+def plan_shared(files: Files, wants: list[Want], peers: Peers) -> Callable[[], None]:
+    """Return what fills the wants of several ranks (`reading.plan_together`).  Collective."""
+    threads = threads_for(files)
+    size = files.manifest.chunk_bytes
+    by_number = sorted(files.manifest.files, key=lambda f: f.path)
+    number_of = {f.path: i for i, f in enumerate(by_number)}
+    error: BaseException | None = None
+    indexes: dict[str, RowIndex] = {}
+    needed: dict[int, list[Interval]] = {}
+    try:
+        with uncollected():
+            indexes = group_rows(plan_rows(files.manifest, wants))
+            needed = {number_of[path]: runs for path, runs in needs(indexes, size).items()}
+    except Exception as failed:
+        error = failed
+    deal = assign_reads(peers, needed)
+    if error is None:
+        try:
+            mine = {*deal.alone, *(number for number, _, _ in deal.read)}
+            open_all(files, [by_number[number] for number in sorted(mine)], threads)
+        except Exception as failed:
+            error = failed
+    agree(peers, error, files.manifest.step)
+    rounds = ExchangeRounds(files, by_number, indexes, deal, peers, cores_here())
+    return partial(_read_shared, rounds, threads)
+
+
+def _read_shared(rounds: ExchangeRounds, threads: int) -> None:
+    """Read alone what this rank alone needs, then the rest in rounds.  Collective."""
+    files, deal, peers = rounds.files, rounds.deal, rounds.peers
+    size, step = files.manifest.chunk_bytes, files.manifest.step
+    alone = {rounds.by_number[n].path: sorted(runs) for n, runs in deal.alone.items()}
+    error: BaseException | None = None
+    try:
+        blocks = _alone(files, rounds.indexes, alone, size)
+        run_blocks(files, blocks, rounds.indexes, threads)
+    except Exception as failed:
+        error = failed
+    agree(peers, error, step)
+    longest = peers.all_max(sum(b - a for _, a, b in deal.read))
+    if longest:
+        agree(peers, rounds.run(longest), step)
+
+
+def _alone(
+    files: Files, indexes: dict[str, RowIndex], needed: dict[str, list[Interval]], size: int
+) -> list[Block]:
+    by_path = {f.path: f for f in files.manifest.files}
+    blocks = []
+    for path, intervals in needed.items():
+        blocks += plan_blocks(by_path[path], intervals, indexes[path], size, block_chunks(files))
+    return blocks

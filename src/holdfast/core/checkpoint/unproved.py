@@ -1,0 +1,81 @@
+"""Telling of steps whose manifest is damaged, wherever another step is taken in their place.
+
+Where a step stands in time says the beginning of its manifest.  If that is damaged, nobody can tell whether
+the step is the newest.  It counts as the oldest then, so that a good one is taken; but that it may be the
+newest, and that what was trained for it is left out, has to be told, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from holdfast.base.errors import HoldfastError, NotFound, NotRecoverable, warn_user
+from holdfast.core.checkpoint.names import MOST_TRIES, Saved, committed, manifest_key, read_manifest
+from holdfast.core.format.manifest import Manifest
+from holdfast.core.store import Store
+
+MOST = 5
+
+
+def newest(store: Store) -> int:
+    """The newest committed step.  NotRecoverable if there is none; HoldfastWarning of unproved ones."""
+    saved = committed(store)
+    step = newest_of(saved, store.url)
+    tell_passed_over(store.url, saved, step)
+    return step
+
+
+def newest_manifest(store: Store) -> Manifest:
+    """The manifest of the newest committed step; of a newer one if a run that saves meanwhile deletes it.
+    As `newest`, and NotFound if that goes on."""
+    for _ in range(MOST_TRIES):
+        step = newest(store)
+        try:
+            return read_manifest(store, step)
+        except NotFound as error:
+            gone = error
+    raise gone
+
+
+def newest_of(saved: list[Saved], url: str) -> int:
+    """The newest of the steps of a root.  NotRecoverable if there is none."""
+    if not saved:
+        raise NotRecoverable(
+            f"no checkpoint in {url}", hint="check the path; `holdfast ls` lists steps"
+        )
+    return max(saved).step
+
+
+def tell_passed_over(url: str, saved: Iterable[Saved], taken: int) -> None:
+    """HoldfastWarning if steps are not proved, and another one than these is taken."""
+    unproved = [s for s in saved if not s.is_proved]
+    if unproved and taken not in {s.step for s in unproved}:
+        which = "it" if len(unproved) == 1 else "one of them"
+        _warn(
+            url,
+            unproved,
+            f"step {taken} is taken, though {which} may be the newest",
+        )
+
+
+def tell_unreadable(store: Store, saved: Iterable[Saved]) -> None:
+    """HoldfastWarning of steps that are not proved, and of the newest if its manifest is not sound."""
+    steps = list(saved)
+    unproved = [s for s in steps if not s.is_proved]
+    if len(unproved) < len(steps):
+        newest = max(steps)
+        try:
+            read_manifest(store, newest.step)
+        except HoldfastError as error:
+            unproved.append(Saved(newest.run, newest.step, problem=error.message))
+    if unproved:
+        _warn(store.url, unproved, "restore() passes over such a step")
+
+
+def _warn(url: str, unproved: list[Saved], so: str) -> None:
+    parts = [f"step {s.step}: {manifest_key(s.step)} {s.problem}" for s in unproved[-MOST:]]
+    more = f"; and {len(unproved) - MOST} more" if len(unproved) > MOST else ""
+    warn_user(
+        f"{url} has steps whose manifest cannot be read ({'; '.join(parts)}{more}): {so}",
+        f"`holdfast verify {url}@{unproved[-1].step}`; bring the file back from a copy, or delete it",
+    )

@@ -1,0 +1,294 @@
+"""The manifest: one JSON file whose existence is the commit.
+
+It states what the step holds (tensors, extras), how every tensor is cut over the mesh, and which files
+hold the bytes, with the digest of each file's digest table.  It says nothing rank by rank that follows
+from the shardings, so it stays small: 45,000 tensors on 4,096 ranks take 5.8 MB
+(bench/plan_scale.py).
+
+The first bytes are always `{"holdfast":1,"step":N,"run":R,` (readers that only list steps need no
+more) and the last ones `,"digest":"<XXH3-64 of everything before this comma>"}`.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cached_property
+from typing import Any, Literal
+
+import msgspec
+
+from holdfast.base.errors import Corrupt, FormatError, HoldfastError, UnsupportedVersion, printable
+from holdfast.base.garbage import uncollected
+from holdfast.base.wire import decode_json
+from holdfast.core.codec.digest import hexdigest
+from holdfast.core.format.dtypes import DTYPES
+from holdfast.core.format.extras import Unsaved, no_text
+from holdfast.core.layout import Box, Cut, Mesh, Placement, Sharding, Table
+
+VERSION = 1
+MAX_BYTES = MAX_EXTRAS_BYTES = 1 << 30
+"""Most bytes of a manifest, and of the extras in an image."""
+
+PACK_HEAD = b"holdfast"
+"""The first bytes of a pack of attached files, so that none is empty."""
+MAX_ATTACHED = 64 << 20
+"""Most bytes of all files attached to a step."""
+
+Replica = Literal["replicated", "unique", "averaged"]
+Resize = Literal["same", "rank0", "redistribute", "fresh"]
+
+
+class CutEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    dim: int
+    axes: tuple[str, ...]
+
+
+class FragmentEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    rank: int
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+
+class ShardingEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """See `holdfast.core.layout.sharding.Sharding`."""
+
+    cuts: tuple[CutEntry, ...] = ()
+    on: dict[str, tuple[int, ...]] = {}
+    held: tuple[FragmentEntry, ...] | None = None
+
+
+class TensorEntry(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False
+):
+    """A logical tensor.  `state`: `param`, `buffer`, `tensor`, or an optimizer state's name."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    sharding: int = 0
+    state: str = "tensor"
+    replica: Replica = "replicated"
+
+
+class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A rank's image: `data` is where tensors begin, `extras` where the rank's extras do,
+    `table` where the digest table does, `digest` that of the table's bytes."""
+
+    rank: int
+    path: str
+    bytes: int
+    data: int
+    extras: int
+    table: int
+    digest: str
+    strip: str = ""
+
+
+class AttachedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file kept beside a step: its bytes lie in the pack from `start` on."""
+
+    name: str
+    start: int
+    bytes: int
+    digest: str
+
+
+class PackEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The object that has all attached files: `PACK_HEAD`, the files one after the other, and from `table`
+    on the digest table, which ends as an image does."""
+
+    path: str
+    bytes: int
+    table: int
+    digest: str
+    files: tuple[AttachedFile, ...]
+
+
+class Manifest(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, dict=True
+):
+    """All that a reader needs besides the bytes; field order is file order.  Those that have a default are
+    left out where they say nothing, so that readers which do not know them take the step."""
+
+    holdfast: int
+    step: int
+    run: int
+    attempt: str
+    created: str
+    software: dict[str, str]
+    mesh: tuple[tuple[str, int], ...]
+    chunk_bytes: int
+    algorithm: str
+    shardings: tuple[ShardingEntry, ...]
+    tensors: tuple[TensorEntry, ...]
+    aliases: dict[str, str]
+    files: tuple[FileEntry, ...]
+    extras: dict[str, Any]
+    per_rank: dict[str, Resize | None]
+    metrics: dict[str, float | None] = {}
+    attached: PackEntry | None = None
+    line: tuple[tuple[int, int], ...] = ()
+    """The runs that its run went on from, each with the last step of it (`checkpoint.lineage`)."""
+
+    @cached_property
+    def layout(self) -> Mesh:
+        return Mesh(self.mesh)
+
+    @cached_property
+    def by_name(self) -> dict[str, int]:
+        return {t.name: i for i, t in enumerate(self.tensors)}
+
+    @cached_property
+    def _by_any_name(self) -> dict[str, int | None]:
+        return self.by_name | {alias: self.by_name.get(n) for alias, n in self.aliases.items()}
+
+    def find(self, name: str) -> int | None:
+        """Number of a tensor by its name or alias; None if it is not there."""
+        return self._by_any_name.get(name)
+
+    @cached_property
+    def file_of(self) -> dict[int, FileEntry]:
+        return {f.rank: f for f in self.files}
+
+    @cached_property
+    def placement(self) -> Placement:
+        table = Table.build(
+            [t.name for t in self.tensors],
+            [t.shape for t in self.tensors],
+            [DTYPES[t.dtype].bytes for t in self.tensors],
+            tuple(to_sharding(s) for s in self.shardings),
+            [t.sharding for t in self.tensors],
+        )
+        return Placement(self.layout, table)
+
+    @cached_property
+    def objects(self) -> tuple[FileEntry, ...]:
+        """All objects that the step consists of: images, and the pack of attached files as rank 0's."""
+        pack = self.attached
+        if pack is None:
+            return self.files
+        ends = pack.table, pack.table, pack.table
+        return (*self.files, FileEntry(0, pack.path, pack.bytes, *ends, pack.digest))
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(f.bytes for f in self.objects)
+
+
+def to_sharding(entry: ShardingEntry) -> Sharding:
+    held = None
+    if entry.held is not None:
+        held = tuple((f.rank, Box(f.start, f.stop)) for f in entry.held)
+    cuts = tuple(Cut(c.dim, c.axes) for c in entry.cuts)
+    return Sharding(cuts, tuple(sorted(entry.on.items())), held)
+
+
+def from_sharding(sharding: Sharding) -> ShardingEntry:
+    held = None
+    if sharding.held is not None:
+        held = tuple(FragmentEntry(r, b.start, b.stop) for r, b in sharding.held)
+    cuts = tuple([CutEntry(c.dim, c.axes) for c in sharding.cuts])  # empty: the default itself
+    return ShardingEntry(cuts, dict(sharding.on), held)
+
+
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+"""Characters that no name may have: whoever lists names would have a terminal act on them."""
+
+
+def with_control(m: Manifest) -> str | None:
+    """The first name with a control character; None if no name has one."""
+    names = [t.name for t in m.tensors]
+    names += [*{t.state for t in m.tensors}, *m.aliases, *(f.path for f in m.objects)]
+    names += [*(axis for axis, _ in m.mesh), *m.extras, *m.per_rank, *m.metrics, *m.software]
+    names += [m.attempt, m.created]
+    if "".join(names).isprintable():
+        return None
+    return next(filter(CONTROL.search, names), None)
+
+
+def readable(manifest: Manifest) -> Manifest:
+    """Return a manifest that is to be committed.  UsageError for a name that readers would refuse."""
+    name = with_control(manifest)
+    if name is not None:
+        why, hint = "a name with a control character cannot be saved", "give it another name"
+        raise Unsaved(printable(name[:200]), why, hint)
+    return manifest
+
+
+def encode(manifest: Manifest) -> bytes:
+    """Canonical bytes, sealed with their digest."""
+    try:
+        body = msgspec.json.encode(manifest)[:-1]
+    except UnicodeEncodeError as error:  # of another system's checkpoint
+        raise no_text(error) from None
+    if len(body) > MAX_BYTES - 64:
+        why = f"it has {len(body):,} bytes, of which readers take at most {MAX_BYTES:,}"
+        raise Unsaved("the manifest", why, "have large arrays as tensors")
+    return body + f',"digest":"{hexdigest(body)}"}}'.encode()
+
+
+_HEAD = re.compile(rb'\{"holdfast":(\d{1,9}),"step":(\d{1,18}),"run":(\d{1,9}),')
+_SEAL = re.compile(rb',"digest":"([0-9a-f]{16})"\}\s*\Z')
+HEAD_BYTES = 80
+
+
+def decode_head(data: bytes, key: str) -> tuple[int, int, int]:
+    """(version, step, run) from the first `HEAD_BYTES` bytes of a manifest of any version."""
+    head = _HEAD.match(data)
+    if not head:
+        raise FormatError("not a holdfast manifest", key=key)
+    version, step, run = map(int, head.groups())
+    return version, step, run
+
+
+def _check_version(data: bytes, key: str) -> None:
+    version = decode_head(data, key)[0]
+    if version != VERSION:
+        raise UnsupportedVersion(
+            f"format version {version}; this holdfast reads version {VERSION}",
+            key=key,
+            hint="install the holdfast that wrote it, or a newer one",
+        )
+
+
+def verified(data: bytes, key: str) -> memoryview:
+    """The bytes of a manifest of this version, without their seal.  Corrupt, UnsupportedVersion or
+    FormatError if they are not what was written."""
+    if len(data) > MAX_BYTES:
+        raise FormatError(f"manifest of {len(data)} bytes; at most {MAX_BYTES}", key=key)
+    _check_version(data, key)
+    seal = _SEAL.search(data, max(len(data) - 64, 0))
+    if not seal:
+        raise Corrupt(
+            "manifest is cut short: its seal is missing", key=key, start=0, stop=len(data)
+        )
+    body = memoryview(data)[: seal.start()]
+    if (found := hexdigest(body)) != seal[1].decode():
+        raise Corrupt(
+            f"manifest differs from what was written: digest {found}, expected {seal[1].decode()}",
+            key=key,
+            start=0,
+            stop=seal.start(),
+            expected=seal[1].decode(),
+            found=found,
+        )
+    return body
+
+
+def decode(data: bytes, key: str) -> Manifest:
+    """Parse and check a manifest.  Corrupt, UnsupportedVersion or FormatError if it is not sound."""
+    from holdfast.core.format.checking import check, require  # a run that only saves reads none
+
+    body = verified(data, key)
+    try:
+        with uncollected():
+            manifest = decode_json(b"".join((body, b"}")), Manifest)
+            head = (manifest.holdfast, manifest.step, manifest.run)
+            require(head == decode_head(data, key), "it states its version, step or run twice")
+            check(manifest)
+    except HoldfastError as error:
+        error.key = error.key or key
+        raise
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise FormatError(f"malformed manifest: {error}", key=key) from None
+    return manifest

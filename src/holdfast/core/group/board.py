@@ -1,0 +1,373 @@
+"""The board: a TCP key-value store of our own, hosted by rank 0, for the small messages of a save.
+
+Who is ready, who failed, is it committed?  A wait on the board has a deadline and names who is missing; it
+works from background threads and does not disturb a collective under way.  Also a rank 0 that is stopped
+keeps nobody longer: the board is asked on a `StoreLine`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import msgspec
+import torch.distributed as dist
+
+from holdfast.base.errors import AgentError, Deadline, warn_user
+from holdfast.base.wire import decode_error, decode_msgpack, encode_error
+from holdfast.core.group.line import StoreLine
+from holdfast.core.group.meeting import named
+from holdfast.core.group.seal import KEY_BYTES, Seal
+
+T = TypeVar("T")
+Confide = Callable[[bytes | None], bytes]
+
+POLL_S = 0.002
+LEAVE_S = 15.0
+ANSWER_S = 10.0
+"""Seconds beyond the deadline for the ranks' answers that rank 0 may take to decide."""
+LATE_S = 1.0
+"""Seconds beyond what is left of a wait that the process hosting the board may take to answer."""
+MOST_TEXT = 400
+"""Characters of an error that rank 0 tells instead of an address."""
+LOOK = "look at the log of that rank; it may have died or never made this call"
+
+
+class Board:
+    """Messages by key; with one rank, kept here.  Construction is collective."""
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        deadline_s: float,
+        seal: Seal | None = None,
+        confide: Confide | None = None,
+    ) -> None:
+        """`confide` tells all ranks what rank 0 gives it; `seal`: of a board that is there."""
+        self.rank = rank
+        self.size = size
+        self.deadline_s = deadline_s
+        self._line: StoreLine | None = None
+        """The line to the board; None with one rank, and when this rank has left."""
+        self._lost = ""
+        self._seal = seal or Seal(b"")  # with one rank, for nobody
+        self._has_told = False
+        """The user was told of a stranger's message."""
+        if confide is not None and size > 1:
+            self._line = self._open(confide)
+        self._local: dict[str, bytes] = {}
+        self._answered: dict[str, str] = {}
+        self._leaving = False
+        self._waits: dict[int, Callable[[], str]] = {}
+        """Functions that say in words what a thread waits for, by thread."""
+        self.silent: Deadline | None = None
+        """The error, on rank 0, of a rank that has shown no sign of life for too long."""
+
+    @property
+    def lost(self) -> str:
+        """Why nothing can be agreed on any more: a rank is gone, and the launcher said so; else empty."""
+        return self._lost if self._line is None else self._line.lost
+
+    def check(self) -> None:
+        """AgentError if nothing can be agreed on any more."""
+        if self.lost:
+            raise AgentError(self.lost)
+
+    def _open(self, confide: Confide) -> StoreLine:
+        """Open the line to the board; rank 0 tells where it is, and its key."""
+        until = time.monotonic() + self.deadline_s
+        timeout = timedelta(seconds=self.deadline_s)
+        if self.rank == 0:
+            return self._host(confide, timeout)
+        host, port, key, problem = decode_msgpack(confide(None), tuple[str, int, bytes, str])
+        if problem:
+            raise _closed(host, problem)
+        self._seal = Seal(key)
+
+        def connect() -> Any:
+            return dist.TCPStore(
+                host, port, None, False, timeout=timeout, wait_for_workers=False, use_libuv=True
+            )
+
+        line = StoreLine(connect, "rank 0", 0)
+        line.ask(
+            f"connect to {host}:{port}", lambda _: None, max(until - time.monotonic(), 0.0) + LATE_S
+        )
+        return line
+
+    def _host(self, confide: Confide, timeout: timedelta) -> StoreLine:
+        host, port, problem, failed = "", 0, "", None
+        key = secrets.token_bytes(KEY_BYTES)
+        try:
+            host, port, listener = _place(self.size)
+            board = dist.TCPStore(
+                host, port, None, True, timeout=timeout, wait_for_workers=False, use_libuv=True,
+                master_listen_fd=listener,
+            )  # fmt: skip
+            port = board.port
+        except Exception as error:
+            failed, problem = error, f"{type(error).__name__}: {error}"[:MOST_TEXT]
+        confide(msgspec.msgpack.encode((host[:MOST_TEXT], port, key, problem)))
+        if problem:
+            raise _closed(host, problem) from failed
+        self._seal = Seal(key)
+        return StoreLine(lambda: board, "rank 0", 0)
+
+    def _ask(self, what: str, question: Callable[[Any], T], limit_s: float | None = None) -> T:
+        """Return what the board says, which may take `limit_s`.  Deadline also if this rank has left:
+        nobody answers it any more."""
+        if self._line is None:
+            raise Deadline("this rank has left the others")
+        limit = self.deadline_s if limit_s is None else limit_s
+        return self._line.ask(what, question, max(limit, 0.0) + LATE_S)
+
+    def post(self, key: str, value: bytes, limit_s: float | None = None) -> None:
+        """Pin a message to the board, which may take `limit_s`."""
+        if self.size == 1:
+            self._local[key] = value
+            return
+        closed = self._seal.close(key, value)
+        self._ask(f"post {key}", lambda board: board.set(key, closed), limit_s)
+
+    def post_first(self, key: str, value: bytes) -> None:
+        """Pin a message to the board, unless there is one under this key."""
+        if self.size == 1:
+            self._local.setdefault(key, value)
+            return
+        closed = self._seal.close(key, value)
+        self._ask(f"post {key}", lambda board: board.compare_set(key, b"", closed))
+
+    def hide(self, text: str) -> str:
+        """Return a text as it may stand in a message, where strangers read it."""
+        return self._seal.hide(text)
+
+    def reveal(self, hidden: str) -> str:
+        """Return a text that another rank has hidden."""
+        return self._seal.reveal(hidden)
+
+    def _read(self, board: Any, key: str) -> bytes | None:
+        """The message under `key`; None if there is none of a rank of this run."""
+        if not board.check([key]):
+            return None
+        message = self._seal.open(key, bytes(board.get(key)))
+        if message is None and not self._has_told:
+            self._has_told = True
+            warn_user(
+                f"{key} on rank 0's board was not written by a rank of this run, and does not count: a "
+                "stranger reaches rank 0's ports",
+                hint="have a firewall keep the nodes' ports from others",
+            )
+        return message
+
+    def _wait(self, key: str, limit: float, awaited: str) -> bytes:
+        """Rank 0's answer to `key`, as soon as it is there.
+
+        A rank may ask long before rank 0 does: who finds that rank 0 has begun waits once more as long.
+        """
+        until, alive = time.monotonic() + limit, False
+
+        for pause in self._pauses():
+            what, left = f"wait for {key}", until - time.monotonic()
+            limit_s = min(left, self.deadline_s)
+            answer = self._ask(what, lambda board: self._read(board, f"{key}/answer"), limit_s)
+            if answer is not None:
+                return answer
+            late = self._leaving or left < 0
+            if late and not alive and self._ask(what, lambda b: b.check([f"{key}/alive"]), left):
+                until, alive, late = time.monotonic() + limit, True, False
+            if late:
+                raise Deadline(self._in_vain([0], limit, awaited), rank=0, hint=LOOK)
+            time.sleep(pause)
+        raise AssertionError
+
+    @property
+    def awaited(self) -> str:
+        """The ranks that this one waits for now, in words; empty if it waits for nobody."""
+        return "; ".join(dict.fromkeys(wait() for wait in tuple(self._waits.values())))
+
+    @contextmanager
+    def _waiting(self, in_words: Callable[[], str]) -> Iterator[None]:
+        me = threading.get_ident()
+        self._waits[me] = in_words
+        try:
+            yield
+        finally:
+            del self._waits[me]
+
+    def _pauses(self) -> Iterator[float]:
+        """Seconds between looks at the board: longer and longer, and the more so the more ranks look."""
+        pause, most = POLL_S / 4, max(0.01, 0.01 * self.size / 8)
+        while True:
+            yield pause
+            pause = min(pause * 1.5, most)
+
+    def peek(self, key: str) -> bytes | None:
+        """The message under `key`, or None if there is none now."""
+        if self.size == 1:
+            return self._local.get(key)
+        return self._ask(f"look for {key}", lambda board: self._read(board, key))
+
+    def count(self, keys: list[str], number: int = 0) -> list[int]:
+        """Add to counters on the board; return what they say then."""
+        return self._ask("count", lambda board: [int(board.add(key, number)) for key in keys])
+
+    def gather(
+        self, key: str, value: bytes, deadline_s: float | None = None, awaited: str = ""
+    ) -> list[bytes]:
+        """On rank 0 every rank's value, in rank order; elsewhere an empty list, at once.
+
+        Deadline names every rank that did not answer in time, and what was `awaited` of it: `begun the save
+        of step 1`.
+        """
+        if self.size == 1:
+            return [value]
+        if self.rank != 0:
+            self.post(f"{key}/{self.rank}", value, deadline_s)
+            return []
+        answers = {0: value}
+        with self._waiting(lambda: self._still_missing(answers, awaited)):
+            self._gather(key, answers, deadline_s, awaited)
+        return [answers[r] for r in range(self.size)]
+
+    def _gather(
+        self, key: str, answers: dict[int, bytes], deadline_s: float | None, awaited: str
+    ) -> None:
+        limit = self.deadline_s if deadline_s is None else deadline_s
+        until, pauses = time.monotonic() + limit, self._pauses()
+        while len(answers) < self.size:
+            if self._ask(f"gather {key}", lambda board: self._collect(board, key, answers)):
+                continue
+            if self.silent is not None and self.silent.rank not in answers:
+                raise self.silent
+            if self._leaving or time.monotonic() > until:
+                missing = [r for r in range(self.size) if r not in answers]
+                raise Deadline(self._in_vain(missing, limit, awaited), rank=missing[0], hint=LOOK)
+            time.sleep(next(pauses))
+
+    def _still_missing(self, answers: dict[int, bytes], awaited: str) -> str:
+        missing = [r for r in range(self.size) if r not in answers]
+        if not missing:
+            return "all ranks have answered"
+        have = "has" if len(missing) == 1 else "have"
+        return f"{named(missing)} {have} not {awaited or 'answered'}"
+
+    def _collect(self, board: Any, key: str, answers: dict[int, bytes]) -> bool:
+        found = False
+        for rank in range(self.size):
+            name = f"{key}/{rank}"
+            if rank not in answers and (answer := self._read(board, name)) is not None:
+                answers[rank] = answer
+                board.delete_key(name)
+                found = True
+        return found
+
+    def ask(
+        self,
+        key: str,
+        value: bytes,
+        decide: Callable[[list[bytes]], bytes],
+        deadline_s: float | None = None,
+        awaited: str = "",
+    ) -> bytes:
+        """Every rank gives a value, rank 0 decides from all of them, everybody learns the answer.
+
+        If rank 0 fails, or finds ranks missing, all raise the same error.  `awaited`: as of `gather`.
+        """
+        limit = self.deadline_s if deadline_s is None else deadline_s
+        if self.size == 1:
+            return decide([value])
+        if self.rank == 0:
+            return self._decide(key, value, decide, limit, awaited)
+        self.post(f"{key}/{self.rank}", value, limit)
+        with self._waiting(lambda: f"rank 0 has not said that all have {awaited or 'answered'}"):
+            answer = self._wait(key, limit + ANSWER_S, awaited)
+        if answer[:1] == b"\1":
+            raise decode_error(answer[1:], rank=0)
+        return answer[1:]
+
+    def _decide(
+        self,
+        key: str,
+        value: bytes,
+        decide: Callable[[list[bytes]], bytes],
+        limit: float,
+        awaited: str,
+    ) -> bytes:
+        self.post(f"{key}/alive", b"")
+        try:
+            answer = decide(self.gather(key, value, limit, awaited))
+        except Exception as error:
+            self.post(f"{key}/answer", b"\1" + encode_error(error))
+            raise
+        self.post(f"{key}/answer", b"\0" + answer)
+        self._forget(key)
+        return answer
+
+    def _in_vain(self, missing: list[int], limit: float, awaited: str) -> str:
+        who, have = named(missing), "has" if len(missing) == 1 else "have"
+        if self._leaving:
+            return f"{who} had not answered when this process came to its end"
+        if awaited:
+            return f"{who} {have} not {awaited} within {limit:g} s"
+        return f"{who} did not answer within {limit:g} s"
+
+    def abort_waits(self) -> None:
+        """From now on wait for nobody: every wait for a message ends with Deadline, if it is not there."""
+        self._leaving = True
+
+    def _forget(self, key: str) -> None:
+        """Everybody who answered `family/n` has read the answer to `family/n-1`."""
+        family, _, number = key.rpartition("/")
+        old, self._answered[family] = self._answered.get(family), key
+        if old is not None and number:
+
+            def forget(board: Any) -> None:
+                board.delete_key(f"{old}/answer")
+                board.delete_key(f"{old}/alive")
+
+            self._ask(f"forget {old}", forget)
+
+    def close(self) -> None:
+        """Leave.  Rank 0 hosts the board and stays until all have left, but no longer than a while."""
+        if self._line is None:
+            return
+        try:
+            if self.rank == 0:
+                self.gather("bye", b"", min(self.deadline_s, LEAVE_S))
+            else:
+                self.post(f"bye/{self.rank}", b"", min(self.deadline_s, LEAVE_S))
+        except AgentError:
+            pass  # whoever is gone does not need the board
+        self._lost = self._line.lost
+        self._line.close()
+        self._line = None
+
+
+def _place(size: int) -> tuple[str, int, int | None]:
+    """Address and port for a board, and the socket that listens there; None: torch's own, at all addresses.
+
+    Where the launcher says that all ranks are on this node, nobody else can connect.
+    """
+    from holdfast.base.address import own_address
+
+    if os.environ.get("LOCAL_WORLD_SIZE") != str(size):
+        return os.environ.get("HOLDFAST_HOST") or own_address(), 0, None
+    listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, size))
+    host, port = listener.getsockname()
+    return host, port, listener.detach()
+
+
+def _closed(host: str, problem: str) -> AgentError:
+    return AgentError(
+        f"rank 0 cannot open a port for messages on {host!r}: {problem}",
+        rank=0,
+        hint="set HOLDFAST_HOST on rank 0 to an address that the other ranks can reach",
+    )

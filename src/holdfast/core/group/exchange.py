@@ -1,0 +1,234 @@
+"""The exchange: collectives over a gloo group of our own, for loads.
+
+The gloo group is made when first needed and used by every `Group` after that: to end one takes 20 ms.
+Each operation ends within `deadline_s`, for gloo counts it.  When one fails, the group is ended, and the
+ranks that are left tell each other so: the error names those that do not.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from holdfast.base.errors import AgentError, Deadline
+from holdfast.base.wire import decode_error, encode_error
+from holdfast.core.group.gloo import Gloo, broadcast, gloo_of_torch
+from holdfast.core.group.line import bounded
+from holdfast.core.group.meeting import Meeting, Met, named
+
+SHARE_BYTES = 1 << 10
+BROADCAST_BYTES = 16 << 10
+"""Bytes that `share` and `broadcast` send first: the size, and as much of the data as fits."""
+_SIZE = struct.Struct("<q")
+WORD_BYTES = 4 << 10
+WORD_PAUSE_S = 0.0003
+"""Longest pause between looks for rank 0's word, which is a matter of milliseconds."""
+
+ROLL_CALL_S = 3.0
+"""Seconds after a failed collective that the ranks left may take to find that it has failed."""
+CONNECT_S = 2.0
+"""Seconds beyond the deadline that torch may take to find that it could not connect all in time."""
+
+
+class Exchange:
+    """Collectives among all ranks; with one rank, nothing is sent."""
+
+    rank: int
+    size: int
+    deadline_s: float
+    meeting: Meeting | None
+    met: Met | None
+
+    def exchange(self, payloads: Sequence[bytes]) -> list[memoryview]:
+        """Send `payloads[r]` to each rank r; returns what each sent here.  Collective."""
+        return self.exchange_parts([[p] for p in payloads])
+
+    def exchange_parts(self, parts: Sequence[Sequence[bytes | memoryview]]) -> list[memoryview]:
+        """Send the parts of `parts[r]`, joined, to each rank r; returns what each sent.  Collective."""
+        out = bytearray().join(p for to in parts for p in to)
+        if (others := self._others) is None:
+            return [memoryview(out)]
+        with self._talking(others, "exchange") as group:
+            sizes = torch.tensor([sum(map(len, to)) for to in parts], dtype=torch.int64)
+            theirs = torch.empty_like(sizes)
+            group.all_to_all(theirs, sizes)
+            into = torch.empty(int(theirs.sum()), dtype=torch.uint8)
+            source = torch.frombuffer(out, dtype=torch.uint8) if out else into[:0]
+            group.all_to_all(into, source, theirs.tolist(), sizes.tolist())
+        data, at, answers = memoryview(into.numpy()), 0, []
+        for n in theirs.tolist():
+            answers.append(data[at : at + n])
+            at += n
+        return answers
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, on every rank; one round trip if all are short.  Collective."""
+        if (others := self._others) is None:
+            return [data]
+        with self._talking(others, "share") as group:
+            heads = self._all_gather(_SIZE.pack(len(data)) + data, SHARE_BYTES, group)
+            sizes = [_SIZE.unpack(h[: _SIZE.size])[0] for h in heads]
+            rest = max(sizes) - (SHARE_BYTES - _SIZE.size)
+            tails = [b""] * self.size
+            if rest > 0:
+                tails = self._all_gather(data[SHARE_BYTES - _SIZE.size :], rest, group)
+        return [(h[_SIZE.size :] + t)[:n] for h, t, n in zip(heads, tails, sizes)]
+
+    def _all_gather(self, data: bytes, width: int, group: Gloo) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(data[:width].ljust(width, b"\0")), dtype=torch.uint8)
+        into = torch.empty(self.size * width, dtype=torch.uint8)
+        group.all_gather(into, mine)
+        found = into.numpy().tobytes()
+        return [found[r * width : (r + 1) * width] for r in range(self.size)]
+
+    def any(self, flag: bool) -> bool:
+        """True if any rank says so; returns when all have said.  Collective."""
+        return bool(self.all_max(int(flag)))
+
+    def all_max(self, number: int) -> int:
+        """The largest number that any rank says; returns when all have said.  Collective."""
+        if (others := self._others) is None:
+            return number
+        said = torch.tensor([number], dtype=torch.int64)
+        with self._talking(others, "agree") as group:
+            group.max(said)
+        return int(said)
+
+    def broadcast(self, data: bytes | None, source: int = 0) -> bytes:
+        """One rank's bytes, on every rank; one round trip if they are few.  Collective."""
+        data = data or b""
+        if (others := self._others) is None:
+            return data
+        with self._talking(others, "broadcast") as group:
+            head = bytearray((_SIZE.pack(len(data)) + data)[:BROADCAST_BYTES])
+            into = torch.frombuffer(head.ljust(BROADCAST_BYTES, b"\0"), dtype=torch.uint8)
+            group.broadcast(into, source)
+            found: bytes = into.numpy().tobytes()
+            (size,) = _SIZE.unpack(found[: _SIZE.size])
+            found = found[_SIZE.size : _SIZE.size + size]
+            if len(found) < size:
+                rest = bytearray(data[len(found) :]) or bytearray(size - len(found))
+                group.broadcast(torch.frombuffer(rest, dtype=torch.uint8), source)
+                found += rest
+        return found
+
+    def from_rank0(self, work: Callable[[], bytes]) -> bytes:
+        """Return or raise on every rank what `work` does on rank 0, the only caller.  Collective.
+
+        The others raise the error as rank 0 does; AgentError if it is not of holdfast's own.
+        """
+        if self.size == 1:
+            return work()
+        if self.rank == 0:
+            try:
+                answer = work()
+            except Exception as error:
+                self.broadcast(b"\1" + encode_error(error))
+                raise
+            self.broadcast(b"\0" + answer)
+            return answer
+        answer = self.broadcast(None)
+        if answer[:1] == b"\1":
+            raise decode_error(answer[1:], rank=0)
+        return answer[1:]
+
+    @property
+    def _others(self) -> tuple[Meeting, Met] | None:
+        """The other ranks, as this one has met them; None if there is one rank."""
+        if self.size == 1 or self.meeting is None or self.met is None:
+            return None
+        return self.meeting, self.met
+
+    @contextmanager
+    def _talking(self, others: tuple[Meeting, Met], what: str) -> Iterator[Gloo]:
+        """The gloo group, for collectives.  One that failed is of no more use, here or elsewhere."""
+        meeting, met = others
+        try:
+            yield self._gloo_group(meeting, met, what)
+        except BaseException as error:
+            _, held = meeting.held.pop(self.deadline_s, (0, None))
+            if held is not None:
+                held.end()  # so that the others learn it, too
+            if isinstance(error, (RuntimeError, dist.DistError)):
+                raise self._explained(meeting, met, what, error) from error
+            raise
+
+    def _explained(self, meeting: Meeting, met: Met, what: str, error: Exception) -> AgentError:
+        """Return the error that a failed collective means: who does not answer."""
+        if isinstance(error, AgentError):
+            return error
+        try:
+            missing = meeting.roll_call(met, ROLL_CALL_S)
+        except AgentError as gone:
+            return gone
+        if missing:
+            return Deadline(
+                f"{named(missing)} did not answer in the middle of {met.call} (within "
+                f"{self.deadline_s:g} s, or no longer: {what})",
+                rank=missing[0],
+                hint="look at the log of that rank; it may have died, or hang",
+            )
+        return AgentError(
+            f"the ranks have lost each other in the middle of {met.call} ({what}: {error})",
+            hint="the network may be down; the other ranks' logs say more",
+        )
+
+    @property
+    def holds(self) -> str:
+        """The gloo group that this rank has for its collectives, in a word; all must have the same."""
+        held = self.meeting.held.get(self.deadline_s) if self.meeting is not None else None
+        return "" if held is None else str(held[0])
+
+    def confide(self, word: bytes | None) -> bytes:
+        """Return rank 0's word, of at most `WORD_BYTES`, on every rank and to nobody else.  Collective.
+
+        It goes over connections that torch made when the process group began, so a stranger who comes to a
+        store later cannot get between.  Where torch's group has no gloo (NCCL alone), or there is none, it
+        goes over a gloo group of ours, whose ranks find each other by the job's store: a stranger who
+        changes addresses there at this very moment could, as he could when torch's group began.
+        """
+        if (others := self._others) is None:
+            return word or b""
+        if (torchs := gloo_of_torch()) is None:
+            return self.broadcast(word)
+        meeting, met = others
+        until = time.monotonic() + self.deadline_s
+        data = bytearray(_SIZE.pack(len(word or b"")) + (word or b""))
+        data = data.ljust(_SIZE.size + WORD_BYTES, b"\0")
+        try:
+            work = broadcast(torchs, torch.frombuffer(data, dtype=torch.uint8), 0)
+            if word is not None:
+                return word  # rank 0 goes on while the others get it
+            pauses = meeting.pauses()
+            while not work.is_completed():
+                if time.monotonic() > until:
+                    raise RuntimeError("rank 0 has sent nothing")
+                time.sleep(min(next(pauses), WORD_PAUSE_S))
+            work.wait()
+        except (RuntimeError, dist.DistError) as error:
+            raise self._explained(meeting, met, "hear where the board is", error) from error
+        (size,) = _SIZE.unpack(data[: _SIZE.size])
+        return bytes(data[_SIZE.size : _SIZE.size + size])
+
+    def _gloo_group(self, meeting: Meeting, met: Met, what: str) -> Gloo:
+        kept = meeting.held.get(self.deadline_s)
+        if kept is not None:
+            return kept[1]
+        limit = max(self.deadline_s, 1.0)
+
+        def make() -> Gloo:
+            store = meeting.line.ask(what, lambda s: s, limit)
+            store = dist.PrefixStore(f"gloo/{met.number}", store)
+            return Gloo(store, self.rank, self.size, limit)
+
+        def late() -> Exception:
+            return RuntimeError("not all ranks have connected to each other")
+
+        gloo = bounded(make, limit + CONNECT_S, late)
+        meeting.held[self.deadline_s] = met.number, gloo
+        return gloo

@@ -1,0 +1,67 @@
+"""Small values that one rank hands to others through the store of the default process group.
+
+For whoever has other means to make the ranks wait for each other: a value is there once it has been handed,
+and stays until it is taken away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from holdfast.base.errors import AgentError
+
+PREFIX = "holdfast/handed"
+LIMIT_S = 60.0
+"""Seconds after which a value that ought to be there is missed."""
+
+
+def _store() -> dist.Store | None:
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    return dist.PrefixStore(PREFIX, dist.distributed_c10d._get_default_store())
+
+
+@contextmanager
+def _from_torch(what: str) -> Iterator[None]:
+    """Raise what torch's store says as an AgentError."""
+    try:
+        yield
+    except (RuntimeError, dist.DistError) as error:
+        raise AgentError(
+            f"{what} through the store of the process group: {error}",
+            hint="the rank that hosts the store, or has to hand the value, has ended or hangs: its log "
+            "says more",
+        ) from error
+
+
+def hand(key: str, value: bytes) -> None:
+    """Set the value of a key, in place of one that is there.  AgentError."""
+    store = _store()
+    if store is not None:
+        with _from_torch(f"{key} was not handed to the other ranks"):
+            store.set(key, value)
+
+
+def handed(key: str) -> bytes | None:
+    """The value of a key, for which it waits `LIMIT_S` at most; None without a process group.
+    AgentError."""
+    store = _store()
+    if store is None:
+        return None
+    with _from_torch(
+        f"{key} was not handed by another rank, for which it waits {LIMIT_S:g} s at most,"
+    ):
+        store.wait([key], timedelta(seconds=LIMIT_S))
+        return bytes(store.get(key))
+
+
+def take_away(key: str) -> None:
+    """Forget a key.  AgentError."""
+    store = _store()
+    if store is not None:
+        with _from_torch(f"{key} was not taken away"):
+            store.delete_key(key)

@@ -1,0 +1,415 @@
+"""A store in a directory: local disks, NFS and parallel file systems.
+
+A key is a path below the root.  Every object appears at once and whole, and is durable when the
+call that made it returns (see `holdfast.core.store.tempfiles` for how).  Large objects are written with
+O_DIRECT where the file system has it: a checkpoint is not read again soon, and must not push the
+training data out of the page cache.
+
+    store = LocalStore("/scratch/run")
+    writer = store.create("steps/0000000010/rank0.seg", size=1 << 30)
+    writer.write(0, memory)
+    writer.finish()
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from urllib.parse import quote
+
+from holdfast.base.arguments import flag_of, path_of
+from holdfast.base.errors import Corrupt, NotFound, UsageError, warn_user
+from holdfast.base.patience import Patience, patient, patient_or
+from holdfast.base.threads import in_threads
+from holdfast.core.store.contract import (
+    BLOCK_BYTES,
+    SMALL_BYTES,
+    WHOLE_BYTES,
+    Bytes,
+    Entry,
+    Parts,
+    byte_view,
+    check_key,
+    check_length,
+    check_prefix,
+    check_range,
+    is_key,
+    not_found,
+    not_the_seen,
+    past_end,
+    seen_view,
+    target_view,
+)
+from holdfast.core.store.directories import (
+    LinkedFolder,
+    fsync_directories,
+    fsync_file,
+    fsync_open,
+    opened_below,
+    remove_empty_directories,
+    walk,
+)
+from holdfast.core.store.oserrors import obstacle, translated
+from holdfast.core.store.reading import Descriptor, DirectReader
+from holdfast.core.store.regular import has_hole, open_regular, whole
+from holdfast.core.store.replacing import held
+from holdfast.core.store.tempfiles import TempFile, open_temp, sweep
+
+SYNC_THREADS = 16
+
+__all__ = ["LocalStore", "LocalWriter", "sweep"]
+
+
+class LocalStore:
+    """Objects as files below `root`, which is made when the first object is.
+
+    With `durable=False` objects appear whole, and outlive the process, but not a power cut before `sync`:
+    for many small ones that count only together.  An operation that the file system does not answer within
+    `patience.limit_s` is given up: Deadline.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, durable: bool = True) -> None:
+        self.root = os.path.abspath(path_of(root, "LocalStore", "root"))
+        self.patience = Patience()
+        self.durable = flag_of(durable, "LocalStore", "durable")
+        self.url = "file://" + quote(os.fsencode(self.root))
+        self.direct = True
+        """True to ask for O_DIRECT; turns False once the file system has refused it."""
+        self._links: set[str] = set()
+        """Links, by path, that the user has been told of."""
+
+    def __repr__(self) -> str:
+        return f"LocalStore({self.root!r})"
+
+    @patient
+    def put(
+        self, key: str, data: Bytes, *, if_absent: bool = False, replacing: Bytes | None = None
+    ) -> None:
+        """Write a small object, as `Store.put`.  With `replacing` it may wait for another process that
+        replaces the same object, for a minute at most (`Unavailable`)."""
+        path, view = self._path(key), byte_view(data)
+        flag_of(if_absent, "Store.put", "if_absent")
+        seen = seen_view(key, if_absent, replacing)
+        if seen is None:
+            with translated("put", key, path):
+                self._put(path, view, replace=not if_absent)
+        else:
+            self._replace(key, path, view, seen)
+
+    def _put(self, path: str, view: memoryview, *, replace: bool) -> None:
+        temp = open_temp(os.path.dirname(path), durable=self.durable)
+        try:
+            temp.write(0, view)
+            temp.publish(path, self.root, replace=replace)
+        finally:
+            temp.discard()
+
+    def _replace(self, key: str, path: str, view: memoryview, seen: memoryview) -> None:
+        with translated("put", key, path):
+            try:
+                with held(path) as file:
+                    size = os.fstat(file.fileno()).st_size
+                    if size != len(seen) or whole(file, size) != seen:
+                        raise not_the_seen(key, self.url)
+                    self._put(path, view, replace=True)
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                raise not_found(key, self.url) from None
+
+    @patient_or(lambda writer: writer.abort())
+    def create(self, key: str, size: int) -> LocalWriter:
+        """Begin a large object; `OutOfSpace` at once if the disk cannot hold it."""
+        parts, path = Parts(key, size), self._path(key)
+        with translated("create", key, path):
+            directory = os.path.dirname(path)
+            temp = open_temp(directory, direct=self.direct, durable=self.durable)
+            try:
+                temp.reserve(size)
+            except BaseException:
+                temp.discard()
+                raise
+        return LocalWriter(self, path, parts, temp)
+
+    @patient
+    def get(self, key: str) -> bytes:
+        """The whole of an object that is read whole, as `Store.get`."""
+        return self._whole(key, WHOLE_BYTES)
+
+    @patient
+    def get_small(self, key: str) -> bytes:
+        """The whole of a small object, as `Bounded.get_small`."""
+        return self._whole(key, SMALL_BYTES)
+
+    def _whole(self, key: str, most_bytes: int) -> bytes:
+        path = self._path(key)
+        with translated("get", key, path):
+            file, _, size = open_regular(path, key)
+            with file:
+                check_length(key, self.url, size, most_bytes)
+                if size > SMALL_BYTES and key.endswith(".json") and has_hole(file, size):
+                    raise Corrupt(
+                        f"'{key}' in {self.url} has parts that were never written", key=key
+                    )
+                return whole(file, size)
+
+    def read(self, key: str, offset: int, into: memoryview) -> None:
+        """Fill `into` with the bytes from `offset` on; `Corrupt` if the object ends before."""
+        reader = self.open(key)
+        try:
+            reader.read(offset, into)
+        finally:
+            reader.close()
+
+    @patient_or(lambda reader: reader.close())
+    def open(self, key: str) -> LocalReader:
+        """Open an object for many reads.  It stays readable, its space in use, until `close`."""
+        path = self._path(key)
+        with translated("read", key, path):
+            return LocalReader(key, path, self.patience)
+
+    @patient_or(lambda reader: reader.close())
+    def open_once(self, key: str) -> DirectReader:
+        """Open an object that is read only once: past the page cache."""
+        path = self._path(key)
+        with translated("read", key, path):
+            return DirectReader(key, path, self.patience)
+
+    @patient
+    def size(self, key: str) -> int:
+        """Length of an object in bytes."""
+        path = self._path(key)
+        with translated("size", key, path):
+            status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
+            raise not_found(key, self.url)
+        return status.st_size
+
+    @patient
+    def entries(self, prefix: str = "") -> list[Entry]:
+        """All objects whose keys begin with `prefix`, sorted, with their lengths.  Not links that lead
+        nowhere, which `list` has."""
+        found = []
+        for key in self.list(prefix):
+            with suppress(NotFound):
+                found.append(Entry(key, self.size(key)))
+        return found
+
+    @patient
+    def list(self, prefix: str = "") -> list[str]:
+        """All keys that begin with `prefix`, sorted, without files whose names are no keys.  In a folder
+        also of what was moved, with a link in its place, and links that lead nowhere: to read one is
+        `NotFound`.  All of a root may have links to anywhere.  `StoreError` if the root, or what is above
+        it, is a file or a link that leads nowhere."""
+        check_prefix(prefix)
+        top = os.path.join(self.root, "")
+        directory = os.path.join(top, os.path.dirname(prefix))
+        with translated("list", prefix, directory):
+            keys = [path[len(top) :] for path in walk(directory, links="/" in prefix)]
+            if not keys and not os.path.isdir(self.root) and obstacle(self.root, folder=True):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), self.root)
+        return sorted(key for key in keys if key.startswith(prefix) and is_key(key))
+
+    @patient
+    def delete(self, key: str) -> None:
+        """Remove an object if it is there, and the directories that this leaves empty.  What lies behind a
+        link below the root stays, and the user is told so; an object that is a link itself goes alone."""
+        path = self._path(key)
+        directory = os.path.dirname(path)
+        with translated("delete", key, path):
+            try:
+                with opened_below(directory, self.root) as folder:
+                    with suppress(FileNotFoundError, IsADirectoryError):
+                        os.unlink(os.path.basename(path), dir_fd=folder)
+                    fsync_open(folder)
+            except LinkedFolder as error:
+                self._tell_of(error.filename)
+            except (FileNotFoundError, NotADirectoryError):
+                pass
+            remove_empty_directories(directory, self.root)
+
+    @patient
+    def is_behind_link(self, key: str) -> bool:
+        """True if the way to a key leads through a link below the root, of which the user is told once:
+        nothing is deleted there."""
+        try:
+            with opened_below(os.path.dirname(self._path(key)), self.root):
+                return False
+        except LinkedFolder as error:
+            self._tell_of(error.filename)
+            return True
+        except OSError:
+            return False
+
+    def _tell_of(self, link: str) -> None:
+        if link not in self._links:
+            self._links.add(link)
+            warn_user(
+                f"'{link}' is a link: what it leads to is read, and never deleted",
+                hint="delete there by hand what is not needed; the root itself may be a link",
+            )
+
+    @patient
+    def sync(self, keys: Iterable[str]) -> None:
+        """Make objects durable, and their names.  Many at once, so that they share the disk's flushes."""
+        paths = {self._path(key): key for key in keys}
+
+        def flush(path: str) -> None:
+            with translated("sync", paths.get(path, ""), path):
+                fsync_file(path) if path in paths else fsync_directories(path, self.root)
+
+        in_threads(flush, list(paths), SYNC_THREADS)
+        in_threads(flush, sorted({os.path.dirname(path) for path in paths}), SYNC_THREADS)
+
+    @patient
+    def free_bytes(self) -> int | None:
+        """Free bytes of the disk, as far as this user may have them; None if nobody can tell."""
+        try:
+            room = os.statvfs(self.root)
+        except OSError:
+            return None
+        return room.f_bavail * room.f_frsize
+
+    def place_of(self, key: str) -> str:
+        """The path of a key."""
+        return os.path.join(self.root, key)
+
+    def _path(self, key: str) -> str:
+        check_key(key)
+        return os.path.join(self.root, key)
+
+
+def _fill(fd: int, offset: int, view: memoryview) -> int:
+    """Read until `view` is full or the file ends; the number of bytes missing."""
+    while view:
+        num_bytes = os.preadv(fd, [view], offset)
+        if not num_bytes:
+            break
+        offset += num_bytes
+        view = view[num_bytes:]
+    return len(view)
+
+
+class LocalReader:
+    """One object being read.  The kernel reads ahead of whoever reads in order by one descriptor."""
+
+    def __init__(self, key: str, path: str, patience: Patience) -> None:
+        self.patience = patience
+        self._key = key
+        self._path = path
+        file, _, self._size = open_regular(path, key)
+        self._file = Descriptor(file, key)
+
+    def place_of(self, key: str = "") -> str:
+        """The path."""
+        return self._path
+
+    @patient
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fill `into` with the bytes from `offset` on; `Corrupt` if the object ends before."""
+        view = target_view(into, offset)
+        with self._file.used() as fd, translated("read", self._key, self._path):
+            check_range(self._key, offset, view, self._size)
+            missing = _fill(fd, offset, view)
+            size = os.fstat(fd).st_size if missing else 0
+        if missing:
+            raise past_end(self._key, offset, offset + len(view), size)
+
+    def close(self) -> None:
+        """Close the file, when no read is under way any more."""
+        self._file.close()
+
+
+class LocalWriter:
+    """One large object being written to a temporary file next to its final name.
+
+    A writer whose `finish` failed can only be aborted: after a failed fsync the kernel may have
+    dropped the bytes, and would report the next fsync a success.
+    """
+
+    block_bytes = BLOCK_BYTES
+
+    def __init__(self, store: LocalStore, final: str, parts: Parts, temp: TempFile) -> None:
+        self.patience = store.patience
+        self._store = store
+        self._final = final
+        self._parts = parts
+        self._temp = temp
+        self._state = "open"
+        self._num_users = 0
+        """Number of calls under way that have the file open."""
+        self._changed = threading.Condition()
+
+    def place_of(self, key: str = "") -> str:
+        """The final path."""
+        return self._final
+
+    @patient
+    def write(self, offset: int, data: Bytes) -> None:
+        """Write a part; fastest from memory that starts at a multiple of 4096."""
+        view = byte_view(data)
+        self._parts.check(offset, len(view))
+        with self._writing(), translated("write", self._parts.key, self._final):
+            self._temp.write(offset, view)
+        self._parts.add(offset, len(view))
+
+    @patient
+    def finish(self) -> None:
+        """Make the object appear with all its bytes, durable; `Exists` if the key is taken."""
+        self._check_open()
+        self._parts.check_complete()
+        with self._changed:
+            self._state = "failed"
+            self._changed.wait_for(lambda: not self._num_users)
+            self._num_users += 1
+        try:
+            with translated("finish", self._parts.key, self._final):
+                self._store.direct &= self._temp.direct
+                self._temp.truncate(self._parts.size)
+                self._temp.publish(self._final, self._store.root, replace=False)
+            with self._changed:
+                self._state = "finished" if self._state == "failed" else self._state
+        finally:
+            self._let_go()
+
+    def abort(self) -> None:
+        """Forget everything written; waits for writes under way in other threads.  While storage does not
+        answer, nobody waits: all is forgotten when it does."""
+        with self._changed:
+            if self._state == "finished":
+                return
+            self._state = "aborted"
+        self.patience.tidy(self._forget, "abort", self._final)
+
+    def _forget(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_users)
+        self._temp.discard()
+        if self._temp.is_at(self._final):  # finish failed, or was given up, after the name was made
+            with suppress(OSError):
+                os.unlink(self._final)
+        remove_empty_directories(os.path.dirname(self._final), self._store.root)
+
+    def _check_open(self) -> None:
+        if self._state != "open":
+            key = self._parts.key
+            hint = "abort it and write the object again" if self._state == "failed" else None
+            raise UsageError(f"the writer of '{key}' is {self._state}", key=key, hint=hint)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Hold the file open: a descriptor closed in mid-write could by then be another file's."""
+        with self._changed:
+            self._check_open()
+            self._num_users += 1
+        try:
+            yield
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        with self._changed:
+            self._num_users -= 1
+            self._changed.notify_all()

@@ -1,0 +1,134 @@
+"""DeepSpeed's universal format: `zero/<parameter>/<state>.pt`, one tensor each.
+
+A file holds `{"param": tensor}`, of ZeRO-3 the bare tensor, flattened.  The files of the states are opened
+when they are read; they have dtype and shape of `fp32.pt`, and `step.pt` is one number for it.
+`optimizer_state.pt` has the groups, the model files beside it all that is not trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from math import prod
+from typing import Any
+
+from holdfast.base.errors import FormatError, NotFound
+from holdfast.core.layout import whole
+from holdfast.core.store import Store
+from holdfast.formats.read.deepspeed import rest
+from holdfast.formats.read.deepspeed.tensors import named, plain
+from holdfast.formats.read.deepspeed.trees import Tree, read
+from holdfast.formats.read.deepspeed.zero import MASTER, FlatGroup, Shape, param_groups, state_of
+from holdfast.formats.read.foreign import Foreign, StoredPart
+from holdfast.formats.read.sections import Place
+from holdfast.formats.read.torchfile import TensorRef
+
+STATE = "zero/optimizer_state.pt"
+STEP, PARAM = "step", "param"
+OF_SOME = {MASTER, STEP, "max_exp_avg_sq", "momentum_buffer", "grad_avg"}
+"""States that a parameter may lack beside others that have them: options of its group ask for them."""
+
+Files = Mapping[str, Mapping[str, str]]
+"""The file of each state, by parameter, then state."""
+
+
+def parameters(
+    store: Store, files: Files, known: Mapping[str, Shape]
+) -> tuple[list[Foreign], dict[str, dict[str, Any]]]:
+    """Tensors of the trained parameters and their states; states that are plain numbers.
+
+    `known` are the shapes that the model files tell; without any, all that has files is trained.
+    """
+    tensors: list[Foreign] = []
+    numbers: dict[str, dict[str, Any]] = {}
+    _check_whole(files)
+    for name in known or files:
+        states = files.get(name, {})
+        if MASTER not in states:
+            raise FormatError(f"the parameter {name!r} has no {MASTER}.pt")
+        ref = _tensor(store, states[MASTER])
+        flat = name in known and ref.shape == (prod(known[name]),)
+        shape = known[name] if flat else ref.shape
+        for state, path in states.items():
+            if state == STEP:
+                held, number = _step(store, name, path)
+                tensors += held
+                numbers |= {name: number} if number else {}
+            else:
+                place = ref.source if state == MASTER else partial(_place, store, path, ref)
+                parts = (StoredPart.of(whole(shape), path, place),) if prod(shape) else ()
+                kind = "param" if state == MASTER else state
+                tensors.append(Foreign(named(name, state), ref.dtype, shape, kind, parts))
+    return tensors, numbers
+
+
+def _check_whole(files: Files) -> None:
+    """NotFound if a parameter has some states of those that others have: a file of it is missing."""
+    kinds = {frozenset(states.keys() - OF_SOME) for states in files.values()}
+    for name, states in files.items():
+        own = states.keys() - OF_SOME
+        whole = next((kind for kind in kinds if own < kind), None)
+        if whole is not None and (own or STEP in states):
+            path = next(iter(states.values()))
+            raise NotFound(
+                f"the parameter {name!r} has no {min(whole - own)}.pt, which others have",
+                key=path,
+                hint="was the checkpoint copied whole?",
+            )
+
+
+def _place(store: Store, path: str, like: TensorRef) -> Place:
+    """Return where a state lies; called when it is read."""
+    ref = _tensor(store, path)
+    if (ref.dtype, ref.shape) != (like.dtype, like.shape):
+        raise FormatError(
+            f"{ref.dtype} {ref.shape}, the parameter is {like.dtype} {like.shape}", key=path
+        )
+    return ref.path, ref.offset
+
+
+def _tensor(store: Store, path: str) -> TensorRef:
+    ref = read(store, path, PARAM).get(PARAM, TensorRef)
+    if not ref.contiguous:
+        raise FormatError(f"a tensor of strides {ref.strides}", key=path)
+    return ref
+
+
+def _step(store: Store, name: str, path: str) -> tuple[list[Foreign], dict[str, Any]]:
+    tree = read(store, path, PARAM)
+    value = tree.root.get(PARAM)
+    if isinstance(value, TensorRef):
+        return [plain(named(name, STEP), STEP, value)], {}
+    return [], {STEP: rest.number(tree, STEP, value)}
+
+
+def steps(
+    tree: Tree, said: Sequence[dict[str, Shape]], files: Files
+) -> tuple[list[Foreign], dict[str, dict[str, Any]]]:
+    """Steps of ZeRO-3, which stand in `optimizer_state.pt` by sub-group."""
+    tensors: list[Foreign] = []
+    numbers: dict[str, dict[str, Any]] = {}
+    for i, group in enumerate(said if "optimizer_state_dict" in tree.root else ()):
+        step = state_of(tree, i).get(STEP)
+        for name in group if step is not None else ():
+            if STEP in files[name] or len(files[name]) == 1:
+                continue
+            if isinstance(step, TensorRef):
+                tensors.append(plain(named(name, STEP), STEP, step))
+            else:
+                numbers[name] = {STEP: rest.number(tree, STEP, step)}
+    return tensors, numbers
+
+
+def groups(
+    tree: Tree, said: Sequence[dict[str, Shape]], numbers: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """The extra `optim`: hyper-parameters by group, `said` being the parameters of each."""
+    hypers = param_groups(tree)
+    owners = {i: g for g, group in enumerate(hypers) for i in group.get("params") or ()}
+    if not owners and len(said) == len(hypers):
+        owners = {i: i for i in range(len(said))}
+    flats = [FlatGroup(group, {}, {}, {}, {}, owners.get(i, -1)) for i, group in enumerate(said)]
+    found = rest.groups([(tree, flats)])
+    found["$optimizer"]["state"] |= numbers
+    return found

@@ -1,0 +1,212 @@
+"""Finds which format lies at a place: by a prefix (`dcp:PATH`), or by what is there."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.base.errors import FormatError, NotFound, UsageError
+from holdfast.base.suggest import did_you_mean
+from holdfast.core.checkpoint.names import STEP, step_numbers
+from holdfast.core.checkpoint.opened import Checkpoint
+from holdfast.core.store import SCHEMES, LocalStore, Store, open_store, split_prefix
+from holdfast.core.store.oserrors import obstacle
+from holdfast.formats.read.dcp import is_dcp, open_dcp, steps_of_dcp
+from holdfast.formats.read.deepspeed.tags import is_deepspeed, may_be_deepspeed
+from holdfast.formats.read.folder import MARK, ListedFolder, OneFile, open_place, top
+from holdfast.formats.read.huggingface import holds_safetensors, is_huggingface, open_huggingface
+from holdfast.formats.read.megatron.opening import is_megatron, open_megatron, steps_of_megatron
+from holdfast.formats.read.torchfiles import holds_torch, is_torch
+from holdfast.formats.read.unpickle import understood
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A foreign format: how it is recognised, opened, and its steps listed."""
+
+    is_there: Callable[[Store], bool]
+    """True if a folder is one beyond doubt: asked where nobody has said what it is."""
+    open: Callable[[Store, int | None], Checkpoint]
+    """Open a step; None for the newest.  NotFound if there is no such step."""
+    steps: Callable[[Store], list[int]]
+    """Return the steps, ascending."""
+    if_named: Callable[[Store], bool] | None = None
+    """True if it may be one: asked where a prefix says so.  None if `is_there` alone decides."""
+    of_files: bool = False
+    """True if a file by itself can be one."""
+
+
+def _of(module: str, function: str) -> Callable[..., Any]:
+    """A function of a reader that is large; it is imported when it is called."""
+
+    def call(*args: Any) -> Any:
+        found = importlib.import_module(f"holdfast.formats.read.{module}")
+        return getattr(found, function)(*args)
+
+    return call
+
+
+FORMATS = {
+    "megatron": Format(is_megatron, open_megatron, steps_of_megatron),
+    "dcp": Format(is_dcp, open_dcp, steps_of_dcp),
+    "deepspeed": Format(
+        is_deepspeed,
+        _of("deepspeed.opening", "open_deepspeed"),
+        _of("deepspeed.opening", "steps_deepspeed"),
+        may_be_deepspeed,
+    ),
+    "huggingface": Format(
+        is_huggingface, open_huggingface, lambda _: [0], holds_safetensors, of_files=True
+    ),
+    "torch_checkpointing": Format(
+        # the reader is imported only where its mark is
+        lambda store: (
+            "metadata.pkl" in top(store)
+            and _of("torch_checkpointing", "is_torch_checkpointing")(store)
+        ),
+        _of("torch_checkpointing", "open_torch_checkpointing"),
+        _of("torch_checkpointing", "steps_torch_checkpointing"),
+        _of("torch_checkpointing", "may_be_torch_checkpointing"),
+    ),
+    "torch": Format(
+        is_torch,
+        _of("torchsave", "open_torch"),
+        _of("torchsave", "torch_steps"),
+        holds_torch,
+        of_files=True,
+    ),
+}
+"""Foreign formats by prefix, in the order in which they are looked for."""
+
+
+def detect(url: str | os.PathLike[str]) -> str | None:
+    """The foreign format that a prefix names or that lies there; None if it is ours, or nothing.
+
+    A root with steps of our own is ours, whatever else lies in it.
+    """
+    prefix, path = split(os.fspath(url))
+    if not prefix and _has_own_steps(path):
+        return None
+    store = open_place(path)
+    if isinstance(store, ListedFolder) and MARK in store.sizes():
+        raise FormatError(
+            f"{store.url} holds a conversion that is not complete",
+            key=MARK,
+            hint="convert again with the same arguments: it goes on",
+        )
+    if prefix:
+        if not _may_be(prefix, store):
+            raise NotFound(f"no {prefix} checkpoint in {store.url}", hint=_instead(path, store))
+        return prefix
+    if not isinstance(store, (LocalStore, OneFile)) and step_numbers(store):
+        return None  # one request, where each format asks for several
+    found = next((name for name in FORMATS if _is(name, store)), None)
+    if isinstance(store, OneFile):
+        if found is None:
+            what = f"{store.url} is a file of no format that holdfast knows"
+            raise NotFound(what, hint=near_path(path))
+        return found
+    return None if found is None or step_numbers(store) else found
+
+
+def _has_own_steps(path: str) -> bool:
+    """True if a folder of a bucket has steps of our own, which `steps/` tells: a root is long to list."""
+    store = open_store(path)
+    return not isinstance(store, LocalStore) and bool(step_numbers(store))
+
+
+def _is(name: str, store: Store) -> bool:
+    format = FORMATS[name]
+    return (format.of_files or not isinstance(store, OneFile)) and format.is_there(store)
+
+
+def _may_be(name: str, store: Store) -> bool:
+    loose = FORMATS[name].if_named
+    return _is(name, store) or (loose is not None and loose(store))
+
+
+def _instead(path: str, store: Store) -> str | None:
+    """Say what the user may have meant: another format, or another path."""
+    found = [name for name in FORMATS if _may_be(name, store)]
+    if found:
+        return f"what is there looks like {' or '.join(found)}"
+    if not isinstance(store, OneFile) and step_numbers(store):
+        return "there are steps of holdfast: leave the prefix out"
+    return near_path(path) or (None if top(store) else "there are no files")
+
+
+def near_path(path: str) -> str | None:
+    """Say what may have been meant by a path where there is nothing to open: a near miss, or the root that
+    it leads into."""
+    store = open_place(path)
+    folder = store.inner if isinstance(store, OneFile) else store
+    if not isinstance(folder, LocalStore):
+        return None if store.list() else "there are no files"
+    place = os.path.join(folder.root, store.name) if isinstance(store, OneFile) else folder.root
+    if os.path.exists(place):
+        return _root_above(place)
+    in_the_way = obstacle(place, folder=True)
+    if in_the_way is not None:
+        return in_the_way[0]
+    above, name = os.path.split(place)
+    try:
+        beside = os.listdir(above)
+    except OSError:
+        return f"there is no {above}"
+    root, at, step = name.rpartition("@")
+    if at and step.isdecimal() and root in beside:
+        return f"there is no {place}; for step {step} of {root!r} give the step by itself"
+    hint = did_you_mean(name, [n for n in beside if not n.startswith(".")])
+    return f"there is no {place}" + (f"; {hint}" if hint else "")
+
+
+def _root_above(place: str) -> str | None:
+    """Name the root that a path leads into, and which of its steps; None if there is none."""
+    found = re.fullmatch(rf"(.+)/steps(?:/{STEP}(?:/.*)?)?", place)
+    if found is None or not step_numbers(LocalStore(found[1])):
+        return None
+    of_step = f", and step {int(found[2])} by itself" if found[2] else ""
+    return f"it lies in a root: give {found[1]}{of_step}"
+
+
+def open_as(name: str, url: str | os.PathLike[str], step: int | None = None) -> Checkpoint:
+    """Open what `detect` has found.  NotFound if there is no step `step`."""
+    store = open_place(split(os.fspath(url))[1])
+    with understood(name, store.url):
+        found = FORMATS[name].open(store, step)
+    found.format = name
+    return found
+
+
+def steps_as(name: str, url: str | os.PathLike[str]) -> list[int]:
+    """The steps of what `detect` has found, ascending."""
+    store = open_place(split(os.fspath(url))[1])
+    with understood(name, store.url):
+        return FORMATS[name].steps(store)
+
+
+def split(text: str) -> tuple[str, str]:
+    """Split into (prefix, or "" for a path or URL; path).  UsageError for an unknown format, or one without
+    a path."""
+    parts = split_prefix(text)
+    if parts is None:
+        return "", text
+    prefix, rest = parts
+    if prefix not in FORMATS:
+        raise UsageError(f"unknown format {prefix!r} in {text!r}", hint=_colon(prefix, rest, text))
+    if not rest:
+        raise UsageError(f"{text!r} names a format and no path", hint=f"{prefix}:PATH")
+    return prefix, rest
+
+
+def _colon(prefix: str, rest: str, text: str) -> str:
+    """Say what a text before a colon may mean, if it is no format."""
+    found = [f"for a path, write {os.path.join('.', text)!r}"]
+    if prefix in SCHEMES and rest.startswith("/"):
+        found = [f"for a URL, write '{prefix}://{rest.lstrip('/')}'", *found]
+    known = did_you_mean(prefix, FORMATS)
+    return "; ".join([known, *found] if known else found)

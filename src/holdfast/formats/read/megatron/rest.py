@@ -1,0 +1,256 @@
+"""Reads what is no weight: `common.pt`, objects that ranks keep, optimizers; and makes their values extras.
+
+Values come from pickles that name Megatron's own classes (enums in the arguments, mostly).  They are
+kept as text: nothing of Megatron is imported or called.
+
+Megatron-Core writes the hyper-parameters of each parameter group and not which parameters were in it: it
+groups them anew when it loads.  So does this, by Megatron's own rule: biases and vectors have no weight
+decay, experts have groups of their own, and so has the embedding where its learning rate is decoupled.
+The step counter is one for all parameters.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from holdfast.base.errors import Corrupt, FormatError
+from holdfast.core.format import extras
+from holdfast.core.format.dtypes import DTYPES
+from holdfast.core.format.extras import inlined
+from holdfast.core.layout import Box, whole
+from holdfast.core.store import Store
+from holdfast.formats.read.dcp import section_range, section_tree
+from holdfast.formats.read.foreign import Foreign, StoredPart
+from holdfast.formats.read.plaindata import TABLE, plain
+from holdfast.formats.read.torchfile import TensorRef, read_file
+from holdfast.formats.read.unpickle import UnknownInstance, record
+
+COMMON = "common.pt"
+INLINE_BYTES = 64 << 10
+
+
+class _Known(dict[tuple[str, str], Any]):
+    """Plain data, and Megatron's classes as Records."""
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or (isinstance(key, tuple) and _is_megatron(key[0]))
+
+    def __missing__(self, key: tuple[str, str]) -> Any:
+        if not _is_megatron(key[0]):
+            raise KeyError(key)
+        return record(f"{key[0]}.{key[1]}")
+
+
+def _is_megatron(module: str) -> bool:
+    return module.split(".", 1)[0] == "megatron"
+
+
+def _member(owner: Any, name: Any) -> UnknownInstance:
+    """Stand-in for `getattr`, as which Python 3.11 pickles enums: for Megatron's classes alone."""
+    if not (
+        isinstance(owner, UnknownInstance) and _is_megatron(owner.name) and isinstance(name, str)
+    ):
+        raise FormatError("a pickle that takes an attribute of something")
+    return UnknownInstance(f"{owner.name}.{name}")
+
+
+def known() -> dict[tuple[str, str], Any]:
+    """Return the globals that Megatron's pickles may name."""
+    return _Known(
+        TABLE
+        | {
+            ("signal", "Signals"): lambda number: number,
+            ("builtins", "getattr"): _member,
+            ("__builtin__", "getattr"): _member,
+        }
+    )
+
+
+def read_common(store: Store, folder: str) -> dict[str, Any]:
+    """`common.pt`, tensors as `TensorRef`s."""
+    key = folder + COMMON
+    found = read_file(store, key, known())
+    if not isinstance(found, dict):
+        raise FormatError("not the common state of Megatron-Core", key=key)
+    return {str(k): v for k, v in found.items()}
+
+
+def extra_state(store: Store, info: UnknownInstance) -> Any:
+    """Return what a module keeps beside its weights: Transformer Engine's own bytes or tensor, as they are.
+
+    An archive that names classes that are not known is kept as it is: `{"archive": bytes}`.
+    """
+    try:
+        return section_tree(store, info, known())
+    except Corrupt:
+        raise
+    except FormatError:
+        path, start, stop = section_range(info)
+        data = bytearray(stop - start)
+        store.read(path, start, memoryview(data))
+        return {"archive": bytes(data)}
+
+
+class ExtrasValues:
+    """Values on their way into extras; tensors in them are read if they are small."""
+
+    def __init__(self, store: Store) -> None:
+        self.tensors: list[Foreign] = []
+        """Tensors that are too large to be read."""
+        self._store = store
+
+    def encode(self, key: str, value: Any) -> Any:
+        """`value` as the extra `key`."""
+        return extras.encode(value, lambda leaf, path: self._leaf(leaf, f"{key}.{path}"))
+
+    def _leaf(self, leaf: Any, name: str) -> Any:
+        if isinstance(leaf, TensorRef):
+            return self._tensor(leaf, name)
+        if isinstance(leaf, UnknownInstance) and leaf.name == "BytesIO":
+            state = leaf.get("state")
+            return extras.encode(bytes(state[0]) if state else b"")
+        if isinstance(leaf, UnknownInstance) and _is_megatron(leaf.name):
+            return leaf.name + (f"({', '.join(map(repr, leaf.args))})" if leaf.args else "")
+        return self.encode(name, plain(leaf))
+
+    def _tensor(self, t: TensorRef, name: str) -> Any:
+        box, size = whole(t.shape), whole(t.shape).size * DTYPES[t.dtype].bytes
+        if not t.contiguous:
+            raise FormatError(f"{name!r}: strides {t.strides}", key=t.path)
+        if size > INLINE_BYTES:
+            self.tensors.append(of_ref(name, t, "tensor", box))
+            return {"$at": name}
+        data = bytearray(size)
+        if size:
+            self._store.read(t.path, t.offset, memoryview(data))
+        return extras.inlined(t.dtype, t.shape, bytes(data))
+
+
+def of_ref(name: str, t: TensorRef, state: str, box: Box) -> Foreign:
+    """Return a tensor of a torch.save file; `box` is the whole of it."""
+    parts = (StoredPart.of(box, t.path, t.source),) if box.size else ()
+    return Foreign(name, t.dtype, t.shape, state, parts)
+
+
+# -- optimizers -----------------------------------------------------------------------------------
+
+
+Group = dict[str, Any]
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def _inner(saved: Any) -> Iterator[dict[str, Any]]:
+    """The torch optimizers in what Megatron has saved of its own: one, or several in a chain."""
+    if isinstance(saved, dict) and "param_groups" in saved:
+        yield saved
+    elif isinstance(saved, dict) and "optimizer" in saved:
+        yield from _inner(saved["optimizer"])
+    elif isinstance(saved, dict) and saved and all(isinstance(k, int) for k in saved):
+        for _, one in sorted(saved.items()):
+            yield from _inner(one)
+    elif isinstance(saved, list):
+        for one in saved:
+            yield from _inner(one)
+
+
+def scaler_of(saved: Any) -> Any:
+    """The loss scaler's state, which all optimizers of a chain share."""
+    found = (
+        saved
+        if isinstance(saved, list)
+        else list(saved.values())
+        if isinstance(saved, dict)
+        else []
+    )
+    for one in [saved, *found]:
+        if isinstance(one, dict) and "grad_scaler" in one:
+            return one["grad_scaler"]
+    return None
+
+
+def groups_of(saved: Any) -> list[Group]:
+    """Every group's hyper-parameters, with what Megatron tells groups apart by."""
+    found = [g for one in _inner(saved) for g in one["param_groups"]]
+    if not all(isinstance(g, dict) for g in found):
+        raise FormatError("malformed param_groups")
+    return [{k: v for k, v in g.items() if k != "params"} for g in found]
+
+
+def grouped(groups: list[Group], shapes: Shapes, args: Mapping[str, Any]) -> list[list[str]] | None:
+    """The parameters of each group; None if Megatron's rule does not tell them."""
+    found: list[list[str]] = [[] for _ in groups]
+    marks = [_mark_of_group(g) for g in groups]
+    matters = [len({m[i] for m in marks}) > 1 for i in range(3)]
+    for name, shape in shapes.items():
+        mark = _mark_of_param(name, shape, args)
+        hits = [
+            number
+            for number, m in enumerate(marks)
+            if all(a == b or not counts for a, b, counts in zip(m, mark, matters))
+        ]
+        if len(hits) != 1:
+            return None
+        found[hits[0]].append(name)
+    return found
+
+
+def _mark_of_group(g: Group) -> tuple[bool, bool, bool]:
+    """(no weight decay, experts, a learning rate of its own)"""
+    own_rate = bool(g.get("is_decoupled_lr")) or g.get("default_config") is False
+    return g.get("wd_mult", 1.0) == 0.0, bool(g.get("is_expert_parallel")), own_rate
+
+
+def _mark_of_param(
+    name: str, shape: tuple[int, ...], args: Mapping[str, Any]
+) -> tuple[bool, bool, bool]:
+    decays = bool(args.get("apply_wd_to_qk_layernorm")) and (
+        "q_layernorm." in name or "k_layernorm." in name
+    )
+    no_decay = (len(shape) == 1 or name.endswith(".bias")) and not decays
+    own_rate = name in ("embedding.word_embeddings.weight", "output_layer.weight")
+    return no_decay, ".local_experts." in name, own_rate
+
+
+def steps_of(saved: Any, groups: list[Group]) -> TensorRef | float | None:
+    """Number of steps taken: a tensor that is stored once, or a number in the groups."""
+    for one in _inner(saved):
+        state = one.get("state")
+        step = state.get("common_step") if isinstance(state, dict) else None
+        if isinstance(step, (TensorRef, int, float)):
+            return step
+    found = {g["step"] for g in groups if isinstance(g.get("step"), (int, float))}
+    if len(found) > 1:
+        raise FormatError(f"parameter groups at different steps: {sorted(found)}")
+    return next(iter(found), None)
+
+
+def extra_of(
+    values: ExtrasValues,
+    groups: list[Group],
+    members: list[list[str]],
+    steps: TensorRef | float | None,
+) -> dict[str, Any]:
+    """An optimizer as extras hold it.  A step that is a number becomes a tensor of each parameter."""
+    plain: dict[str, Any] = {}
+    if isinstance(steps, (int, float)):
+        step = {"step": inlined("float32", (), struct.pack("<f", steps))}
+        plain = {name: step for params in members for name in params}
+    hypers = [
+        {"params": params, "hyper": values.encode("optim", _hyper(group))}
+        for group, params in zip(groups, members)
+    ]
+    return {"$optimizer": {"groups": hypers, "state": plain}}
+
+
+def _hyper(group: Group) -> Group:
+    """Drop `is_expert_parallel`: it tells how experts lie on ranks, not how they are trained."""
+    return {k: v for k, v in group.items() if k != "is_expert_parallel"}
+
+
+def step_tensors(steps: TensorRef | float | None, params: list[str]) -> list[Foreign]:
+    """The counter that is stored once, as a state of every parameter."""
+    if not isinstance(steps, TensorRef):
+        return []
+    return [of_ref(f"optim.{name}.step", steps, "step", whole(steps.shape)) for name in params]

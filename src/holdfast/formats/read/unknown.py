@@ -1,0 +1,99 @@
+"""Values that hold something of which nothing is known: an object of a class that no table has.
+
+Such a value is left out, and told; the tensors and the plain values beside it are read.  Where tensors are
+part of it (a whole module, an optimizer that keeps objects), or where a run would miss it (a module's own
+state, an optimizer's), the file is refused, with that name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from holdfast.base.errors import FormatError, warn_user
+from holdfast.formats.read.ranks import Shards
+from holdfast.formats.read.torchfile import Storage, TensorRef
+from holdfast.formats.read.unpickle import OpaqueInstance, parts_of
+
+MOST_TOLD = 10
+OPTIMIZERS = {"state", "param_groups"}
+"""Keys of an optimizer's state_dict."""
+
+
+def known_parts(
+    trees: Sequence[Any], files: Sequence[str], needed: Collection[str] = ()
+) -> list[Any]:
+    """Return the trees of a checkpoint's files without those of their values that hold something unknown in
+    any of them; warn of these once.
+
+    FormatError if there are tensors in such a value, if it is `needed`, or if a tree is one.
+    """
+    found: dict[Any, str] = {}
+    for tree, file in zip(trees, files):
+        seen: set[int] = set()
+        if not isinstance(tree, dict):
+            if (name := unknown_in(tree, file, seen)) is not None:
+                raise not_data(name, file)
+            continue
+        for key, value in tree.items():
+            name = unknown_in((key, value), file, seen)
+            if name is not None and (key in needed or is_needed([key], tree)):
+                raise not_data(name, file)
+            if name is not None:
+                found.setdefault(key, name)
+    tell({_shown(key): name for key, name in found.items()}, files)
+    return [
+        {key: value for key, value in tree.items() if key not in found}
+        if isinstance(tree, dict)
+        else tree
+        for tree in trees
+    ]
+
+
+def is_needed(path: Sequence[Any], tree: Mapping[Any, Any] | None = None) -> bool:
+    """True if a run would miss the value at a path: a module's own state, or part of an optimizer's."""
+    parts = [part for part in path if isinstance(part, str)]
+    is_optimizers = tree is None or tree.keys() >= OPTIMIZERS
+    return any(part.endswith("_extra_state") for part in parts) or (
+        is_optimizers and not OPTIMIZERS.isdisjoint(parts)
+    )
+
+
+def unknown_in(value: Any, place: str, seen: set[int]) -> str | None:
+    """Return the name of something unknown in a value; None if there is nothing such.
+
+    FormatError if there are tensors beside it.
+    `seen`: what was met in other values of the same pickle, none of which holds a tensor.
+    """
+    name, has_tensors, todo = None, False, [value]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, OpaqueInstance):
+            name = name or node.name
+        has_tensors = has_tensors or isinstance(node, (TensorRef, Storage, Shards))
+        todo += parts_of(node, seen)
+    if name is not None and has_tensors:
+        raise not_data(name, place)
+    return name
+
+
+def tell(found: Mapping[str, str], files: Sequence[str]) -> None:
+    """Warn of values that are left out: what is unknown in each, by key."""
+    if not found:
+        return
+    told = [f"{key:.60} ({name:.100})" for key, name in list(found.items())[:MOST_TOLD]]
+    told += [f"and {len(found) - MOST_TOLD} more"] if len(found) > MOST_TOLD else []
+    more = f" and {len(files) - 1} more files" if len(files) > 1 else ""
+    warn_user(
+        f"{files[0]}{more}: left out, for they hold what is not known to be data: {', '.join(told)}"
+    )
+
+
+def _shown(key: Any) -> str:
+    if isinstance(key, OpaqueInstance):
+        return key.name
+    return key if isinstance(key, str) else f"a {type(key).__name__}"
+
+
+def not_data(name: str, place: str) -> FormatError:
+    return FormatError(f"it names {name}, which is not known to be data", key=place)

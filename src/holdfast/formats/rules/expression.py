@@ -1,0 +1,93 @@
+"""Numbers in rules: `heads / kv_heads * head_dim`.
+
+`/` divides exactly, `//` rounds down.  Names are variables, captures of the pattern, mesh axes (their size)
+and `size`, the length of the dim that a step acts on.  An expression is kept as postfix, so that no nesting
+is deep, and its numbers stay below 2**63.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from holdfast.formats.rules.source import Span
+
+LIMIT = 1 << 63
+SIZE = "size"
+
+Numbers = Mapping[str, Fraction]
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A name, and where it stands."""
+
+    name: str
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """`+ - * / // %`, and where it stands."""
+
+    sign: str
+    span: Span
+
+
+Item = Fraction | Named | Operator
+
+
+@dataclass(frozen=True, slots=True)
+class Expression:
+    """An expression of numbers, kept as postfix."""
+
+    items: tuple[Item, ...]
+    span: Span
+
+    def names(self) -> list[Named]:
+        return [item for item in self.items if isinstance(item, Named)]
+
+    def value(self, numbers: Numbers) -> Fraction:
+        """Its value.  RuleError if it has none."""
+        stack: list[Fraction] = []
+        for item in self.items:
+            if isinstance(item, Operator):
+                right, left = stack.pop(), stack.pop()
+                stack.append(_computed(item, left, right))
+            else:
+                stack.append(numbers[item.name] if isinstance(item, Named) else item)
+        (result,) = stack
+        return result
+
+    def whole(self, numbers: Numbers) -> int:
+        """Its value as a whole number.  RuleError if it is none."""
+        value = self.value(numbers)
+        if value.denominator != 1:
+            raise self.span.error(f"{value} is not a whole number{self._of(numbers)}")
+        return int(value)
+
+    def _of(self, numbers: Numbers) -> str:
+        found = {n.name: numbers[n.name] for n in self.names()}
+        return f": {', '.join(f'{k} is {v}' for k, v in found.items())}" if found else ""
+
+
+def _computed(operator: Operator, left: Fraction, right: Fraction) -> Fraction:
+    sign = operator.sign
+    if sign in ("/", "//", "%") and not right:
+        raise operator.span.error("division by zero")
+    if sign == "+":
+        result = left + right
+    elif sign == "-":
+        result = left - right
+    elif sign == "*":
+        result = left * right
+    elif sign == "/":
+        result = left / right
+    elif sign == "//":
+        result = Fraction(left // right)
+    else:
+        result = left % right
+    if abs(result.numerator) >= LIMIT or result.denominator >= LIMIT:
+        raise operator.span.error("the number is too large")
+    return result

@@ -1,0 +1,225 @@
+r"""Patterns over names: globs with captures, and regular expressions.
+
+    model.layers.{layer}.mlp.{gate|up}_proj.weight
+    **.bias
+    /(?:transformer|model)\.h\.\d+\.ln_1\..*/
+
+`*` is one or more characters but dots, `**` one or more of any; `{layer}` captures what `*` would match,
+`{a|b}` is one of several, `{x:a|b}` captures one of several, `{x:**}` captures what `**` would.  A pattern
+matches whole names.
+
+Names may come from anybody's checkpoint, and a regular expression with N wildcards tries a name's length to
+the power of N.  Where that is much, a glob is first tried at all places of the name at once (`_may_match`),
+and a regular expression is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from holdfast.formats.rules.source import Span
+
+MAX_STARS = 12
+MAX_REPEATS = 4
+MAX_SAMPLES = 64
+MANY_TRIES = 1e6
+"""Places to try from which on a glob is tried at all of them at once."""
+MAX_TRIES = 3e8
+"""Most places that a regular expression may try: a second, or two."""
+OPAQUE = 0xE000
+"""First of the private characters for what one `*` may match, one each: no literal matches them."""
+DOTTED = 0xE100
+"""The first of those for what one `**` may match: nothing but `**` matches them."""
+PLAIN = f"[^.{chr(DOTTED)}-{chr(DOTTED + 0xFF)}]+"
+
+_PIECE = re.compile(r"(\*\*)|(\*)|\{([^{}]*)\}|([^*{}]+)|(.)", re.DOTALL)
+_CAPTURE = re.compile(r"([A-Za-z_]\w*)(?::(.*))?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """`regex` matches whole names; `captures` are its named groups.
+
+    `samples`: names with private characters in the places of wildcards, to compare patterns by; none of a
+    regular expression.
+    """
+
+    text: str
+    span: Span
+    regex: re.Pattern[str]
+    captures: tuple[str, ...]
+    samples: tuple[str, ...]
+    num_wildcards: int
+    """Wildcards, or repetitions of a regular expression."""
+
+    @staticmethod
+    def of(text: str, span: Span) -> Pattern:
+        """Make a pattern from its text.  RuleError if it is none."""
+        return _regex(text, span) if text.startswith("/") else _glob(text, span)
+
+    @property
+    def has_anonymous(self) -> bool:
+        """True if some wildcard has no name."""
+        bare = re.sub(r"\{[A-Za-z_]\w*(:[^{}]*)?\}", "", self.text)
+        return "*" in bare or "{" in bare
+
+    def like(self, text: str) -> str:
+        """Another pattern's text, in which a plain `{x}` matches what it does in this one."""
+        kinds = {m[1]: m[0] for m in re.finditer(r"\{([A-Za-z_]\w*)(:[^{}]*)\}", self.text)}
+        return re.sub(r"\{([A-Za-z_]\w*)\}", lambda m: kinds.pop(m[1], m[0]), text)
+
+    def filled(self, captures: Mapping[str, str]) -> str:
+        """The name that has those captures."""
+        return re.sub(r"\{([A-Za-z_]\w*)(:[^{}]*)?\}", lambda m: captures[m[1]], self.text)
+
+    def match(self, name: str) -> dict[str, str] | None:
+        """The captures, None if it does not match.  RuleError if a regular expression may take long."""
+        tries = float(max(len(name), 1)) ** self.num_wildcards
+        if tries > MANY_TRIES and not self.text.startswith("/"):
+            fits = _may_match(self.text, name)
+            if not (fits and self.captures):
+                return {} if fits else None
+        elif tries > MAX_TRIES:
+            raise self.span.error(
+                f"{self.num_wildcards} repetitions may take for ever over a name of {len(name):,} "
+                f"characters, {name[:40]!r}...",
+                "write it with fewer repetitions, or as a glob",
+            )
+        found = self.regex.fullmatch(name)
+        return None if found is None else found.groupdict()
+
+    def covers(self, other: Pattern) -> bool:
+        """True if each name that `other` matches is surely matched by this one, too."""
+        return bool(other.samples) and all(self.match(s) is not None for s in other.samples)
+
+
+def _may_match(text: str, name: str) -> bool:
+    """True if a glob matches a name, or would if what one `{x}` captures twice might differ.
+
+    It takes time by the length of the name, not a power of it.
+    """
+    ends = {0}
+    """Places of the name up to which the pieces so far may reach."""
+    for deep, _, group, literal, _ in _PIECE.findall(text):
+        _, colon, kind = group.partition(":")
+        words = [literal] if literal else (kind if colon else group).split("|")
+        if not ends:
+            return False
+        if literal or len(words) > 1:
+            ends = {at + len(w) for at in ends for w in words if name.startswith(w, at)}
+        elif deep or kind == "**" or f"{{{group}:" in text:
+            ends = set(range(min(ends) + 1, len(name) + 1))
+        else:
+            ends = _star(ends, name)
+    return len(name) in ends
+
+
+def _star(begins: set[int], name: str) -> set[int]:
+    """The ends of what `*` may match from some places on."""
+    ends, inside = set(), False
+    for at, char in enumerate(name):
+        inside = (inside or at in begins) and char != "." and not 0 <= ord(char) - DOTTED <= 0xFF
+        if inside:
+            ends.add(at + 1)
+    return ends
+
+
+def _glob(text: str, span: Span) -> Pattern:
+    regex, samples, stars = "", [""], 0
+    captures: dict[str, list[str]] = {}
+    for deep, star, group, literal, stray in _PIECE.findall(text):
+        if stray:
+            raise span.error(f"{stray!r} in a pattern without its other half")
+        if deep:
+            piece, shown = ".+", [chr(DOTTED + stars)]
+        elif star:
+            piece, shown = PLAIN, [chr(OPAQUE + stars)]
+        elif literal:
+            piece, shown = re.escape(literal), [literal]
+        else:
+            piece, shown = _group(group, captures, stars, span)
+        stars += not literal
+        if stars > MAX_STARS:
+            raise span.error(f"a pattern has at most {MAX_STARS} wildcards")
+        regex += piece
+        samples = [a + b for a in samples for b in shown] if len(samples) <= MAX_SAMPLES else []
+    made = re.compile(regex, re.DOTALL)
+    return Pattern(text, span, made, tuple(captures), tuple(samples), stars)
+
+
+def _group(
+    text: str, captures: dict[str, list[str]], number: int, span: Span
+) -> tuple[str, list[str]]:
+    """Regex and samples of `{text}`, which may add to `captures` (samples by name)."""
+    if "|" in text and ":" not in text:
+        return _alternatives(text, span), text.split("|")
+    found = _CAPTURE.fullmatch(text)
+    if not found:
+        raise span.error(f"{{{text}}} is neither a name nor alternatives such as {{q|k|v}}")
+    name, kind = found.groups()
+    if name in captures:
+        if kind is not None:
+            raise span.error(f"{{{name}}} is captured twice")
+        return f"(?P={name})", captures[name]
+    if kind is None:
+        piece, shown = PLAIN, [chr(OPAQUE + number)]
+    elif kind == "**":
+        piece, shown = ".+", [chr(DOTTED + number)]
+    else:
+        piece, shown = _alternatives(kind, span), kind.split("|")
+    captures[name] = shown
+    return f"(?P<{name}>{piece})", shown
+
+
+def _alternatives(text: str, span: Span) -> str:
+    words = text.split("|")
+    if len(words) > 64 or not all(re.fullmatch(r"[\w.\-]+", w, re.ASCII) for w in words):
+        raise span.error(f"{{{text}}}: alternatives are words between bars")
+    return f"(?:{'|'.join(map(re.escape, words))})"
+
+
+def _regex(text: str, span: Span) -> Pattern:
+    if len(text) < 3 or not text.endswith("/"):
+        raise span.error("a regular expression stands between two slashes")
+    inner = text[1:-1].replace("\\/", "/")
+    try:
+        compiled = re.compile(inner, re.DOTALL)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise span.error(f"not a regular expression: {error}") from None
+    if _may_explode(inner):
+        raise span.error(
+            "a repeated group with repetitions or alternatives in it may take for ever",
+            "write it without the outer repetition",
+        )
+    repeats = _num_repeats(_without_classes(inner))
+    return Pattern(text, span, compiled, tuple(compiled.groupindex), (), repeats)
+
+
+def _without_classes(regex: str) -> str:
+    """A regular expression with one letter for each class of characters."""
+    plain = re.sub(r"\\.", "a", regex, flags=re.DOTALL)
+    return re.sub(r"\[\^?\]?(?:\\.|[^\]\\])*\]", "a", plain)
+
+
+def _num_repeats(plain: str) -> int:
+    return len(re.findall(r"[*+]|\{\d*,\d*\}", plain))
+
+
+def _may_explode(regex: str) -> bool:
+    """True if matching may take exponential time, or a polynomial of high degree: a coarse, safe answer."""
+    plain = _without_classes(regex)
+    if _num_repeats(plain) > MAX_REPEATS:
+        return True
+    open_groups: list[bool] = []
+    for i, char in enumerate(plain):
+        if char == "(":
+            open_groups.append(False)
+        elif char in "*+{|":
+            open_groups = [True] * len(open_groups)
+        elif char == ")" and open_groups:
+            busy = open_groups.pop()
+            if busy and re.match(r"[*+{]", plain[i + 1 :]):
+                return True
+    return False

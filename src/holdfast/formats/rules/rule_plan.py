@@ -1,0 +1,116 @@
+"""Shares of a step that ranks of a mesh would store, by rules; nothing but the manifest is read.
+
+Rules name parameters.  A tensor `model.h.0.weight` is parameter `h.0.weight`, and so is the optimizer state
+`optim.h.0.weight.exp_avg`.  A state that has not its parameter's shape (a counter, a factored moment) has
+no layout of its own: each rank keeps it whole.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+
+from holdfast.core.format.dtypes import DTYPES
+from holdfast.core.format.manifest import Manifest, TensorEntry
+from holdfast.core.layout import Mesh
+from holdfast.formats.rules import Layout, RuleSet
+from holdfast.formats.rules.layout import Shape
+
+OF_THE_MODEL = ("param", "buffer", "tensor")
+
+
+@dataclass(frozen=True)
+class RuledTensor:
+    """A tensor, the parameter that it belongs to, and its layout; None if it is kept whole."""
+
+    entry: TensorEntry
+    parameter: str
+    layout: Layout | None
+
+    @property
+    def follows(self) -> bool:
+        """True if nothing need be said of it: it lies as its parameter does, or is a counter."""
+        return self.layout is not None or not self.entry.shape
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.entry.dtype].bytes
+
+
+@dataclass(frozen=True)
+class Share:
+    """The amount that one rank stores: bytes, padding among them; tensors it has any part of."""
+
+    rank: int
+    num_tensors: int
+    bytes: int
+    padding_bytes: int
+
+
+@dataclass(frozen=True)
+class RulePlan:
+    """The tensors of a step by rules, over a mesh."""
+
+    manifest: Manifest
+    rules: RuleSet
+    mesh: Mesh
+    tensors: tuple[RuledTensor, ...]
+
+    @staticmethod
+    def of(manifest: Manifest, rules: RuleSet, mesh: Mesh) -> RulePlan:
+        """RuleError if names and rules do not fit each other, or ranks would not hold everything once."""
+        shapes = {
+            parameter_of(t): t.shape for t in manifest.tensors if t.state in OF_THE_MODEL
+        } or {parameter_of(t): t.shape for t in manifest.tensors if t.shape}
+        whole = {t.name: t.shape for t in manifest.tensors}
+        tied = {_without_key(a): whole[to] for a, to in manifest.aliases.items() if to in whole}
+        rules.check({**tied, **shapes}, mesh)
+        found = []
+        for t in manifest.tensors:
+            name = parameter_of(t)
+            other = t.state not in OF_THE_MODEL and t.shape != shapes.get(name)
+            layout = None if other else rules.layout(name, t.shape, mesh, state=_state(t))
+            found.append(RuledTensor(t, name, layout))
+        return RulePlan(manifest, rules, mesh, tuple(found))
+
+    def share(self, rank: int) -> Share:
+        """The amount that a rank stores."""
+        tensors = total = padding = 0
+        for (alike, itemsize), count in self._kinds.items():
+            view = alike.view(alike.at(rank))
+            real = alike.real(alike.at(rank))
+            tensors += count * bool(real)
+            total += count * view.size * itemsize
+            padding += count * (view.size - real) * itemsize
+        whole = [r for r in self.tensors if r.layout is None]
+        total += sum(_bytes(r) for r in whole)
+        return Share(rank, tensors + len(whole), total, padding)
+
+    @cached_property
+    def _kinds(self) -> Counter[tuple[Shape, int]]:
+        """Number of tensors of each layout and item size."""
+        return Counter((r.layout.alike, r.itemsize) for r in self.tensors if r.layout is not None)
+
+
+def parameter_of(t: TensorEntry) -> str:
+    """The name that rules know: without the key of the state, and the name of an optimizer's state."""
+    name = _without_key(t.name)
+    if t.state not in OF_THE_MODEL:
+        name = name.removesuffix(f".{t.state}")
+    return name
+
+
+def _without_key(name: str) -> str:
+    return name.split(".", 1)[-1]
+
+
+def _state(t: TensorEntry) -> str:
+    return "param" if t.state in OF_THE_MODEL else t.state
+
+
+def _bytes(ruled: RuledTensor) -> int:
+    size = ruled.itemsize
+    for n in ruled.entry.shape:
+        size *= n
+    return size

@@ -1,0 +1,148 @@
+"""Where a conversion into a bucket puts its files: at their keys at once, as nothing can be renamed.
+
+What makes them a checkpoint comes last: the manifest, DCP's `.metadata`, an index.  Until then a mark lies
+beside them, which says whose they are:
+
+    holdfast-conversion.json            first, gone at the end
+    __0_0.distcp, __0_1.distcp          each whole or not there at all
+    .metadata                           last but for the mark
+
+Begun again, the same conversion goes on with the files that are missing; another one clears away what the
+mark says is unfinished.  A step of holdfast's own needs no mark: its files lie in an attempt of their own,
+which only its manifest makes a step.  A single file of torch.save appears by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from holdfast.base.errors import Exists, HoldfastError, NotFound, UsageError
+from holdfast.core.checkpoint.consolidating import Consolidation
+from holdfast.core.checkpoint.listing import attempt_of
+from holdfast.core.checkpoint.names import FOLDERS, step_prefix
+from holdfast.core.checkpoint.outfiles import Outfile
+from holdfast.core.store import Store, get_small, open_store
+from holdfast.formats.read.folder import MARK, joined
+from holdfast.formats.write.planned import Planned
+
+ATTEMPT = "convert-"
+"""Beginning of the names of attempts that are conversions."""
+
+
+def bucket_for(target: str, to: str, identity: str, step: int) -> BucketTarget:
+    """The place at a URL.  For one file of torch.save it is the folder above."""
+    place, mark, query = target.partition("?")
+    above, _, name = place.rstrip("/").rpartition("/")
+    if to != "torch":
+        return BucketTarget(open_store(target), to, identity, step)
+    if not name or above.endswith("/"):
+        raise UsageError(
+            f"{target} names no file", hint=f"such as {place.rstrip('/')}/weights.pt{mark}{query}"
+        )
+    return BucketTarget(open_store(above + mark + query), to, identity, step)
+
+
+@dataclass(frozen=True)
+class BucketTarget:
+    """The target of a conversion, and what is known of it."""
+
+    store: Store
+    to: str
+    identity: str
+    step: int
+
+    def begin(self, files: Sequence[Outfile], last: Sequence[str], source: str) -> bool:
+        """Go on with what an interrupted conversion of the same has left, or clear it away.
+
+        True if the result is there already.  UsageError if something would be overwritten, or would lie
+        among what the root at the URL `source` consists of.
+        """
+        self._check_outside(source)
+        if self.to == "universal":
+            return self._begin_step()
+        if self.to == "torch":
+            taken = next((f.path for f in files if self._size(f.path) is not None), None)
+            if taken is not None:
+                what = f"{joined(self.store.url, taken)} exists"
+                raise UsageError(what, hint="give a URL where nothing is yet")
+            return False
+        self._begin_marked({f.path for f in files} | {*last})
+        return False
+
+    def missing(self, files: Sequence[Outfile]) -> list[Outfile]:
+        """The files that are not there in full length."""
+        prefix = step_prefix(self.step) if self.to == "universal" else ""
+        if self.to == "torch":  # the folder above may hold anything
+            return [f for f in files if self._size(f.path) != f.bytes]
+        sizes = dict(self.store.entries(prefix))
+        return [f for f in files if sizes.get(f.path) != f.bytes]
+
+    def end(self, plan: Planned | Consolidation, files: Sequence[Outfile]) -> None:
+        """Make the result exist, unless it does."""
+        lost = self.missing(files)
+        if lost:
+            what = f"{lost[0].path} was not written"
+            raise HoldfastError(what, hint="convert again: it goes on")
+        if isinstance(plan, Consolidation):
+            plan.commit(self.store)
+            return
+        for path, data in plan.last:
+            self.store.put(path, data)
+        if self.to != "torch":
+            self.store.delete(MARK)
+
+    def clear(self, files: Sequence[Outfile]) -> None:
+        """Delete files that were written of a source that has changed."""
+        for file in files:
+            self.store.delete(file.path)
+
+    def _begin_step(self) -> bool:
+        """True if the step is there by this very conversion."""
+        mine, step = f"{ATTEMPT}{self.identity}", self.step
+        there = attempt_of(self.store, step)
+        if there is not None and there != mine:
+            what = f"{self.store.url} has a step {step} already"
+            raise UsageError(what, hint="nothing is overwritten: give another root")
+        if there is not None:
+            return True
+        if not any(self.store.list(f"{folder}/") for folder in FOLDERS) and self.store.list():
+            what = f"{self.store.url} is no root of holdfast's"
+            raise UsageError(what, hint="give a path that is not there yet")
+        prefix = step_prefix(step)
+        for key in self.store.list(f"{prefix}{ATTEMPT}"):  # of conversions that were given up
+            if not key.startswith(f"{prefix}{mine}/"):
+                self.store.delete(key)
+        return False
+
+    def _begin_marked(self, mine: set[str]) -> None:
+        keys, mark = self.store.list(), msgspec.json.encode({"conversion": self.identity})
+        seen = get_small(self.store, MARK) if MARK in keys else None
+        if seen is None and keys:
+            raise UsageError(f"{self.store.url} exists", hint="give a URL where nothing is yet")
+        try:
+            if seen is None:
+                self.store.put(MARK, mark, if_absent=True)
+            elif seen != mark:
+                self.store.put(MARK, mark, replacing=seen)
+        except (Exists, NotFound):
+            what = f"another conversion has begun to write into {self.store.url}"
+            raise UsageError(what, hint="wait for it, or stop it") from None
+        for key in keys:
+            if key != MARK and (seen != mark or key not in mine):
+                self.store.delete(key)
+
+    def _size(self, key: str) -> int | None:
+        try:
+            return self.store.size(key)
+        except NotFound:
+            return None
+
+    def _check_outside(self, source: str) -> None:
+        here, root = (url.partition("?")[0].rstrip("/") for url in (self.store.url, source))
+        inside = here.removeprefix(f"{root}/").split("/")[0] if here.startswith(f"{root}/") else ""
+        if inside in FOLDERS:
+            what = f"{here} lies in {inside}/ of the root {root}, where holdfast keeps its files"
+            raise UsageError(what, hint="give a URL outside of it")

@@ -1,0 +1,195 @@
+"""Values that are no tensors: DCP has them as pickles of torch.save, holdfast as JSON.
+
+A pickle is read by torch's restricted unpickler, which makes plain data and calls nothing else.  What JSON
+does not give back equal is refused by its name.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import deque
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.util import find_spec, module_from_spec
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch._weights_only_unpickler import _get_user_allowed_globals as _users_globals
+from torch.serialization import _load, _open_zipfile_reader
+
+from holdfast.base.errors import FormatError, UsageError
+from holdfast.core.format import extras
+from holdfast.live.state.live import inline_tensor, outline_tensor
+from holdfast.live.state.placed import torch_dtype
+
+HINT = (
+    "reduce it to numbers, strings, lists, dicts, arrays or tensors, as a state_dict() does: holdfast "
+    "writes no pickles"
+)
+
+
+@cache
+def _data_globals() -> dict[str, Any]:
+    """What pickles of plain data may name, beside what torch's own unpickler knows."""
+    array = np.zeros(1).__reduce__()[0]
+    scalar = np.float64(1).__reduce__()[0]
+    dtypes = {type(np.dtype(code)) for code in "?bBhHiIlLqQefdFDUSmM"}
+    kinds: list[Any] = [array, scalar, np.ndarray, np.dtype, deque, bytes, io.BytesIO, *dtypes]
+    return {f"{kind.__module__}.{kind.__qualname__}": kind for kind in kinds}
+
+
+@cache
+def _unpickler() -> ModuleType:
+    """The module of torch's restricted unpickler once more, with a table of its own beside the user's.
+
+    The one that `torch.load` goes by is for the whole process, and other threads load by it.
+    """
+    spec: Any = find_spec("torch._weights_only_unpickler")
+    own = module_from_spec(spec)
+    spec.loader.exec_module(own)
+    vars(own)["_get_user_allowed_globals"] = lambda: {**_data_globals(), **_users_globals()}
+    return own
+
+
+def encoded(data: io.BytesIO, name: str) -> Any:
+    """The JSON tree of a value that torch.save has written.  UsageError for what is no plain data."""
+    data.seek(0)
+    try:
+        with _open_zipfile_reader(data) as archive:
+            value = _load(archive, "cpu", _unpickler(), encoding="utf-8")
+    except Exception as error:
+        why = str(error).partition("\n")[0]
+        raise UsageError(f"{name}: is no plain data ({why[:200]})", hint=HINT) from None
+    return encode(value, name)
+
+
+def encode(value: Any, name: str) -> Any:
+    """The JSON tree of a value."""
+
+    def on_other(leaf: Any, path: str) -> Any:
+        if isinstance(leaf, torch.dtype):
+            return {"$dtype": str(leaf).removeprefix("torch.")}
+        if type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.is_quantized:
+            return inline_tensor(leaf)
+        kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+        raise UsageError(f"{name}.{path}: a {kind} cannot be saved".replace(".:", ":"), hint=HINT)
+
+    try:
+        return extras.encode(value, on_other, utf8=True)
+    except extras.Unsaved as error:
+        raise error.within(name) from None
+
+
+class StandIn(torch.Tensor):  # torch gives no types
+    """A stand-in for a tensor of the checkpoint, by its name: it has its shape and dtype, and no memory."""
+
+    saved_name: str
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+def named(name: str, dtype: str, shape: tuple[int, ...]) -> StandIn:
+    """A stand-in for a tensor."""
+    empty = torch.empty(shape, dtype=torch_dtype(dtype), device="meta")
+    found: StandIn = empty.as_subclass(StandIn)
+    found.saved_name = name
+    return found
+
+
+_WHOLE = frozenset(("$tuple", "$deque", "$set", "$frozenset"))
+"""Tags of values that DCP does not look into: it knows dicts and lists."""
+
+
+class WithTensors:
+    """A value that holds tensors where DCP does not look for any: it is loaded as one, with them."""
+
+    def __init__(self, tree: Any) -> None:
+        self.tree = tree
+
+
+def listed(tree: Any, tensors: dict[str, StandIn]) -> Any:
+    """A value of extras as DCP lists it: tensors that it refers to are stand-ins, what DCP does not look
+    into and holds tensors is a `WithTensors`."""
+
+    def marked(tree: Any) -> Any:
+        if isinstance(tree, list):
+            return [marked(one) for one in tree]
+        if not isinstance(tree, dict):
+            return tree
+        if len(tree) == 1 and not _WHOLE.isdisjoint(tree):
+            return {"$held": tree} if any(extras.referred(tree)) else tree
+        return {key: marked(one) for key, one in tree.items()}
+
+    return decode(marked(tree), tensors)
+
+
+def held_in(value: Any) -> Iterator[str]:
+    """The names of tensors that a value has to be filled with."""
+    if isinstance(value, WithTensors):
+        yield from extras.referred(value.tree)
+    elif isinstance(value, StandIn):
+        yield value.saved_name
+    elif isinstance(value, (dict, list)):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from held_in(one)
+
+
+def filled(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """A value with the tensors that `held_in` names."""
+    if isinstance(value, WithTensors):
+        return decode(value.tree, tensors)
+    if isinstance(value, StandIn):
+        return tensors[value.saved_name]
+    if isinstance(value, list):
+        return [filled(one, tensors) for one in value]
+    if isinstance(value, dict) and any(held_in(value)):
+        return {key: filled(one, tensors) for key, one in value.items()}
+    return value
+
+
+def decode(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """A value of extras, with the tensors of the checkpoint that it refers to."""
+
+    def on_other(tag: str, body: Any) -> Any:
+        match tag:
+            case "$tensor":
+                return outline_tensor(body)
+            case "$at" if body in tensors:
+                return tensors[body]
+            case "$held":
+                return WithTensors(body)
+            case "$dtype":
+                return torch_dtype(body)
+            case "$object":
+                return extras.decode(body, on_other)
+            case "$quantized":
+                from holdfast.live.state.quantised import quantised
+
+                return quantised(extras.decode(body, on_other))
+        raise FormatError(f"malformed extras: unknown tag {tag!r}")
+
+    return extras.decode(tree, on_other)
+
+
+class Pickles:
+    """Values as planners of DCP expect them.  Numbers and strings, of which optimizers have the same ones
+    for every parameter, are pickled once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[type, str], bytes] = {}
+
+    def pickled(self, value: Any) -> io.BytesIO:
+        """A value in the form of `torch.save`."""
+        if not isinstance(value, (bool, int, float, str, type(None))):
+            return io.BytesIO(_saved(value))
+        key = type(value), repr(value)
+        if key not in self._known:
+            self._known[key] = _saved(value)
+        return io.BytesIO(self._known[key])
+
+
+def _saved(value: Any) -> bytes:
+    out = io.BytesIO()
+    torch.save(value, out)
+    return out.getvalue()

@@ -1,0 +1,1 @@
+"""Live objects <-> named, placed tensors: the kinds of state, saving, restoring."""

@@ -1,0 +1,387 @@
+"""Comparing checkpoint and live state over all ranks: every difference in one error, on every rank.
+
+Values of tied weights are compared where there is no other difference: they have to be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from holdfast.base.errors import HoldfastError, LayoutError, StateMismatch, warn_user
+from holdfast.base.events import emit
+from holdfast.base.suggest import did_you_mean, did_you_mean_pattern, matching_nothing
+from holdfast.base.wire import WireError, decode_msgpack
+from holdfast.core.checkpoint.opened import Checkpoint
+from holdfast.core.checkpoint.peers import of_the_step
+from holdfast.core.format.extras import DCP_NAMES, MADE_OF
+from holdfast.core.group import Group
+from holdfast.core.layout import Axis, Mesh, common_mesh
+from holdfast.live.restore.positions import UNPROVED
+from holdfast.live.restore.targets import RestoreOptions, is_known
+from holdfast.live.state.customised import OWN
+from holdfast.live.state.live import Live, State
+from holdfast.live.state.positions import WAYS_OUT
+
+MAX_UNTOUCHED = 20
+MAX_HINTS = 20
+"""Near misses are looked for this often per list: it takes time."""
+
+OTHER_NAMES = (
+    "; transformers 5 writes other names than a live model of some families has (GPT-NeoX, ViT, mixtures "
+    "of experts): docs/how-to/hugging-face.md, 'Names of transformers 5', has rules for them"
+)
+
+
+@dataclass
+class Problems:
+    """Differences between a checkpoint and the live state, as one rank sees them."""
+
+    lines: list[str] = field(default_factory=list)
+    """Texts for the user."""
+    missing: list[str] = field(default_factory=list)
+    """Names that the checkpoint lacks."""
+    unexpected: list[str] = field(default_factory=list)
+    """Names that the checkpoint has of a module and the live module has not."""
+    twice: dict[str, str] = field(default_factory=dict)
+    """Further names of tied weights that the checkpoint has as tensors, too, with the first names."""
+
+    def add(self, other: Problems) -> None:
+        """Take over what another look has found."""
+        self.lines += other.lines
+        self.missing += other.missing
+        self.unexpected += other.unexpected
+
+
+def compare(checkpoint: Checkpoint, live: Live, state: State, options: RestoreOptions) -> Problems:
+    """Find what of this rank's live tensors does not match the checkpoint."""
+    found = Problems()
+    find, entries = checkpoint.manifest.find, checkpoint.manifest.tensors
+    for name, t in live.tensors.items():
+        index = find(name)
+        if index is None:
+            found.missing.append(name)
+            continue
+        entry, placed = entries[index], t.placed
+        rows_differ = name in live.padded and _differ_in_rows(entry.shape, placed.shape)
+        if entry.shape != placed.shape and not rows_differ:
+            found.lines.append(f"{name}: saved with shape {entry.shape}, here {placed.shape}")
+        elif entry.dtype != placed.dtype and not options.cast:
+            found.lines.append(
+                f"{name}: saved as {entry.dtype}, here {placed.dtype} (cast=True converts)"
+            )
+    if live.frozen or checkpoint.left_out:
+        from holdfast.live.restore.frozen import compare_frozen
+
+        compare_frozen(checkpoint, live, options, found)
+    if live.apart or any(name + MADE_OF in checkpoint.manifest.extras for name in found.missing):
+        from holdfast.live.restore.apart import made_otherwise
+
+        found.lines += made_otherwise(checkpoint, live, found.missing, found.lines)
+    if live.aliases:
+        from holdfast.live.restore.tied import saved_twice
+
+        found.twice = saved_twice(checkpoint, live)
+    if checkpoint.manifest.aliases:
+        from holdfast.live.restore.tied import tell_untied
+
+        tell_untied(checkpoint, live)
+    return found
+
+
+def _differ_in_rows(saved: tuple[int, ...], here: tuple[int, ...]) -> bool:
+    """True if shapes are alike but for the length of dim 0."""
+    return len(saved) == len(here) and saved[1:] == here[1:]
+
+
+class _Compared(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's findings on their way to rank 0."""
+
+    lines: list[str]
+    missing: list[str]
+    claimed: bytes
+    axes: list[tuple[int, int, str | None]]
+    error: WireError | None
+    taken: list[str]
+    unexpected: list[str]
+    matching_nothing: list[str]
+    """Patterns of `only` by which nothing that this rank holds is loaded."""
+    left_out: bytes = b""
+    """One bit per parameter that the checkpoint lists as left out: this rank has it."""
+    keys: list[str] = []
+    """Keys of this rank's state."""
+    twice: list[str] = []
+    """Further names of tied weights that the checkpoint has as tensors, too, each with the first name."""
+
+
+class _Together(msgspec.Struct, frozen=True, array_like=True):
+    """All ranks' findings."""
+
+    problems: list[str]
+    resized: bool
+    untouched: list[str]
+    having: dict[str, list[int]]
+    """The ranks that have a tied weight's further name under which it was saved, too, with the first."""
+    damage: tuple[int, WireError] | None = None
+    """A rank, and a fault of the step itself that it has found."""
+
+
+def judge_together(
+    checkpoint: Checkpoint,
+    live: Live,
+    problems: Problems,
+    error: Exception | None,
+    group: Group,
+    options: RestoreOptions,
+) -> bool:
+    """Raise StateMismatch on every rank if any has a problem, or what one has found wrong with the step;
+    returns whether the mesh differs."""
+    mine = _Compared(
+        problems.lines,
+        problems.missing,
+        _claimed(checkpoint, live),
+        sorted({(a.stride, a.size, a.name) for t in live.tensors.values() for _, a in t.placed.cuts or ()},
+               key=str),
+        None if error is None else WireError.of(error),
+        sorted(live.taken),
+        problems.unexpected,
+        _matching_nothing(checkpoint, live, options),
+        _having(checkpoint, live),
+        sorted(live.keys),
+        [f"{name} {first}" for name, first in problems.twice.items()],
+    )  # fmt: skip
+    group.asked += 1
+    answer = group.ask(
+        f"compare/{group.asked}",
+        msgspec.msgpack.encode(mine),
+        lambda answers: _combine(checkpoint, live, answers, group.size, options),
+        awaited=f"compared its state with step {checkpoint.step}",
+    )
+    together = decode_msgpack(answer, _Together)
+    lines, untouched = together.problems, together.untouched
+    if together.having and not lines:
+        from holdfast.live.restore.tied import differing_together
+
+        found = differing_together(checkpoint, problems.twice, together.having, group)
+        found = [f"unexpected in the checkpoint: {line}" for line in found]
+        lines, untouched = (found, untouched) if options.strict else ([], [*found, *untouched])
+    if lines:
+        # until all have read it: rank 0, which holds the answer for them, may end at once
+        with suppress(HoldfastError):  # a rank that is gone is not what is to be told
+            group.any(True)
+    if error is not None and len(lines) == 1:
+        raise error
+    if together.damage is not None:
+        rank, found_there = together.damage
+        raise found_there.error(rank=rank, step=checkpoint.step) from error
+    if lines:
+        raise _mismatch(checkpoint, live, lines)
+    tell_untouched(checkpoint, untouched, group)
+    return together.resized
+
+
+def _mismatch(checkpoint: Checkpoint, live: Live, lines: list[str]) -> StateMismatch:
+    named = any(line.startswith(("missing", "unexpected")) for line in lines)
+    misspelled = all(line.startswith("only=") for line in lines)
+    unproved = [line for line in lines if line.endswith(UNPROVED)]
+    shown = lines[:50] + ([f"... and {len(lines) - 50} more"] if len(lines) > 50 else [])
+    return StateMismatch(
+        f"step {checkpoint.step} does not fit the live state:\n  " + "\n  ".join(shown),
+        tuple(lines),
+        step=checkpoint.step,
+        hint=_refused(checkpoint, live)
+        or ("correct the pattern: `holdfast inspect` lists the names" if misspelled else "")
+        or (WAYS_OUT if len(unproved) == len(lines) else "")
+        or "build the same model and optimizer"
+        + (", or pass strict=False: it ignores missing and unexpected names" * named)
+        + (OTHER_NAMES * (named and checkpoint.format == "huggingface"))
+        + (f"; for parameters without names: {WAYS_OUT}" * bool(unproved)),
+    )
+
+
+def tell_untouched(checkpoint: Checkpoint, lines: list[str], group: Group) -> None:
+    """HoldfastWarning, once, of what a load leaves as it is: what is missing or not expected if it is not
+    to be strict, and extra states that no module takes."""
+    if not lines or group.rank:
+        return
+    emit("restore.untouched", step=checkpoint.step, names=lines)
+    shown = lines[:MAX_UNTOUCHED]
+    if len(lines) > len(shown):
+        shown.append(f"... and {len(lines) - len(shown)} more")
+    warn_user(
+        f"step {checkpoint.step} and the live state have not all in common; what only one side has was "
+        "left as it is:\n  " + "\n  ".join(shown)
+    )
+
+
+def _refused(checkpoint: Checkpoint, live: Live) -> str:
+    """The reasons why the checkpoint does not offer what the state asks for."""
+    return "; ".join(why for key, why in checkpoint.refused.items() if key in live.keys)
+
+
+def _claimed(checkpoint: Checkpoint, live: Live) -> bytes:
+    """One bit per saved tensor: this rank has a place for it."""
+    bits = np.zeros(len(checkpoint.manifest.tensors), bool)
+    found = map(checkpoint.manifest.find, (*live.tensors, *live.aliases, *live.owned))
+    bits[[index for index in found if index is not None]] = True
+    return np.packbits(bits).tobytes()
+
+
+def _combine(
+    checkpoint: Checkpoint, live: Live, answers: list[bytes], size: int, options: RestoreOptions
+) -> bytes:
+    found = [decode_msgpack(a, _Compared) for a in answers]
+    missing = list(dict.fromkeys(n for f in found for n in f.missing))
+    lines = list(dict.fromkeys(x for f in found for x in f.lines))
+    untouched: list[str] = []
+    failed = {rank: f.error for rank, f in enumerate(found) if f.error is not None}
+    if not failed:
+        names = checkpoint.manifest.aliases.keys() | checkpoint.manifest.by_name.keys()
+        untouched = [
+            f"missing in the checkpoint: {n}{_near(n, names) if i < MAX_HINTS else ''}"
+            for i, n in enumerate(missing)
+        ]
+        more = dict.fromkeys(n for f in found for n in f.unexpected)
+        untouched += [f"unexpected in the checkpoint: {n}" for n in more]
+        untouched += _unexpected(checkpoint, found, live, options)
+        untouched += _beside_states(checkpoint, live, options)
+        untouched += _left_out_in_vain(checkpoint, found, live, options)
+    if options.strict:
+        lines += untouched
+        untouched = []
+    if not failed:
+        # some kinds of one layer have states that others can do without
+        extra = _unexpected_extras(checkpoint, found, live, options)
+        untouched += [line for line in extra if not options.strict or not line.endswith(OWN)]
+        lines += [line for line in extra if options.strict and line.endswith(OWN)]
+        lines += _idle_patterns(checkpoint, found, live.keys, options)
+    if not lines and len({(f.claimed, *f.keys) for f in found}) > 1:
+        from holdfast.live.saving.alone import tell_lacking
+
+        tell_lacking(checkpoint.manifest, [f.claimed for f in found], [f.keys for f in found])
+    axes = {a for f in found for a in f.axes}
+    resized = _resized(checkpoint, axes, size, options.mesh)
+    having: dict[str, list[int]] = {}
+    for rank, f in enumerate(found):
+        for both in f.twice:
+            having.setdefault(both, []).append(rank)
+    return msgspec.msgpack.encode(_Together(lines, resized, untouched, having, of_the_step(failed)))
+
+
+def _having(checkpoint: Checkpoint, live: Live) -> bytes:
+    """One bit per parameter that was left out: this rank has it, frozen or trained."""
+    known = live.frozen.keys() | live.tensors.keys() | live.aliases.keys()
+    return np.packbits(np.array([n in known for n in checkpoint.left_out], bool)).tobytes()
+
+
+def _left_out_in_vain(
+    checkpoint: Checkpoint, found: list[_Compared], live: Live, options: RestoreOptions
+) -> list[str]:
+    """Parameters that were left out when the step was saved, and that no rank has."""
+    masks = [np.unpackbits(np.frombuffer(f.left_out, np.uint8)) for f in found]
+    having = np.bitwise_or.reduce(masks)
+    return [
+        f"left out when saved, and not in the live model: {name}"
+        for name, known in zip(checkpoint.left_out, having)
+        if not known and name.split(".", 1)[0] in live.keys and options.wanted(name)
+    ]
+
+
+def _near(name: str, names: Iterable[str]) -> str:
+    hint = did_you_mean(name, names)
+    return f" ({hint})" if hint else ""
+
+
+def _unexpected(
+    checkpoint: Checkpoint, found: list[_Compared], live: Live, options: RestoreOptions
+) -> list[str]:
+    """Saved tensors for which no rank has a place, under the keys that are being loaded."""
+    bits = np.zeros(-(-len(checkpoint.manifest.tensors) // 8), np.uint8)
+    for f in found:
+        bits |= np.frombuffer(f.claimed, np.uint8)
+    tensors = checkpoint.manifest.tensors
+    out: list[str] = []
+    for i in np.flatnonzero(np.unpackbits(bits, count=len(tensors)) == 0).tolist():
+        name = tensors[i].name
+        mine = name.split(".", 1)[0] in live.keys and options.wanted(name)
+        if mine and name not in live.owned:
+            hint = _near(name, live.tensors) if len(out) < MAX_HINTS else ""
+            out.append(f"unexpected in the checkpoint: {name}{hint}")
+    return out
+
+
+def _beside_states(checkpoint: Checkpoint, live: Live, options: RestoreOptions) -> list[str]:
+    """Values that `dcp.save` has written of an optimizer, and that no live one has a place for: they lie
+    deeper in a state, or beside states and groups."""
+    saved = checkpoint.manifest.extras
+    if options.only is not None or DCP_NAMES not in saved:
+        return []
+    trees = {key: saved.get(key) for key in live.keys}
+    begins = tuple(f"{k}." for k, t in trees.items() if isinstance(t, dict) and "$optimizer" in t)
+    return [f"unexpected in the checkpoint: {name}" for name in saved if name.startswith(begins)]
+
+
+def _unexpected_extras(
+    checkpoint: Checkpoint, found: list[_Compared], live: Live, options: RestoreOptions
+) -> list[str]:
+    """Saved extras: what modules had besides their tensors, for which no rank has such a module."""
+    if options.only is not None:
+        return []
+    taken = {name for f in found for name in f.taken}
+    saved = dict.fromkeys([*checkpoint.manifest.extras, *checkpoint.manifest.per_rank])
+    return [
+        f"unexpected in the checkpoint: {name}"
+        for name in saved
+        if name.endswith(("._extra_state", f".{OWN}"))
+        and name.partition(".")[0] in live.keys
+        and name not in taken
+        and name not in live.owned
+    ]
+
+
+def _matching_nothing(checkpoint: Checkpoint, live: Live, options: RestoreOptions) -> list[str]:
+    if not options.only:
+        return []
+    loaded = [n for n in (*live.tensors, *live.aliases, *live.owned) if is_known(checkpoint, n)]
+    return matching_nothing(options.only, loaded)
+
+
+def _idle_patterns(
+    checkpoint: Checkpoint, found: list[_Compared], keys: set[str], options: RestoreOptions
+) -> list[str]:
+    """Patterns of `only` by which no rank loads anything: misspelled, or of extras."""
+    names = [n for n in checkpoint.names() if n.split(".", 1)[0] in keys]
+    out = []
+    for pattern in options.only or ():
+        if all(pattern in f.matching_nothing for f in found):
+            hint = did_you_mean_pattern(pattern, names)
+            given = ", ".join(map(repr, sorted(keys)))
+            why = hint or f"the state that was handed over has {given}"
+            out.append(f"only={pattern!r} matches no tensor that is saved and in the state ({why})")
+    return out
+
+
+def _resized(
+    checkpoint: Checkpoint,
+    axes: set[tuple[int, int, str | None]],
+    size: int,
+    known: Mesh | None,
+) -> bool:
+    """True if the ranks are arranged in another way than when the step was saved."""
+    named = [Axis(known.strides[name], n, name) for name, n in known.axes] if known else []
+    try:
+        mesh = common_mesh([*(Axis(*a) for a in axes), *named], size)[0]
+    except LayoutError:
+        mesh = Mesh((("rank", size),))
+    saved = checkpoint.manifest.layout
+    if mesh.world != saved.world:
+        return True
+    return (
+        [n for _, n in mesh.axes] != [n for _, n in saved.axes]
+        and len(mesh.axes) > 0
+        and (len(saved.axes) > 0)
+    )

@@ -1,0 +1,258 @@
+"""Checkpoints of earlier versions, whose names have components of wrappers in them.
+
+There `model.gen.module.0.weight` was the name of a weight inside a nested DDP, and a model of
+Lightning Fabric had each of its weights twice, `_forward_module.0.weight` and `_original_module.0.weight`.
+What a live module was called then follows from its structure.  Where a checkpoint has that name and not
+the one of today, it is shown under today's: tensors, extras, and what optimizers keep by parameter.
+
+Nothing is guessed from a name's text, so a user's own `module` is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from torch import nn
+
+from holdfast.base.events import emit
+from holdfast.core.checkpoint.opened import Checkpoint
+from holdfast.core.format.extras import MADE_OF
+from holdfast.core.format.manifest import FileEntry, Manifest, TensorEntry
+from holdfast.live.sources import Sources
+from holdfast.live.state.live import (
+    State,
+    inside_framework,
+    is_optimizer,
+    reshard,
+    sources_in,
+    stages,
+)
+from holdfast.live.state.optimizers import KINDS, all_param_names, served_modules
+from holdfast.live.state.wrappers import SECOND, TAKEN_OUT, paths
+
+Pair = tuple[str, str, int]
+"""A live tensor's name, one that it had formerly, and its id."""
+
+
+def under_live_names(checkpoint: Checkpoint, state: State, of_fabric: bool) -> Checkpoint:
+    """The checkpoint, or one that shows what an earlier version named otherwise under its live name.
+    `of_fabric`: it has names of what was wrapped by Fabric."""
+    pairs = {
+        key: [pair for m in stages(value) or () for pair in _pairs(m, of_fabric)]
+        for key, value in state.items()
+    }
+    names = _names(checkpoint, pairs, state)
+    if not names.of_module and not names.of_optimizer:
+        return checkpoint
+    emit("restore.renamed", step=checkpoint.step, keys=[*names.of_module, *names.of_optimizer])
+    return Renamed(checkpoint, names)
+
+
+def are_former(state: State, names: Iterable[str]) -> bool:
+    """True if tensors of modules, or optimizers' parameters, had one of these names, with a key."""
+    pairs = [pair for v in state.values() for m in stages(v) or () for pair in _pairs(m, True)]
+    former = {old for new, old, _ in pairs if old != new}
+    rest = [name.partition(".")[2] for name in names]
+    return any(name in former or name.partition(".")[2] in former for name in rest)
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """The module at which names formerly began."""
+    while True:
+        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            module = module.module
+        elif (inside := inside_framework(module)) is not None:
+            module = inside
+        elif hasattr(module, "_orig_mod"):
+            module = module._orig_mod
+        else:
+            return module
+
+
+def _pairs(module: nn.Module, of_fabric: bool) -> Iterator[Pair]:
+    """Every name that a module's tensors and extra states have, with those that they had."""
+    reshard(module)
+    for prefix, path, part in paths(_unwrapped(module), second=True):
+        old = "".join(f"{c}." for c in path.split(".")[:-1] if c not in TAKEN_OUT)
+        for name, value in [
+            *part._parameters.items(),
+            *part._buffers.items(),
+            ("_extra_state", part),
+        ]:
+            new = prefix + name
+            yield new, old + name, id(value)
+            for former in _under_fabric(new) if of_fabric else ():
+                yield new, former, id(value)
+
+
+def _under_fabric(name: str) -> Iterator[str]:
+    """Names of a tensor under Fabric, around this or any module above, which the live one may be
+    without: with one rank and with several."""
+    components = name.split(".")
+    for i in range(len(components)):
+        for wrapper in (SECOND, "_forward_module", "_forward_module.module"):
+            yield ".".join([*components[:i], wrapper, *components[i:]])
+
+
+def _names(checkpoint: Checkpoint, pairs: dict[str, list[Pair]], state: State) -> NewNames:
+    """New names of what a checkpoint has."""
+    manifest = checkpoint.manifest
+    known = {*checkpoint.names(), *manifest.extras, *manifest.per_rank}
+    found = {key: _of_module(key, known, pairs[key]) for key in state}
+    of_optimizer: dict[str, dict[str, str]] = {}
+    sources: Sources | None = None
+    for key, value in state.items():
+        if is_optimizer(value):
+            sources = sources_in(state) if sources is None else sources
+            groups = sources.of(value).groups(value)
+            all_names = all_param_names(state, groups)
+            served = {k: pairs[k] for k in served_modules(state, groups)}
+            names = _of_optimizer(_parameters(manifest, key), served, all_names)
+            if names:
+                of_optimizer[key] = names
+    return NewNames({key: names for key, names in found.items() if names}, of_optimizer)
+
+
+@dataclass(frozen=True)
+class NewNames:
+    """New names of what a checkpoint has; names that stay are not listed."""
+
+    of_module: dict[str, dict[str, str]]
+    """New names by former ones, for each key of modules; without the key."""
+    of_optimizer: dict[str, dict[str, str]]
+    """New names of parameters by former ones, for each key of an optimizer."""
+    of_values: dict[str, str] = field(default_factory=dict)
+    """New names of parameters that were saved with an optimizer, and are values of the state now."""
+
+    def new(self, name: str, state: str) -> str:
+        """The name of a tensor that counts as `state`."""
+        if name in self.of_values:
+            return self.of_values[name]
+        key, _, rest = name.partition(".")
+        if key in self.of_module:
+            return f"{key}.{self.of_module[key].get(rest, rest)}"
+        names = self.of_optimizer.get(key)
+        if names is None:
+            return name
+        if state not in KINDS:
+            param = rest.removesuffix(f".{state}")
+            return f"{key}.{names.get(param, param)}.{state}"
+        starts = [old for old in names if rest.startswith(f"{old}.")]
+        if not starts:
+            return name
+        old = max(starts, key=len)  # a tensor in a list that is the state of a parameter
+        return f"{key}.{names[old]}{rest[len(old) :]}"
+
+
+def _of_module(key: str, known: set[str], pairs: Iterable[Pair]) -> dict[str, str]:
+    return {
+        old: new
+        for new, old, _ in pairs
+        if old != new and f"{key}.{old}" in known and f"{key}.{new}" not in known
+    }
+
+
+def _of_optimizer(
+    known: set[str], served: dict[str, list[Pair]], all_names: dict[int, list[str]]
+) -> dict[str, str]:
+    """New names of an optimizer's parameters by former ones.  Either may begin with its module's key."""
+    found: dict[str, set[str]] = {}
+    for key, pairs in served.items():
+        for new, old, i in pairs:
+            names = all_names.get(i, ())
+            target = new if new in names else f"{key}.{new}"
+            if target in names and target not in known:
+                for former in (old, f"{key}.{old}"):
+                    if former in known:
+                        found.setdefault(former, set()).add(target)
+    return {old: new for old, (new, *more) in found.items() if not more}
+
+
+def _parameters(manifest: Manifest, key: str) -> set[str]:
+    """Names of parameters that an optimizer's groups and states were saved under."""
+    tree = manifest.extras.get(key)
+    body = tree.get("$optimizer") if isinstance(tree, dict) else None
+    groups = body["groups"] if isinstance(body, dict) else ()
+    found = {name for group in groups for name in group["params"]}
+    start = f"{key}."
+    for t in manifest.tensors:
+        if t.state not in KINDS and t.name.startswith(start):
+            found.add(t.name[len(start) : -len(t.state) - 1])
+    return found
+
+
+class Renamed(Checkpoint):
+    """A checkpoint under other names.  Its data lie where they did."""
+
+    def __init__(self, checkpoint: Checkpoint, names: NewNames) -> None:
+        self.store, self.images = checkpoint.store, checkpoint.images
+        self.format, self.others = checkpoint.format, checkpoint.others
+        self.refused = checkpoint.refused
+        self._names = names
+        self._tensors: dict[str, str] = {}
+        """New names of tensors by former ones."""
+        self.manifest = self._renamed(checkpoint.manifest)
+
+    def file_extras(self, file: FileEntry) -> dict[str, Any]:
+        return self._extras(super().file_extras(file))
+
+    def _renamed(self, manifest: Manifest) -> Manifest:
+        tensors: list[TensorEntry] = []
+        states: dict[str, str] = {}
+        for t in manifest.tensors:
+            self._tensors[t.name] = self._names.new(t.name, t.state)
+            states[t.name] = t.state
+            tensors.append(msgspec.structs.replace(t, name=self._tensors[t.name]))
+        for alias, to in manifest.aliases.items():
+            self._tensors[alias] = self._names.new(alias, states[to])
+        own = {t.name for t in tensors}
+        aliases = {self._tensors[a]: self._tensors[to] for a, to in manifest.aliases.items()}
+        new = msgspec.structs.replace(
+            manifest,
+            tensors=tuple(tensors),
+            aliases={a: to for a, to in aliases.items() if a not in own},
+            extras=self._extras(manifest.extras),
+            per_rank={self._key(k): rule for k, rule in manifest.per_rank.items()},
+        )
+        new.__dict__["placement"] = manifest.placement  # it goes by the former names
+        return new
+
+    def _key(self, name: str) -> str:
+        is_of_tensor = name.endswith(("_extra_state", MADE_OF))
+        return self._names.new(name, "param") if is_of_tensor else name
+
+    def _extras(self, extras: dict[str, Any]) -> dict[str, Any]:
+        found = {}
+        for name, tree in extras.items():
+            params = self._names.of_optimizer.get(name)
+            is_optimizer = isinstance(tree, dict) and "$optimizer" in tree
+            found[self._key(name)] = self._tree(
+                _optimizer(tree, params) if params and is_optimizer else tree
+            )
+        return found
+
+    def _tree(self, tree: Any) -> Any:
+        """A tree of extras, with references to tensors by their new names."""
+        if isinstance(tree, dict):
+            if len(tree) == 1 and isinstance(tree.get("$at"), str):
+                return {"$at": self._tensors.get(tree["$at"], tree["$at"])}
+            return {k: self._tree(v) for k, v in tree.items()}
+        return [self._tree(v) for v in tree] if isinstance(tree, list) else tree
+
+
+def _optimizer(tree: Any, names: dict[str, str]) -> Any:
+    """An optimizer's extras, with the new names of its parameters."""
+    body = tree["$optimizer"]
+    groups = [
+        {**group, "params": list(dict.fromkeys(names.get(n, n) for n in group["params"]))}
+        for group in body["groups"]
+    ]
+    states = {names.get(n, n): value for n, value in body["state"].items()}
+    found = {**body, "groups": groups, "state": states}
+    for what in ("order", "plain"):
+        if what in body:
+            found[what] = {names.get(n, n): value for n, value in body[what].items()}
+    return {"$optimizer": found}

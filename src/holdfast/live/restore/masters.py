@@ -1,0 +1,287 @@
+"""Places where a restore puts the states of masters that serve several parameters, as DeepSpeed's do.
+
+The checkpoint has states by parameter; such an optimizer has them by master, a flat tensor of many
+parameters.  So a state is one tensor that is laid out as the master, and each parameter's part of it is a
+view.  A number (`step`) there is once for a master: what was saved for its parameters must agree, and is
+read first.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim import Optimizer
+
+from holdfast.core.checkpoint.opened import Checkpoint
+from holdfast.core.checkpoint.reading import read_alone
+from holdfast.core.checkpoint.rows import Want
+from holdfast.core.format import extras
+from holdfast.core.layout import Box
+from holdfast.live.restore.expected import Fitting
+from holdfast.live.restore.groups import Pairs
+from holdfast.live.restore.targets import RestoreOptions, saved_states, target_of
+from holdfast.live.sources import Group, Master, Source
+from holdfast.live.state.live import Live, State, is_optimizer, outline_tensor
+from holdfast.live.state.optimizers import add_state, add_ties, all_param_names, named_groups
+from holdfast.live.state.placed import torch_dtype, whole_shape
+
+PLAIN = (int, float, str, type(None), torch.Tensor)
+"""Kinds of values that one state of a master may have, beside flat tensors; tensors are 0-dim."""
+
+
+@dataclass
+class MasterChange:
+    """The change that a restore makes to the inner optimizer's state of one master."""
+
+    framework: str
+    """The framework's name, for messages."""
+    master: Master
+    inner: Optimizer
+    """The master's optimizer."""
+    key: str
+    number: int
+    """Number of the parameter group."""
+    group: dict[str, Any]
+    params: list[tuple[str, torch.Tensor, Master]]
+    """The parameters by name, each with its own place in the master's tensor."""
+    made: dict[str, Any] = field(default_factory=dict)
+    numbers: dict[str, list[str]] = field(default_factory=dict)
+    """Names of saved tensors, by state, which must all be one number."""
+    drop: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def have(self) -> dict[str, Any]:
+        """The states that the optimizer has of the master now."""
+        found: dict[str, Any] = self.inner.state.get(self.master.tensor, {})
+        return found
+
+    def apply(self) -> None:
+        states = self.inner.state
+        tensor = self.master.tensor
+        states[tensor].update(self.made)
+        for name in self.drop:
+            del states[tensor][name]
+        if not states[tensor]:
+            del states[tensor]
+
+    def set_number(self, state: str, value: Any) -> None:
+        """Set a number as the inner optimizer keeps it: in Python or in a tensor."""
+        is_torchs = type(self.inner).__module__.startswith("torch.")
+        tensor = torch.as_tensor(value) if not isinstance(value, (str, type(None))) else None
+        if tensor is None or isinstance(self.have.get(state), (int, float)):
+            self.made[state] = value if tensor is None else type(self.have[state])(tensor.item())
+        elif self.master.plain_numbers:
+            self.made[state] = int(tensor.item()) if state == "step" else tensor.item()
+        elif isinstance(value, torch.Tensor) or (state == "step" and is_torchs):
+            on_device = self.group.get("capturable") or self.group.get("fused")
+            device = self.master.tensor.device if on_device else torch.device("cpu")
+            dtype = torch.float32 if tensor.dtype == torch.int64 else tensor.dtype
+            self.made[state] = tensor.to(device, dtype)
+        else:
+            self.made[state] = value
+
+
+def master_changes(
+    checkpoint: Checkpoint, state: State, live: Live, options: RestoreOptions
+) -> list[MasterChange]:
+    """Places in `live` for the states of every such optimizer; the optimizers are as they were."""
+    changes = []
+    for key, value in state.items():
+        source = live.sources.of(value)
+        if not source.by_master or not is_optimizer(value):
+            continue
+        groups = source.groups(value)
+        all_names = all_param_names(state, groups)
+        states = saved_states(checkpoint, key)
+        named = named_groups(groups, {i: names[0] for i, names in all_names.items()})
+        fitting = Fitting.of(checkpoint, key, groups, named, options)
+        for change in _masters(key, source, groups, named):
+            if not _fits(change, fitting, states, options) and not options.strict:
+                continue
+            _plan(checkpoint, live, change, states, all_names, options)
+            changes.append(change)
+        if fitting is not None:
+            live.problems += fitting.problems()
+            live.idle += fitting.idle()
+    return changes
+
+
+def _fits(
+    change: MasterChange,
+    fitting: Fitting | None,
+    states: dict[str, list[str]],
+    options: RestoreOptions,
+) -> bool:
+    """True if the inner optimizer can go on with the saved states of a master's parameters."""
+    if fitting is None:
+        return True
+    name, tensor = change.params[0][0], change.master.tensor
+    saved = [s for s in states.get(name, ()) if options.wanted(f"{change.key}.{name}.{s}")]
+    return fitting.fits(change.number, name, change.inner, tensor, saved, change.have)
+
+
+def _masters(key: str, source: Source, groups: list[Group], named: Pairs) -> Iterator[MasterChange]:
+    """Every master of which this rank has the optimizer, with the parameters that are in it."""
+    for number, ((group, _), pairs) in enumerate(zip(groups, named)):
+        found: dict[int, MasterChange] = {}
+        for name, p in pairs:
+            master = source.master(p)
+            if master is None or master.optimizer is None:
+                continue
+            change = MasterChange(
+                source.framework, master, master.optimizer, key, number, group, []
+            )
+            found.setdefault(id(master.tensor), change).params.append((name, p, master))
+        yield from found.values()
+
+
+def _plan(
+    checkpoint: Checkpoint,
+    live: Live,
+    change: MasterChange,
+    states: dict[str, list[str]],
+    all_names: dict[int, list[str]],
+    options: RestoreOptions,
+) -> None:
+    """Find a place for each saved state of a master's parameters."""
+    key, params = change.key, change.params
+    wanted = {
+        name: {s for s in states.get(name, ()) if options.wanted(f"{key}.{name}.{s}")}
+        for name, *_ in params
+    }
+    first = params[0][0]
+    for name, *_ in params:
+        if wanted[name] != wanted[first]:
+            change.problems.append(
+                f"{key}.{name}: states {sorted(wanted[name])} beside {sorted(wanted[first])} of "
+                f"{first}, but {change.framework} keeps one flat state for both"
+            )
+            return
+    whole_shapes = [whole_shape(master) for *_, master in params]
+    for state in sorted(wanted[first]):
+        names = [f"{key}.{name}.{state}" for name, *_ in params]
+        shapes = [checkpoint.info(name).shape for name in names]
+        some = any(shape != () for shape in shapes)
+        if not some and (state == "step" or any(map(len, whole_shapes))):
+            change.numbers[state] = names
+            live.owned |= set(names)
+            for _, p, _ in params:
+                live.owned |= {f"{key}.{n}.{state}" for n in all_names.get(id(p), ())}
+        elif shapes == whole_shapes:
+            _place(checkpoint, live, change, state, all_names)
+        else:
+            change.problems.append(
+                f"{names[0]}: saved with shape {shapes[0]}; a flat state has the parameter's"
+            )
+    if options.only is None:
+        _plain(checkpoint, change)
+        kept = {*wanted[first], *change.made}
+        change.drop = [s for s in change.have if s not in kept]
+
+
+def _place(
+    checkpoint: Checkpoint,
+    live: Live,
+    change: MasterChange,
+    state: str,
+    all_names: dict[int, list[str]],
+) -> None:
+    """A flat state, made if the optimizer has none yet, with a view for each parameter."""
+    key, old = change.key, change.have.get(state)
+    if not isinstance(old, torch.Tensor) or old.shape != change.master.tensor.shape:
+        dtype = torch_dtype(checkpoint.info(f"{key}.{change.params[0][0]}.{state}").dtype)
+        old = _zeros(change.master.tensor, dtype)
+        change.made[state] = old
+    for name, p, master in change.params:
+        add_state(live, f"{key}.{name}", state, p, old, master)
+        add_ties(live, key, state, all_names.get(id(p), ()))
+
+
+def _zeros(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros of `like`'s shape and device.
+
+    On the host the kernel's zero pages are taken as they come: the threads that read into them touch them
+    first, side by side, where `torch.zeros` would have one thread write all of them beforehand.
+    """
+    size = like.numel() * dtype.itemsize
+    if like.device.type != "cpu" or not size:
+        return torch.zeros_like(like, dtype=dtype, requires_grad=False)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(like.shape)
+
+
+def _plain(checkpoint: Checkpoint, change: MasterChange) -> None:
+    """Set states that are no tensors; they must agree as numbers must."""
+    tree = checkpoint.manifest.extras.get(change.key)
+    body = (
+        tree.get("$optimizer") if isinstance(tree, dict) else None
+    )  # a foreign one may be anything
+    saved = body["state"] if isinstance(body, dict) else {}
+    for state, value in saved.get(change.params[0][0], {}).items():
+        others = [saved.get(name, {}).get(state, value) for name, *_ in change.params]
+        if any(other != value for other in others):
+            change.problems.append(_differ(change, state, others))
+            continue
+        number = _number(value)
+        if isinstance(number, PLAIN):
+            change.set_number(state, number)
+        else:
+            change.problems.append(
+                f"{change.key}.{change.params[0][0]}.{state}: neither a tensor nor a number, and "
+                f"{change.framework} keeps one flat state for all parameters of a group"
+            )
+
+
+def _number(tree: Any) -> Any:
+    """A saved state that is no tensor of the checkpoint, as a number; a tree that is none stays one.
+
+    The count of steps that DeepSpeed's own optimizers keep comes from its files as a 0-dim tensor among the
+    extras.
+    """
+
+    def on_other(tag: str, body: Any) -> Any:
+        return outline_tensor(body) if tag == "$tensor" else {tag: body}
+
+    value = extras.decode(tree, on_other)
+    if isinstance(value, np.generic):
+        return value.item()
+    return tree if isinstance(value, torch.Tensor) and value.ndim else value
+
+
+def read_numbers(checkpoint: Checkpoint, changes: list[MasterChange]) -> None:
+    """Read every number that a master needs; those that disagree become problems."""
+    index = {
+        name: checkpoint.index(name)
+        for change in changes
+        for names in change.numbers.values()
+        for name in names
+    }
+    values: dict[int, torch.Tensor] = {}
+    wants = []
+    for name, number in index.items():
+        if number not in values:
+            dtype = checkpoint.info(name).dtype
+            values[number] = torch.empty((), dtype=torch_dtype(dtype))
+            wants.append(Want(number, Box((), ()), target_of(values[number], dtype, name)))
+    read_alone(checkpoint.images, wants)
+    for change in changes:
+        for state, names in change.numbers.items():
+            found = [values[index[name]] for name in names]
+            if any(not torch.equal(value, found[0]) for value in found):
+                change.problems.append(_differ(change, state, [v.item() for v in found]))
+            else:
+                change.set_number(state, found[0])
+
+
+def _differ(change: MasterChange, state: str, values: list[Any]) -> str:
+    number = next(i for i, value in enumerate(values) if value != values[0])
+    first, other = change.params[0][0], change.params[number][0]
+    return (
+        f"{change.key}.{other}.{state} is {values[number]}, that of {first} {values[0]}: "
+        f"{change.framework} keeps one for both (put them into parameter groups of their own)"
+    )

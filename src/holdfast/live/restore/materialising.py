@@ -1,0 +1,172 @@
+"""Memory for modules on the meta device, and what is one tensor stays one.
+
+    encoder.running_mean ----+
+                             +----> one tensor without memory        becomes        one tensor with memory
+    decoder.running_mean ----+
+
+torch gives each place a tensor of its own.  So all modules of a state are looked at together: a tensor gets
+its memory once, tensors that lie in one storage get one, and every place that had the tensor gets the new
+one, be it a parameter or a buffer, in one module or in several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from holdfast.base.errors import UsageError
+from holdfast.live.state.ignoring import trainable_marks
+from holdfast.live.state.kinds import PLAIN
+from holdfast.live.state.live import named_buffers, parts_of, unwrap
+
+OFFLOADED = "_hf_hook"
+"""Attribute of modules around whose forward pass accelerate moves weights."""
+
+Place = tuple[dict[str, Any], str]
+"""The parameters or buffers of a module, and a name among them."""
+
+
+def materialise(modules: Iterable[nn.Module]) -> None:
+    """Give tensors on the meta device real memory, uninitialised; what was one tensor stays one."""
+    roots = []
+    for module in modules:
+        if trainable_marks:
+            from holdfast.live.state.trainable import check_there
+
+            check_there(module)
+        roots.append(unwrap(module))
+    roots = [root for root in roots if any(map(_has_meta, parts_of(root)))]
+    for root in roots:
+        _check_saved(root, roots)
+        _check_not_offloaded(root)
+    if roots:
+        _Memories(roots).give()
+
+
+class _Memories:
+    """The tensors on the meta device of some modules, with all their places, and the new ones."""
+
+    def __init__(self, roots: list[nn.Module]) -> None:
+        self._roots = roots
+        self._places: dict[int, list[Place]] = {}
+        self._metas: dict[int, torch.Tensor] = {}
+        for owner, name, tensor in _tensors_of(roots):
+            if tensor.is_meta:
+                self._metas[id(tensor)] = tensor
+                self._places.setdefault(id(tensor), []).append((owner, name))
+        self._offloaded = {i for root in roots for i in _kept_on_cpu(root)}
+        self._made: dict[int, torch.Tensor] = {}
+        self._storages: dict[int, torch.Tensor] = {}
+        """Memory for each storage that several tensors lie in."""
+        self._shared = self._find_shared()
+
+    def give(self) -> None:
+        for root in self._roots:
+            root._apply(self._make)
+        for places in self._places.values():
+            places.sort(key=lambda place: not isinstance(place[0][place[1]], nn.Parameter))
+            (first, name), *others = places
+            for owner, other in others:
+                owner[other] = first[name]
+
+    def _find_shared(self) -> set[int]:
+        """Storages in which several tensors lie."""
+        count: dict[int, int] = {}
+        for tensor in self._metas.values():
+            if type(tensor) in PLAIN and tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()._cdata
+                count[storage] = count.get(storage, 0) + 1
+        return {storage for storage, n in count.items() if n > 1}
+
+    def _make(self, t: torch.Tensor) -> torch.Tensor:
+        if not t.is_meta:
+            return t
+        if id(t) not in self._made:
+            self._metas[id(t)] = t  # a gradient, say: kept, so that its id stays its own
+            self._made[id(t)] = self._new(t)
+        return self._made[id(t)]
+
+    def _new(self, t: torch.Tensor) -> torch.Tensor:
+        device = torch.device("cpu") if id(t) in self._offloaded else _device_for(t)
+        shared = type(t) in PLAIN and t.layout is torch.strided and bool(self._shared)
+        if not shared or (storage := t.untyped_storage()._cdata) not in self._shared:
+            return torch.empty_like(t, device=device)
+        if storage not in self._storages:
+            size = t.untyped_storage().nbytes()
+            self._storages[storage] = torch.empty(size, dtype=torch.uint8, device=device)
+        memory = self._storages[storage]
+        empty = torch.empty(0, dtype=t.dtype, device=memory.device)
+        return empty.set_(memory.untyped_storage(), t.storage_offset(), t.shape, t.stride())
+
+
+def _tensors_of(roots: list[nn.Module]) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+    """Yield each parameter and buffer of the modules with where it is registered."""
+    seen: set[int] = set()
+    for part in (part for root in roots for part in root.modules()):
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        for owner in (part._parameters, part._buffers):
+            for name, tensor in owner.items():
+                if tensor is not None:
+                    yield owner, name, tensor
+
+
+def _check_saved(root: nn.Module, roots: list[nn.Module]) -> None:
+    """UsageError for buffers on the meta device that no checkpoint has, under any name."""
+    kept = {id(b) for one in roots for _, b in named_buffers(one)}
+    kept |= {id(p) for one in roots for p in one.parameters()}
+    lost = [name for name, b in root.named_buffers() if b.is_meta and id(b) not in kept]
+    if lost:
+        raise UsageError(
+            f"buffers {', '.join(lost[:5])} are on the meta device and are in no checkpoint",
+            hint="they are not persistent: compute them on the real device first",
+        )
+
+
+def _check_not_offloaded(root: nn.Module) -> None:
+    """UsageError where the weights are on the meta device because a hook of accelerate keeps them elsewhere
+    (`cpu_offload`, `disk_offload`, `device_map=`): its next forward pass would put those in place of what
+    was loaded."""
+    for path, part in root.named_modules():
+        own = (*part._parameters.items(), *part._buffers.items())
+        metas = [name for name, t in own if t is not None and t.is_meta]
+        if metas and OFFLOADED in vars(part):
+            raise UsageError(
+                f"{f'{path}.{metas[0]}'.strip('.')!r}: its values are offloaded by accelerate, which would "
+                "put its own in place of what is loaded",
+                hint="load before the model is offloaded or dispatched, or take the hooks away first: "
+                "accelerate.hooks.remove_hook_from_submodules(model)",
+            )
+
+
+def _kept_on_cpu(root: nn.Module) -> set[int]:
+    """The ids of parameters that FSDP2 keeps on the CPU (`CPUOffloadPolicy`), whatever their mesh is of."""
+    states = [part._get_fsdp_state() for part in root.modules() if hasattr(part, "_get_fsdp_state")]
+    groups = [
+        group
+        for state in states
+        for group in getattr(state, "_fsdp_param_groups", [state._fsdp_param_group])
+    ]
+    params = (p for group in groups if group is not None for p in group.fsdp_params)
+    return {id(p.sharded_param) for p in params if p.offload_to_cpu}
+
+
+def _has_meta(part: nn.Module) -> bool:
+    own = (*part._parameters.values(), *part._buffers.values())
+    return any(t.is_meta for t in own if t is not None)
+
+
+def _device_for(tensor: torch.Tensor) -> torch.device:
+    if isinstance(tensor, DTensor):
+        kind = tensor.device_mesh.device_type
+        return (
+            torch.device(kind, torch.accelerator.current_device_index())
+            if kind != "cpu"
+            else (torch.device("cpu"))
+        )
+    return torch.get_default_device()

@@ -1,0 +1,175 @@
+"""Live tensors of different names that lie in one memory, and were saved with different values.
+
+    b.load_state_dict(a.state_dict())      torch lets both optimizers keep the same moments
+    {"actor": net, "critic": net}          one weight, under two keys
+    {"all": flat, "head": flat[:8]}        a view of a part
+
+Whoever fills such tensors one after the other leaves both with the values of the last.  What was saved
+under both names may well be equal, as it is where they were one memory then, too.  So what overlaps here is
+read on the side before anything is overwritten, put into a picture of the memory, in order, and looked at
+again: a tensor that has not kept its values there would not keep them in the live memory either.
+
+    saved   all = 1 1 1 1 2 2 2 2     head = 1 1 1 1       fits
+            all = 1 1 1 1 2 2 2 2     head = 3 3 3 3       3 3 3 3 2 2 2 2 is not what was saved as `all`
+
+Names of one tensor within a module are aliases: `tied` compares what was saved of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast.base.errors import FormatError, HoldfastError, StoreError
+from holdfast.base.garbage import uncollected
+from holdfast.core.checkpoint.opened import Checkpoint
+from holdfast.core.checkpoint.reading import read_alone
+from holdfast.core.checkpoint.rows import Want
+from holdfast.core.format import extras
+from holdfast.core.layout import Box
+from holdfast.live.restore.targets import target_of
+from holdfast.live.state.arrays import raw_array
+from holdfast.live.state.live import Live
+
+ALIGNED = 16
+"""Bytes of which the addresses of elements are multiples of a divisor."""
+
+
+@dataclass(frozen=True)
+class Lying:
+    """A part of a live tensor, or an array, and the addresses, `start..stop`, between which it lies."""
+
+    start: int
+    stop: int
+    name: str
+    local: torch.Tensor
+    saved: tuple[int, Box] | str
+    """Number of the saved tensor and its part; of an array, the name."""
+    tree: Any = None
+    """The saved tree of an array."""
+
+    @staticmethod
+    def of(name: str, local: torch.Tensor, saved: tuple[int, Box] | str, tree: Any = None) -> Lying:
+        steps = sum((n - 1) * s for n, s in zip(local.shape, local.stride()))
+        start = local.data_ptr()
+        return Lying(start, start + (1 + steps) * local.element_size(), name, local, saved, tree)
+
+    def view(self, memory: torch.Tensor, base: int) -> torch.Tensor:
+        """The part in a picture of the memory, bytes that begin at address `base`."""
+        local = self.local
+        offset = (self.start - base) // local.element_size()
+        view = torch.empty(0, dtype=local.dtype)
+        view.set_(memory.untyped_storage(), offset, local.shape, local.stride())
+        view = view.conj() if local.is_conj() else view
+        return torch._neg_view(view) if local.is_neg() else view
+
+
+def two_values(
+    checkpoint: Checkpoint, live: Live, arrays: Sequence[tuple[str, np.ndarray[Any, Any], Any]]
+) -> list[str]:
+    """Problems: pairs of tensors and arrays in one memory of which different values were saved.  Reads
+    these alone.  `arrays`: those of plain values, each with what was saved of it."""
+    lines: list[str] = []
+    with uncollected():
+        groups = list(_groups(checkpoint, live, arrays))
+    for group in groups:
+        if len({one.saved for one in group}) > 1:
+            lines += _differing(checkpoint, group)
+    return sorted(dict.fromkeys(lines))
+
+
+def _groups(
+    checkpoint: Checkpoint, live: Live, arrays: Sequence[tuple[str, np.ndarray[Any, Any], Any]]
+) -> Iterator[list[Lying]]:
+    """Yield what shares memory, directly or by way of others."""
+    by_device: dict[torch.device, list[Lying]] = {}
+    find, entries = checkpoint.manifest.find, checkpoint.manifest.tensors
+    for name, t in live.tensors.items():
+        index = find(name)
+        if index is None or entries[index].shape != t.placed.shape:
+            continue
+        for part in t.parts:
+            if part.local.numel() and part.local.data_ptr():
+                lying = Lying.of(name, part.local, (index, part.box))
+                by_device.setdefault(part.local.device, []).append(lying)
+    for name, array, tree in arrays:
+        with suppress(
+            TypeError, ValueError
+        ):  # such as one that runs backwards: torch has no such tensor
+            if array.size and array.flags.writeable:
+                lying = Lying.of(name, torch.from_numpy(array), name, tree)
+                by_device.setdefault(lying.local.device, []).append(lying)
+    for found in by_device.values():
+        found.sort(key=lambda one: one.start)
+        group, reach = found[:1], found[0].stop
+        for one in found[1:]:
+            if one.start < reach:
+                group.append(one)
+            else:
+                yield from [group] if len(group) > 1 else []
+                group = [one]
+            reach = max(reach, one.stop)
+        yield from [group] if len(group) > 1 else []
+
+
+def _differing(checkpoint: Checkpoint, group: list[Lying]) -> list[str]:
+    """Problems of parts whose memory overlaps."""
+    group = [one for one in group if one.tree is None or _decoded(one) is not None]
+    values = [
+        torch.empty(one.local.shape, dtype=one.local.dtype) if one.tree is None else _decoded(one)
+        for one in group
+    ]
+    wants = []
+    for one, value in zip(group, values):
+        if isinstance(one.saved, tuple):
+            index, box = one.saved
+            entry = checkpoint.manifest.tensors[index]
+            wants.append(Want(index, box, target_of(value, entry.dtype, one.name)))
+    with suppress(FormatError, StoreError):  # met again, by all ranks together
+        read_alone(checkpoint.images, wants)
+        base = group[0].start // ALIGNED * ALIGNED
+        memory = torch.zeros(max(one.stop for one in group) - base, dtype=torch.uint8)
+        views = [one.view(memory, base) for one in group]
+        for view, value in zip(views, values):
+            view.copy_(value)
+        lost = [i for i, value in enumerate(values) if not _same(views[i], value)]
+        return [_line(group, views, values, i) for i in lost]
+    return []
+
+
+def _decoded(array: Lying) -> torch.Tensor | None:
+    """The saved values of an array; None if they do not go into it: it will be replaced."""
+    with suppress(HoldfastError, TypeError, ValueError):
+        found = extras.decode(array.tree)
+        if isinstance(found, np.ndarray):
+            value = torch.from_numpy(np.array(found))
+            if (value.shape, value.dtype) == (array.local.shape, array.local.dtype):
+                return value
+    return None
+
+
+def _line(
+    group: list[Lying], views: list[torch.Tensor], values: list[torch.Tensor], lost: int
+) -> str:
+    """A problem of the part that lost its values, with the first one that takes them from it."""
+    other = lost
+    for other in range(lost + 1, len(group)):
+        views[lost].copy_(values[lost])
+        views[other].copy_(values[other])
+        if not _same(views[lost], values[lost]):
+            break
+    return (
+        f"{group[lost].name} and {group[other].name} share memory here, and different values were saved of "
+        "them (give each memory of its own: clone() one of them, or copy.deepcopy() what was shared)"
+    )
+
+
+def _same(view: torch.Tensor, value: torch.Tensor) -> bool:
+    """True if they have the same bits."""
+    found = view.resolve_conj().resolve_neg().contiguous()
+    return raw_array(found).tobytes() == raw_array(value).tobytes()

@@ -1,0 +1,98 @@
+"""Optimizers of which each rank has saved its own values: those of the same parameters differed.
+
+Some compute a value from what a rank holds alone: the step size that prodigyopt's Prodigy estimates from
+sharded gradients is another on each rank.  On the same layout each rank gets its own back.  On another
+nobody can tell whose it should be: the restore is refused (`Extras.check_rules`), unless `on_resize` has a
+rule.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from holdfast.core.checkpoint.opened import Checkpoint
+from holdfast.core.group import Group
+from holdfast.live.state.live import LiveTensor, State, is_optimizer
+
+SHOWN = 4
+"""Names in a message, at most."""
+
+
+def with_own(checkpoint: Checkpoint, state: State, group: Group) -> Checkpoint:
+    """The checkpoint with this rank's values of optimizers as if all ranks had them in common; on another
+    number of ranks, with those of the first rank that has each parameter."""
+    manifest = checkpoint.manifest
+    keys = [key for key in manifest.per_rank if key in state and is_optimizer(state[key])]
+    if manifest.layout.world == group.size:
+        own = checkpoint.rank_extras(group.rank)
+        trees = {key: own[key] for key in keys if key in own}
+    else:
+        trees = {key: of_first(checkpoint, key) for key in keys}
+    found = copy.copy(checkpoint)
+    found.__dict__.pop("object_tensors", None)
+    found.manifest = msgspec.structs.replace(manifest, extras={**manifest.extras, **trees})
+    found.manifest.__dict__["placement"] = manifest.placement
+    return found
+
+
+def of_first(checkpoint: Checkpoint, key: str) -> Any:
+    """An optimizer's extras, of each parameter those of the first rank that has it."""
+    groups: list[Any] = []
+    states: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
+    known: set[str] = set()
+    for body in _bodies(checkpoint, key):
+        for number, group in enumerate(body["groups"]):
+            params = [name for name in group["params"] if name not in known]
+            if params or not group["params"]:
+                groups.append({**group, "number": number, "params": params})
+        known |= {name for group in body["groups"] for name in group["params"]}
+        states = {**body["state"], **states}
+        rest = {
+            k: {**body.get(k, {}), **rest.get(k, {})} for k in {*rest, *body} - {"groups", "state"}
+        }
+    return {"$optimizer": {**rest, "groups": groups, "state": states}}
+
+
+def lies_otherwise(checkpoint: Checkpoint, params: Iterable[LiveTensor], rank: int) -> bool:
+    """True if a rank has other parts of these parameters than the rank of that number had."""
+    manifest = checkpoint.manifest
+    for t in params:
+        index = manifest.find(t.name)
+        if index is None:
+            continue
+        entry = manifest.tensors[index]
+        sharding = manifest.placement.table.shardings[entry.sharding]
+        if sharding.held is not None:
+            boxes = [box for _, box in sharding.held]
+        else:
+            box = sharding.box(entry.shape, manifest.layout, rank)
+            boxes = [] if box is None else [box]
+        if any(part.box.size and part.box not in boxes for part in t.parts):
+            return True
+    return False
+
+
+def differing(checkpoint: Checkpoint, key: str) -> str:
+    """Words for what ranks had different values of: names in the groups and states of parameters."""
+    first: dict[str, dict[str, Any]] = {}
+    found: dict[str, None] = {}
+    for body in _bodies(checkpoint, key):
+        values = {name: g["hyper"] for g in body["groups"] for name in g["params"]}
+        for one in (values, body["state"]):
+            for name, own in one.items():
+                other = first.setdefault(f"{one is values} {name}", own)
+                found |= dict.fromkeys(k for k in own if other.get(k) != own[k])
+    names = [*sorted(found)[:SHOWN], *["..."][: max(0, len(found) - SHOWN)]]
+    return f" ({', '.join(names)} of the same parameters)" if names else ""
+
+
+def _bodies(checkpoint: Checkpoint, key: str) -> list[dict[str, Any]]:
+    """The extras that each rank has saved of an optimizer, in rank order."""
+    ranks = sorted(checkpoint.manifest.file_of)
+    trees = [checkpoint.rank_extras(rank).get(key) for rank in ranks]
+    return [tree["$optimizer"] for tree in trees if isinstance(tree, dict) and "$optimizer" in tree]

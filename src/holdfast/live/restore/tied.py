@@ -1,0 +1,113 @@
+"""Names of one live tensor that are two tensors in the checkpoint.
+
+A tied weight goes by two names and is filled once.  Other writers, `dcp.save` among them, write it under
+each, which is well.  If the two differ, the model was not tied when it was saved, and one would be lost.
+All ranks that have such a weight compare it together, so that it is read once for all.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from zlib import crc32
+
+import msgspec
+import numpy as np
+
+from holdfast.base.errors import warn_user
+from holdfast.base.wire import decode_msgpack
+from holdfast.core.checkpoint.diffing import BLOCK_BYTES, blocks
+from holdfast.core.checkpoint.opened import Checkpoint
+from holdfast.core.checkpoint.peers import raise_on_all
+from holdfast.core.checkpoint.reading import read_alone
+from holdfast.core.checkpoint.rows import RAW, ArrayTarget, Want
+from holdfast.core.format.dtypes import DTYPES
+from holdfast.core.format.manifest import TensorEntry
+from holdfast.core.group import Group
+from holdfast.live.state.live import Live
+from holdfast.live.state.several import SHOWN
+
+
+def tell_untied(checkpoint: Checkpoint, live: Live) -> None:
+    """HoldfastWarning for tensors of modules that were one memory when they were saved, and are two here:
+    both get what was saved, and each goes its own way from there."""
+    tensors = live.tensors
+    pairs = [
+        f"{first} and {name}"
+        for name, first in checkpoint.manifest.aliases.items()
+        if name in tensors
+        and first in tensors
+        and {tensors[name].state, tensors[first].state} <= {"param", "buffer"}
+        and tensors[name].placed.local.data_ptr() != tensors[first].placed.local.data_ptr()
+    ]
+    if pairs:
+        more = f" and {len(pairs) - SHOWN} more pairs" if len(pairs) > SHOWN else ""
+        warn_user(
+            f"{', '.join(pairs[:SHOWN])}{more}: one tensor when step {checkpoint.step} was saved, and two "
+            "here, which a training changes apart; tie them before restore(), as after torch's to_empty()",
+            notice="untied",
+        )
+
+
+def saved_twice(checkpoint: Checkpoint, live: Live) -> dict[str, str]:
+    """Names of parameters that have another one here, by which they are filled, and are two in the
+    checkpoint: the first name by the further one.  Optimizer states differ where their parameters do."""
+    tensors, find = checkpoint.manifest.tensors, checkpoint.manifest.find
+    return {
+        name: first
+        for name, first in live.aliases.items()
+        if first in live.tensors
+        and live.tensors[first].state == "param"
+        and first not in live.padded
+        and None not in (both := {find(name), find(first)})
+        and len(both) == 2
+        and tensors[checkpoint.index(first)].shape == live.tensors[first].placed.shape
+    }
+
+
+def differing_together(
+    checkpoint: Checkpoint, twice: dict[str, str], having: dict[str, list[int]], group: Group
+) -> list[str]:
+    """Return, on every rank, the further names, with the first, whose saved values differ.  `twice`: this
+    rank's, the first names by further ones; `having`: the ranks that have a further name and a first one.
+    Collective; reads in blocks of bounded size, and raises on all what fails on one."""
+    found = []
+    with raise_on_all(group, checkpoint.step):
+        for name, first in twice.items():
+            ranks = having[f"{name} {first}"]
+            share = (ranks.index(group.rank) + crc32(name.encode())) % len(ranks)
+            why = _difference(checkpoint, first, name, share, len(ranks))
+            found += [f"{name} (here it is {first}, but {why})"] if why else []
+    group.asked += 1
+    answer = group.ask(
+        f"ties/{group.asked}",
+        msgspec.msgpack.encode(found),
+        lambda answers: msgspec.msgpack.encode(
+            list(dict.fromkeys(line for a in answers for line in decode_msgpack(a, list[str])))
+        ),
+        awaited=f"compared the tied weights of step {checkpoint.step}",
+    )
+    return decode_msgpack(answer, list[str])
+
+
+def _difference(checkpoint: Checkpoint, first: str, name: str, share: int, shares: int) -> str:
+    """Return how two tensors differ, in so far as every `shares`-th block of them tells; empty: not."""
+    one, other = (checkpoint.manifest.tensors[checkpoint.index(n)] for n in (first, name))
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return f"this one was saved as {other.dtype} {other.shape}, that one as {one.dtype} {one.shape}"
+    is_same = _agree(checkpoint, one, other, share, shares)
+    return "" if is_same else "the two were saved with different values"
+
+
+def _agree(
+    checkpoint: Checkpoint, one: TensorEntry, other: TensorEntry, share: int, shares: int
+) -> bool:
+    """True if both tensors have the same bits in these blocks."""
+    size, indexes = DTYPES[one.dtype].bytes, [checkpoint.index(t.name) for t in (one, other)]
+    for block in islice(blocks(one.shape, BLOCK_BYTES // size), share, None, shares):
+        arrays = [np.empty(block.shape, RAW[size]) for _ in indexes]
+        wants = [Want(i, block, ArrayTarget(array)) for i, array in zip(indexes, arrays)]
+        read_alone(checkpoint.images, wants)
+        bits, others = (array.reshape(-1).view("u1") for array in arrays)
+        if not np.array_equal(bits, others):
+            return False
+    return True

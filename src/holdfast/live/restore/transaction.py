@@ -1,0 +1,320 @@
+"""Restoring: saved tensors and extras into live objects, in place, whatever their layout.
+
+In five steps, each the same on every rank: materialise what is on the meta device; give optimizers the
+state tensors that were saved; compare names, shapes and dtypes over all ranks (every difference is listed
+in one error), and open all files; read every rank's boxes together, straight into the live tensors; put the
+extras back.
+
+What fails before the first byte is read leaves the live state as it was: a step that does not fit, that is
+gone, that lacks a file.  What fails later leaves NaN (`poison`), for there is no second copy of the state:
+memory for one is seldom there where states are large, and a rule that spares small states alone would hold
+in every test of a script and not in its training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from holdfast.base.errors import Deadline, HoldfastError, warn_user
+from holdfast.base.events import span
+from holdfast.base.garbage import uncollected
+from holdfast.core.checkpoint.opened import Checkpoint
+from holdfast.core.checkpoint.peers import raise_on_all
+from holdfast.core.checkpoint.reading import plan_together
+from holdfast.core.checkpoint.rows import Want
+from holdfast.core.format.manifest import TensorEntry
+from holdfast.core.group import Group
+from holdfast.core.layout import whole
+from holdfast.live.restore.compare import Problems, compare, judge_together
+from holdfast.live.restore.extras import ExtrasRestorer
+from holdfast.live.restore.materialising import materialise
+from holdfast.live.restore.one_memory import two_values
+from holdfast.live.restore.overlapping import Aside, read_overlapping
+from holdfast.live.restore.positions import by_order
+from holdfast.live.restore.targets import Change, RestoreOptions, target_of, targets
+from holdfast.live.restore.uninitialised import nan_if_it_fails
+from holdfast.live.state.devices import devices_in, wait_for
+from holdfast.live.state.kinds import writing
+from holdfast.live.state.live import (
+    Live,
+    State,
+    check_keys,
+    in_order,
+    is_of_framework,
+    is_optimizer,
+    is_stateful,
+    stages,
+)
+from holdfast.live.state.placed import Placed
+from holdfast.live.state.several import as_seen
+from holdfast.live.state.window import wait_for_copies
+from holdfast.live.state.wrappers import SECOND, has_wrappers
+from holdfast.live.state.writes import count_write
+
+if TYPE_CHECKING:
+    from holdfast.live.restore.masters import MasterChange
+
+
+def restore(checkpoint: Checkpoint, state: State, group: Group, options: RestoreOptions) -> None:
+    """Load everything that `state` names from an opened step.  Collective.
+
+    StateMismatch, RuleError, UsageError and NotFound of a file that is not there when the reading begins
+    leave the live tensors untouched.  Corrupt or a store's error may come when some are already
+    overwritten; then what was to be loaded is poisoned with NaN.
+    After a Deadline of storage a read may still be under way into it: its hint says so.
+    """
+    check_keys(state)
+    wait_for_copies()
+    with _outside_inference_mode(), checkpoint.images.readers.kept():
+        _restore(checkpoint, state, group, options)
+
+
+@contextmanager
+def _outside_inference_mode() -> Iterator[None]:
+    """A block whose tensors can be trained, wherever it was called: an optimizer's next step could not
+    write to states that were made in inference mode."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _restore(checkpoint: Checkpoint, state: State, group: Group, options: RestoreOptions) -> None:
+    with nan_if_it_fails(state):
+        prepared = _prepare(checkpoint, state, group, options)
+    try:
+        with raise_on_all(group, checkpoint.step):
+            prepared.begin()
+        with span("restore.read", step=checkpoint.step):
+            _in_turn(prepared)
+        with raise_on_all(group, checkpoint.step):
+            for aside in prepared.asides.values():
+                aside.put()
+            for put in prepared.live.puts:
+                put()
+            prepared.put_extras()
+            wait_for(devices_in(prepared.live))  # for what was read on the side, and is let go of
+        with raise_on_all(group, checkpoint.step):
+            for source in prepared.live.sources.of_frameworks():
+                source.refresh()
+    except BaseException as error:  # a KeyboardInterrupt, too: a notebook goes on
+        poison(prepared.live)
+        _tell_left_behind(error)
+        raise
+    finally:
+        count_writes(prepared.live)
+
+
+def _in_turn(prepared: _Prepared) -> None:
+    """Read behind all that the training has given to devices, and before what it gives them next: threads
+    that read have other streams than it."""
+    devices = devices_in(prepared.live)
+    wait_for(devices)
+    prepared.read()
+    wait_for(devices)
+
+
+def _tell_left_behind(error: BaseException) -> None:
+    """Say in a Deadline's hint that a read which storage has not answered may still write into the memory
+    that it was given: nobody can take that back from the kernel."""
+    if isinstance(error, HoldfastError) and isinstance(error.__cause__ or error, Deadline):
+        late = (
+            "throw the live state away: a read that was given up may still write into it, over the NaN "
+            "that are in it now"
+        )
+        error.hint = f"{error.hint}; {late}" if error.hint else late
+
+
+def count_writes(live: Live) -> None:
+    """Raise version counters, for those who go by them: filling a tensor's memory does not."""
+    count_write([t.source for t in live.tensors.values()])
+
+
+def poison(live: Live) -> None:
+    """Fill float and complex tensors with NaN: a half-loaded state must not be mistaken for a good one."""
+    for t in live.tensors.values():
+        dtype = t.placed.local.dtype
+        if dtype.is_complex or dtype.is_floating_point:
+            for part in t.parts:
+                with writing(part.local), suppress(RuntimeError):  # float4 has no NaN
+                    part.local.fill_(float("nan"))
+    if any(t.state == "param" for t in live.tensors.values()):
+        for source in live.sources.of_frameworks():
+            source.poison()
+
+
+@dataclass
+class _Prepared:
+    live: Live
+    begin: Callable[[], None]
+    """Makes the live state ready to be read into: its first change."""
+    read: Callable[[], None]
+    asides: dict[int, Aside]
+    put_extras: Callable[[], None]
+
+
+def _prepare(
+    checkpoint: Checkpoint, given: State, group: Group, options: RestoreOptions
+) -> _Prepared:
+    """Find where everything goes, and open what it is read from.  Nothing that is live has changed if this
+    fails, which it does on all ranks alike.  Collective."""
+    state, live, problems = given, Live(), Problems()
+    masters: list[MasterChange] = []
+    try:
+        state = in_order(as_seen(state))
+        materialise([module for value in state.values() for module in stages(value) or ()])
+        state = _arranged(checkpoint, state)
+        with uncollected():
+            checkpoint = _with_own(_under_live_names(checkpoint, state), state, group)
+            checkpoint, unproved = by_order(checkpoint, state, options)
+            live, changes = targets(checkpoint, state, options)
+            masters = _master_changes(checkpoint, state, live, options)
+            problems = compare(checkpoint, live, state, options)
+            _tell_unfit(problems, live, options)
+            extras = ExtrasRestorer(checkpoint, state, live, group, options)
+        problems.add(extras.problems)
+        problems.lines += unproved
+        asides = {} if problems.lines else read_overlapping(checkpoint, live)
+        arrays = extras.claims.arrays
+        problems.lines += [] if problems.lines else two_values(checkpoint, live, arrays)
+    except Exception as error:
+        problems.lines.append(str(error))
+        _read_numbers(checkpoint, state, [], group)
+        problems.lines += [line for change in masters for line in change.problems]
+        judge_together(checkpoint, live, problems, error, group, options)
+        raise
+    _read_numbers(checkpoint, state, masters, group)
+    problems.lines += [line for change in masters for line in change.problems]
+    extras.resized = judge_together(checkpoint, live, problems, None, group, options)
+    options.kept.extend([*problems.missing, *live.problems])
+    with raise_on_all(group, checkpoint.step):
+        extras.check_rules()
+    with raise_on_all(group, checkpoint.step):
+        wants, padded = _wanted(checkpoint, live, asides)
+    peers = group if group.size > 1 else None
+    read = plan_together(checkpoint.images, wants + extras.wants, peers)
+    begin = partial(_begin, [*changes, *masters], padded)
+    return _Prepared(live, begin, read, asides, partial(_put_extras, extras, state, given))
+
+
+def _begin(changes: list[Change | MasterChange], padded: list[torch.Tensor]) -> None:
+    """Give optimizers the states that are to be read, and zero what is padding."""
+    for change in changes:
+        change.apply()
+    for local in padded:
+        with writing(local):
+            local.zero_()
+
+
+def _arranged(checkpoint: Checkpoint, state: State) -> State:
+    """The state, with objects that a trainer knows by number under the keys that they were saved under."""
+    for key, value in state.items():
+        arrange = getattr(type(value), "_holdfast_arranged", None)
+        if arrange is not None and key in checkpoint.manifest.extras:
+            state = in_order(arrange(value, checkpoint.manifest.extras[key], state))
+    return state
+
+
+def _read_numbers(
+    checkpoint: Checkpoint, state: State, masters: list[MasterChange], group: Group
+) -> None:
+    """Read the numbers that masters share, if a framework has any.  Collective."""
+    if is_of_framework(state):
+        from holdfast.live.restore.masters import read_numbers
+
+        with raise_on_all(group, checkpoint.step):
+            read_numbers(checkpoint, masters)
+
+
+def _wanted(
+    checkpoint: Checkpoint, live: Live, asides: dict[int, Aside]
+) -> tuple[list[Want], list[torch.Tensor]]:
+    """The reads that fill this rank's part of every live tensor, and the parts that are to be zero before,
+    for their rows of padding were not saved."""
+    find = checkpoint.manifest.find
+    wants: list[Want] = []
+    padded: list[torch.Tensor] = []
+    with uncollected():
+        for name, t in live.tensors.items():
+            if (index := find(name)) is None:
+                continue
+            entry = checkpoint.manifest.tensors[index]
+            for part in t.parts:
+                if part.box.size and entry.shape == part.shape:
+                    local = asides[id(part)].values if id(part) in asides else part.local
+                    wants.append(Want(index, part.box, target_of(local, entry.dtype, name)))
+                elif part.box.size:
+                    padded.append(part.local)
+                    wants += _unpadded(index, entry, part)
+    return wants, padded
+
+
+def _unpadded(index: int, entry: TensorEntry, part: Placed) -> list[Want]:
+    """The read of what is saved of a part with rows of padding; none if it is all padding."""
+    box = part.box & whole(entry.shape)
+    if box is None:
+        return []
+    inside = part.local[box.within(part.box.start)]
+    return [Want(index, box, target_of(inside, entry.dtype, entry.name))]
+
+
+def _under_live_names(checkpoint: Checkpoint, state: State) -> Checkpoint:
+    """The checkpoint under the names of today, if wrappers may have shown in names when it was saved."""
+    names = (*checkpoint.manifest.by_name, *checkpoint.manifest.aliases)
+    of_fabric = any(f".{SECOND}." in name for name in names)
+    modules = (module for value in state.values() for module in stages(value) or ())
+    if not of_fabric and not any(map(has_wrappers, modules)):
+        return checkpoint
+    from holdfast.live.restore.former import under_live_names
+
+    return under_live_names(checkpoint, state, of_fabric)
+
+
+def _with_own(checkpoint: Checkpoint, state: State, group: Group) -> Checkpoint:
+    """The checkpoint with this rank's values of optimizers, if each rank has saved its own."""
+    saved = checkpoint.manifest.per_rank
+    if not any(is_optimizer(value) for key, value in state.items() if key in saved):
+        return checkpoint
+    from holdfast.live.restore.ranks import with_own
+
+    return with_own(checkpoint, state, group)
+
+
+def _master_changes(
+    checkpoint: Checkpoint, state: State, live: Live, options: RestoreOptions
+) -> list[MasterChange]:
+    """Changes to the states of masters that serve several weights, if a framework has any."""
+    if not live.sources.of_frameworks():
+        return []
+    from holdfast.live.restore.masters import master_changes
+
+    return master_changes(checkpoint, state, live, options)
+
+
+def _tell_unfit(problems: Problems, live: Live, options: RestoreOptions) -> None:
+    """Tell of states with which an optimizer cannot go on, which are left out if the load is not strict,
+    and of those that it will have and not look at."""
+    if options.strict:
+        problems.lines += live.problems
+    for lines, what in (
+        (live.problems if not options.strict else [], "states of another optimizer are left out"),
+        (live.idle, "states are put back that their optimizer has no use for"),
+    ):
+        if lines:
+            warn_user(f"{what}: {'; '.join(lines)}")
+
+
+def _put_extras(plan: ExtrasRestorer, seen: State, given: State) -> None:
+    """Put the extras back; plain values, which are put into the state itself, into the user's own.
+
+    Objects with a state of their own stay where the user has them, whatever key they were loaded under."""
+    plan.put()
+    if seen is not given:
+        given |= {key: value for key, value in seen.items() if not is_stateful(value)}

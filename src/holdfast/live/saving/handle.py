@@ -1,0 +1,74 @@
+"""The handle of a save, which its caller holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from holdfast.base.arguments import function_of, timeout_of
+from holdfast.base.errors import Deadline
+from holdfast.base.patience import slowest
+from holdfast.base.threads import result_of
+from holdfast.live.state.window import resting
+
+
+class Save:
+    """A save under way.  `wait` raises what went wrong; `skipped` tells that another was in flight."""
+
+    def __init__(self, step: int, kind: str = "save") -> None:
+        self.step = step
+        self.kind = kind
+        self.skipped = False
+        self.told = False
+        """True if the caller of `wait` has been given the failure."""
+        self.uploaded = False
+        """True once the step lies in the home behind the root, too (`Checkpointer(upload=)`)."""
+        self.image_bytes = 0
+        """Bytes of this rank's image; 0 until that is known."""
+        self._future: Future[bool] = Future()
+
+    def done(self) -> bool:
+        """True if the save is committed, failed or skipped."""
+        return self._future.done()
+
+    def add_done_callback(self, call: Callable[[Save], object]) -> None:
+        """Call `call(save)` when it has ended in any way: on a thread of holdfast's, which waits for it, or
+        at once if it has ended already.  What it raises is logged, and changes nothing.
+        """
+        checked = function_of(call, "Save.add_done_callback", "call", "that takes the Save", 1)
+        self._future.add_done_callback(lambda _: checked(self))
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until the step is committed.  Raises the failure, or Deadline after `timeout` s.
+
+        Without `timeout` for as long as the save gets on: it fails by itself, with Deadline, where storage
+        or another rank does not answer for `deadline_s`.
+        """
+        timeout = timeout_of(timeout, "Save.wait")
+
+        def late() -> Deadline:
+            text = f"the save of step {self.step} is not done after {timeout:g} s"
+            return Deadline(text, step=self.step, hint=slowest())
+
+        try:
+            with resting():
+                result_of(self._future, timeout, late)
+        except BaseException as error:
+            self.told = self.told or error is self.error
+            raise
+
+    def _conclude(self, error: BaseException | None = None) -> None:
+        """Say that the save has ended, with `error` if it failed.  Called by the operation, once."""
+        if error is not None:
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(not self.skipped)
+
+    @property
+    def error(self) -> BaseException | None:
+        """The failure of a save that is done; None if it succeeded or is still under way."""
+        return self._future.exception() if self._future.done() else None
+
+
+def text_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,144 @@
+"""The messages of ranks to each other in a save, and what rank 0 makes of them.
+
+Before: each rank says which step it saves, the digest of its description and of each of its extras
+(`ReadyToSave`); rank 0 answers whether to go on, who must describe, and whose extras are whose (`Verdict`).
+After: each rank hands in its file or its error (`Written`); rank 0 tells all what became of it
+(`SaveOutcome`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from holdfast.base.errors import RuleError, UsageError
+from holdfast.base.wire import WireError
+from holdfast.core.codec.digest import hexdigest
+from holdfast.core.format.manifest import FileEntry
+from holdfast.live.state.live import PER_RANK, Live
+from holdfast.live.state.sampling import Class, Sample
+
+
+class ReadyToSave(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's message to rank 0 before a save."""
+
+    step: int
+    busy: bool
+    description: str
+    agreement: str
+    extras: dict[str, tuple[str, str]]
+    """key: (digest, rule)"""
+    error: WireError | None = None
+    """Why this rank cannot save."""
+    large: list[str] = []
+    """Keys of extras that refer to tensors of the checkpoint, which all ranks have in common."""
+    sample: Sample | None = None
+    """A sample of this rank's replicas, to be compared, if it can take one."""
+    kinds: dict[str, tuple[str, str]] = {}
+    """(what this rank's value is saved as, name of its type), by key of the state."""
+
+
+class Verdict(msgspec.Struct, frozen=True, array_like=True):
+    """The answer of rank 0 to all ranks' `ReadyToSave`."""
+
+    go: bool
+    describe: list[int]
+    """Ranks that shall post their description: a new plan is needed."""
+    per_rank: dict[str, str | None]
+    send: dict[str, list[int]]
+    """Extras of which these ranks shall send their version."""
+    errors: dict[int, WireError] = {}
+    doubted: list[Class] = []
+    """Classes of replicas that differ, by the ranks' samples."""
+    round: int = 0
+    """Number of the sample that comes next."""
+
+
+class Written(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's message to rank 0 after its part of a save: its file or its error."""
+
+    error: WireError | None
+    file: FileEntry | None
+    extras: dict[str, Any]
+
+
+class SaveOutcome(msgspec.Struct, frozen=True, array_like=True):
+    """The answer of rank 0 to all `Written`: errors by rank, none if the save is committed."""
+
+    errors: dict[int, WireError]
+
+
+def check_kinds(ready: list[ReadyToSave]) -> None:
+    """UsageError for a key whose values are of one kind on one rank and of another on another, of which
+    nothing could be restored.  A rank that has nothing (None, an empty list) is of no kind."""
+    first: dict[str, tuple[int, tuple[str, str]]] = {}
+    for rank, r in enumerate(ready):
+        for key, kind in r.kinds.items():
+            other, known = first.setdefault(key, (rank, kind))
+            if kind[0] != known[0]:
+                raise UsageError(
+                    f"{key!r} is of type {known[1]} on rank {other} and {kind[1]} on rank {rank}: what has "
+                    "one key is a tensor, a module, an optimizer, or other values, on all ranks alike",
+                    hint="give them keys of their own, which need not be on all ranks",
+                )
+
+
+def digests(live: Live) -> dict[str, tuple[str, str]]:
+    """Return what a rank says of its extras: (digest, rule) by key.
+
+    Of an optimizer, five digests in one text: the names of the parameters in its groups, the values of
+    these, the names of parameters with states that are no tensors, these states, and the rest.
+    """
+    found = {}
+    for key, tree in live.extras.items():
+        rule, parts = live.rules.get(key, ""), [[tree, live.contents.get(key, [])]]
+        if rule == "merge":
+            from holdfast.live.saving.merging import parts_of
+
+            parts = parts_of(*parts[0])
+        one = [hexdigest(msgspec.json.encode(part, order="sorted")) for part in parts]
+        found[key] = "/".join(one), rule
+    return found
+
+
+def sort_extras(
+    ready: list[ReadyToSave],
+) -> tuple[dict[str, str | None], dict[str, list[int]]]:
+    """Return which extras each rank keeps for itself (with the rule), and who sends common ones.
+
+    An optimizer's are merged over ranks that have different parameters (pipeline stages), and kept by each
+    rank where some differ in the values of the same ones: an optimizer that computes a value from its own
+    part of sharded gradients alone has another on each rank.
+    """
+    per_rank: dict[str, str | None] = {}
+    send: dict[str, list[int]] = {}
+    for key in dict.fromkeys(k for r in ready for k in r.extras):
+        holders = [rank for rank, r in enumerate(ready) if key in r.extras]
+        rule = ready[holders[0]].extras[key][1]
+        first: dict[str, int] = {}
+        for rank in holders:
+            first.setdefault(ready[rank].extras[key][0], rank)
+        if rule == "same" and len(first) > 1:
+            raise RuleError(
+                f"{key!r} is declared to be the same on all ranks, but ranks "
+                f"{sorted(first.values())[:4]} differ",
+                hint="declare rank0, redistribute or fresh instead (on_resize)",
+            )
+        if rule in PER_RANK:
+            per_rank[key] = None if rule == "ask" else rule
+        elif rule == "rank0" or len(first) == 1:
+            send[key] = [] if holders[0] == 0 else holders[:1]
+        elif _may_merge(key, ready, first):
+            send[key] = sorted(first.values())
+        else:
+            per_rank[key] = None
+    return per_rank, {k: v for k, v in send.items() if v}
+
+
+def _may_merge(key: str, ready: list[ReadyToSave], versions: dict[str, int]) -> bool:
+    if ready[0].extras.get(key, ("", ""))[1] != "merge":
+        return False
+    from holdfast.live.saving.merging import differ
+
+    return not differ(versions)

@@ -1,0 +1,417 @@
+"""One save on one rank, from the call to the manifest.
+
+A save goes through five phases, on three threads.  Each thread ends where it hands over to the next:
+
+    training     collect   name and place the state; set aside what others than its optimizers write
+    saving       agree     which step, and who saves what; a new plan where layouts have changed
+                 copy      lay the image out, and fill it in the window that ends with the next step
+    the tier's   keep      put the bytes where they stay, behind the copier
+                 commit    rank 0 makes the step exist, if every rank has kept its part
+
+Each phase returns what the next one needs: a `StateView`, an `AgreedSave`, a `Draft`, a file.  An error on
+one rank is told to the others where they agree next, so that a save ends alike on all of them; what fails
+where no other rank waits ends the operation at once.  However it ends, the window is closed, the memory is
+released, and the handle says what became of it, in this order.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from holdfast.base.errors import HoldfastError
+from holdfast.base.events import emit
+from holdfast.base.garbage import uncollected
+from holdfast.base.threads import Worker
+from holdfast.base.wire import WireError, rank_errors
+from holdfast.core.format.image import Image
+from holdfast.live.saving.exactness import Exactness
+from holdfast.live.saving.handle import Save, text_of
+from holdfast.live.saving.messages import Verdict
+from holdfast.live.saving.planning import Layout, SavePlan
+from holdfast.live.state.live import Live
+from holdfast.live.state.snapshot import (
+    Buffer,
+    CopyTap,
+    FillProgress,
+    Shot,
+    StateView,
+    WrittenMeanwhile,
+    copy_in_window,
+    set_aside,
+)
+from holdfast.live.state.window import Window
+
+if TYPE_CHECKING:
+    from holdfast.live.saving.attaching import Attached
+    from holdfast.live.saving.saver import Saver
+
+
+@dataclass(frozen=True)
+class Request:
+    """A save as it was asked for."""
+
+    step: int
+    _: KW_ONLY
+    busy: bool = False
+    """True if this rank would rather leave it out: another one is in flight."""
+    yields: bool = False
+    """True if it is to be left out rather than wait for storage that does not answer."""
+    durable: bool = False
+    """True for a snapshot that goes on to storage."""
+    is_rehearsal: bool = False
+    """True if nothing is to be saved: the plan is made, and the memory made real, for the first save."""
+    attached: Attached | None = None
+    """On rank 0: what a durable save adds to the step besides the state."""
+    made: float = field(default_factory=time.perf_counter)
+    """When it was asked for, in seconds of `time.perf_counter`."""
+
+
+@dataclass(frozen=True)
+class AgreedSave:
+    """What all ranks have agreed on, and this rank's memory for its part."""
+
+    verdict: Verdict
+    plan: SavePlan
+    description: bytes
+    buffer: Buffer
+
+
+@dataclass(frozen=True)
+class Draft:
+    """This rank's part of a save, which is being copied: what a tier keeps."""
+
+    agreed: AgreedSave
+    moment: StateView
+    filling: FillProgress
+    """How far the image is filled."""
+    layout: Layout | None = None
+    """The image, and the copies that fill it; None if it could not be laid out, as `filling` says."""
+    exactness: Exactness | None = None
+    """How exact the image is, if it is copied from a replica; else None."""
+
+    @property
+    def plan(self) -> SavePlan:
+        return self.agreed.plan
+
+    @property
+    def buffer(self) -> Buffer:
+        return self.agreed.buffer
+
+    @property
+    def live(self) -> Live:
+        return self.moment.live
+
+    @property
+    def image(self) -> Image | None:
+        """The image, if this rank has any bytes to save."""
+        image = self.layout[0] if self.layout is not None else None
+        return None if image is None or image.is_empty else image
+
+
+class Tier(Protocol):
+    """Whoever keeps images: three methods, and a thread for the second."""
+
+    name: str
+    """Name of its saves in events: `save`, `snapshot`."""
+    worker: Worker
+
+    def take(self, op: SaveOperation) -> Buffer:
+        """Return memory for the image, which is the operation's until `release`.  Blocks; Deadline."""
+
+    def keep(self, op: SaveOperation, draft: Draft) -> None:
+        """Keep what `draft.filling` fills, commit it with the other ranks, and end the operation.  On
+        `worker`; an error ends the operation, too.  Of a rehearsal, make the memory real."""
+
+    def release(self, op: SaveOperation) -> None:
+        """The operation needs its memory, if it has taken any, no more.  Called once."""
+
+
+class Replica(Protocol):
+    """A copy of the state on the host that is kept current without the live one."""
+
+    @property
+    def exactness(self) -> Exactness:
+        """How exact it is."""
+
+    def moment(self, op: SaveOperation, plan: SavePlan) -> StateView:
+        """The state at the call, as the replica has it.  Blocks; HoldfastError if it has it no more."""
+
+
+class Companion(Protocol):
+    """What else a tier does with the state at the moment of a save: the rare cases of a copy."""
+
+    def replica(self, op: SaveOperation) -> Replica | None:
+        """What to copy from; None for the live tensors.  On the training thread, at the call."""
+
+    def beside(self, op: SaveOperation, draft: Draft) -> CopyTap | None:
+        """A reader of whatever else is to be read from the live tensors at the same moment."""
+
+
+@dataclass
+class CommitOutcome:
+    """What rank 0 knows of its commit of one step."""
+
+    replaced: str | None = None
+    """The attempt that the step had before."""
+    is_uncertain: bool = False
+    """True if storage did not answer, so the manifest may still appear."""
+
+
+class SaveOperation:
+    """One save on this rank."""
+
+    def __init__(
+        self,
+        saver: Saver,
+        tier: Tier,
+        number: int,
+        request: Request,
+        *,
+        companion: Companion | None,
+        on_end: Callable[[SaveOperation, BaseException | None], None],
+    ) -> None:
+        """`number`: the same on all ranks.  `on_end`: called once, before the handle tells the end."""
+        self.saver = saver
+        self.tier = tier
+        self.number = number
+        self.request = request
+        self.companion = companion
+        self.save = Save(request.step, self.kind)
+        self.window = Window(request.step)
+        self.moment = StateView.of(Live(), {})
+        self.replica: Replica | None = None
+        """What is copied in the place of the live tensors."""
+        self.error: BaseException | None = None
+        """What failed on this rank and the others are to be told."""
+        self.outcome = CommitOutcome()
+        self._on_end = on_end
+        self.must_hold = False
+        """True if the training is to be held up until all is copied."""
+        self.has_memory = False
+        """True from when the tier has given it memory."""
+        self._is_released = False
+
+    @property
+    def step(self) -> int:
+        return self.request.step
+
+    @property
+    def live(self) -> Live:
+        """The state as it was at the call."""
+        return self.moment.live
+
+    @property
+    def kind(self) -> str:
+        """Name of the save in events: its tier's, but a snapshot that goes on to storage is a save."""
+        return "save" if self.request.durable else self.tier.name
+
+    @property
+    def in_words(self) -> str:
+        """Words for what other ranks wait for: `the save of step 1`."""
+        if self.request.is_rehearsal:
+            return "to prepare its saves"
+        return f"the {self.kind} of step {self.step}"
+
+    # -- collect: training thread -----------------------------------------------------------------
+
+    def collect(self, describe_live: Callable[[], Live]) -> None:
+        """Have the state as it is now.  What goes wrong is the operation's error, so that the other ranks
+        learn of it.
+
+        Blocks for what is set aside; the rest is copied until the window ends.
+        """
+        busy = self.request.busy
+        try:
+            with uncollected():
+                live = describe_live()
+            if not busy:
+                # what was set aside for earlier saves must have gone into their images
+                self.saver.settle(None)
+                with uncollected():
+                    self.must_hold = self.saver.movers.sort(live)
+                    set_aside(live, self.saver.aside)
+            self.moment = StateView.of(live, self.saver.movers.corners_at_call(live))
+            if self.companion is not None and not busy and not self.request.is_rehearsal:
+                self.replica = self.companion.replica(self)
+        except Exception as error:
+            self.error = error
+        except BaseException as interrupt:
+            self.error = HoldfastError(f"interrupted by {type(interrupt).__name__}")
+            self.window.done()
+            raise
+        if self.replica is not None or busy or self.request.is_rehearsal:
+            self.must_hold = False
+            self.window.done()
+        elif self.error is None and live.aside.issuperset(live.tensors):
+            self.window.done()  # all is copied
+
+    # -- agree, copy: saving thread ---------------------------------------------------------------
+
+    def run(self) -> None:
+        """Agree with the other ranks, hand the draft to the tier, and fill its image meanwhile."""
+        agreed = self._agree()
+        if agreed is None:
+            self._leave_out()
+            return
+        if not self.request.is_rehearsal:
+            self._check_replicas(agreed.plan, agreed.verdict)
+        draft = self._draft(agreed)
+        if self.request.is_rehearsal:
+            self.saver.make_room(draft)
+            self._hand_over(draft)
+        else:
+            beside = self._beside(draft)
+            self._hand_over(draft)
+            self._copy(draft, beside)
+            self.window.done()
+
+    def _agree(self) -> AgreedSave | None:
+        """Return what all ranks save; None if some rank is busy.  RankErrors if one cannot save."""
+        description, buffer = b"", None
+        try:
+            with uncollected():
+                description = self.saver.describe(self.live)
+            if not self.request.busy:
+                buffer = self.tier.take(self)
+                self.has_memory = True
+        except Exception as error:
+            self.error = self.error or error
+        verdict = self.saver.planner.agree(self, description)
+        if verdict.errors:
+            raise self._alike(verdict.errors)
+        if buffer is None or not verdict.go:
+            return None
+        plan = self.saver.planner.plan_for(self, description, verdict)
+        if verdict.describe:
+            self.saver.replicas.is_due = True
+        return AgreedSave(verdict, plan, description, buffer)
+
+    def _alike(self, errors: dict[int, WireError]) -> BaseException:
+        """The error of a failed save on this rank: its own if it is alone, else all ranks'."""
+        if self.saver.group.size == 1 and self.error is not None:
+            return self.error
+        together = rank_errors(f"{self.kind} of step {self.step}", errors, self.step)
+        together.__cause__ = self.error
+        return together
+
+    def _check_replicas(self, plan: SavePlan, verdict: Verdict) -> None:
+        """LayoutError on every rank if some replicas differ that are not known to agree."""
+        # what a replica on the host is copied from, the training changes meanwhile
+        live = None if self.replica is not None else self.live
+        self.saver.replicas.next_round(verdict.round)
+        try:
+            self.saver.replicas.check(
+                f"replicas/{self.number}",
+                live,
+                self.saver.aside,
+                plan.placement,
+                self.saver.group,
+                self.saver.deadline_s,
+                f"compared its replicas for {self.in_words}",
+                doubted=verdict.doubted,
+            )
+        except BaseException:
+            self.saver.planner.plan = None  # so that all ranks plan, and compare, anew
+            raise
+
+    def _draft(self, agreed: AgreedSave) -> Draft:
+        """Lay the image out in the memory taken.  A failure is the tier's to tell: others wait for it."""
+        filling = FillProgress()
+        try:
+            moment, exactness = self._moment_to_copy(agreed.plan)
+            layout = self.saver.planner.lay_out(agreed, moment.live, self.saver.aside)
+            self.save.image_bytes = layout[0].total_bytes
+            return Draft(agreed, moment, filling, layout, exactness)
+        except Exception as error:
+            self.error = error
+            filling.fail(error)
+            return Draft(agreed, self.moment, filling)
+
+    def _moment_to_copy(self, plan: SavePlan) -> tuple[StateView, Exactness | None]:
+        """The moment as the replica has it, and how exactly; without a replica, that of the call."""
+        if self.replica is None:
+            return self.moment, None
+        return self.replica.moment(self, plan), self.replica.exactness
+
+    def _beside(self, draft: Draft) -> CopyTap | None:
+        """The companion's reader; None if it fails: it is dispensable, and other ranks wait for this."""
+        if self.companion is None or self.replica is not None or draft.layout is None:
+            return None
+        try:
+            return self.companion.beside(self, draft)
+        except Exception as error:
+            emit("beside.failed", step=self.step, error=text_of(error))
+            return None
+
+    def _hand_over(self, draft: Draft) -> None:
+        """Let the tier keep the image, on its own thread, while it is being filled."""
+        self.tier.worker.submit(self.guarded, self.tier.keep, self, draft)
+
+    def _copy(self, draft: Draft, beside: CopyTap | None) -> None:
+        """Fill the image; a failure is the tier's to tell."""
+        if draft.layout is None:
+            return
+        image, copies = draft.layout
+        stop, movers = image.table_start, self.saver.movers
+        shot = Shot(copies, draft.moment, draft.filling, stop, self.step, movers, beside)
+        try:
+            room = self.saver.room if self.replica is None else None
+            copy_in_window(shot, self.window, room=room)
+            draft.filling.complete()
+        except BaseException as error:
+            if isinstance(error, WrittenMeanwhile):
+                movers.learn({*error.names})
+            draft.filling.fail(error)
+
+    # -- the end: any thread ----------------------------------------------------------------------
+
+    def guarded(self, work: Callable[..., None], *args: Any) -> None:
+        """Do a part of the operation; an error ends it."""
+        try:
+            work(*args)
+        except BaseException as error:
+            self.window.done()
+            self.release()
+            if not self.save.done():
+                self.end(error)
+            traceback.clear_frames(
+                error.__traceback__
+            )  # whoever holds the error would hold the state
+            del work, args
+
+    def release(self) -> None:
+        """Give the tier its memory back, so that the next save may begin.  Safe to call twice."""
+        if not self._is_released:
+            self._is_released = True
+            self.tier.release(self)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Say that the operation has succeeded, or failed with `error`."""
+        if (
+            isinstance(error, HoldfastError)
+            and error.step is None
+            and not self.request.is_rehearsal
+        ):
+            error.step = self.step
+        self._on_end(self, error)
+        if error is not None:
+            kind = "prepare" if self.request.is_rehearsal else self.kind
+            emit(f"{kind}.failed", step=self.step, error=text_of(error))
+        elif not self.request.is_rehearsal:
+            took = time.perf_counter() - self.request.made
+            emit(f"{self.kind}.committed", step=self.step, seconds=round(took, 3))
+        self.moment = StateView.of(Live(), {})
+        self.save._conclude(error)
+
+    def _leave_out(self) -> None:
+        """End the operation without a save: some rank was busy."""
+        self.release()
+        self.window.done()
+        self.save.skipped = True
+        self._on_end(self, None)
+        emit(f"{self.kind}.skipped", step=self.step)
+        self.save._conclude()

@@ -1,0 +1,193 @@
+"""Planning a save: what all ranks agree on, and where this rank's bytes go.
+
+A plan is made once and holds for the saves that follow, until some rank's description changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from holdfast.base.errors import HoldfastError, UsageError
+from holdfast.base.garbage import uncollected
+from holdfast.base.wire import WireError, decode_msgpack
+from holdfast.core.codec.digest import ALGORITHM, CHUNK_BYTES, hexdigest
+from holdfast.core.format.image import ALIGN, Image, plan_image
+from holdfast.core.format.manifest import VERSION, Manifest
+from holdfast.core.group import Group
+from holdfast.core.layout import Mesh, Placement
+from holdfast.live.saving.messages import ReadyToSave, Verdict, check_kinds, digests, sort_extras
+from holdfast.live.state.agreed import Agreement, merge
+from holdfast.live.state.live import Live
+from holdfast.live.state.sampling import unlike
+from holdfast.live.state.snapshot import Copies, SetAside, fingerprint
+
+if TYPE_CHECKING:
+    from holdfast.live.saving.operation import AgreedSave, SaveOperation
+
+MOST_COPIES = 4
+"""Number of lists of copies that are kept at most, by the memory that they fill."""
+
+
+Layout = tuple[Image, Copies]
+"""An image, and the copies that fill it in the memory that was taken for it."""
+
+
+@dataclass
+class SavePlan:
+    """An agreement and what follows from it for this rank."""
+
+    agreement: Agreement
+    digest: str
+    placement: Placement
+    image: Image | None = None
+    copies: dict[int, tuple[memoryview, Copies]] = field(default_factory=dict)
+    """Memory and the copies that fill it, by the id of the memory."""
+    fingerprint: Any = None
+    description: bytes = b""
+
+
+def new_plan(agreement: Agreement, digest: str) -> SavePlan:
+    """The closed form of where everything goes, from an agreement."""
+    shell = Manifest(
+        VERSION, 0, 0, "", "", {}, agreement.mesh, CHUNK_BYTES, ALGORITHM,
+        agreement.shardings, agreement.tensors, agreement.aliases, (), {}, {},
+    )  # fmt: skip
+    return SavePlan(agreement, digest, shell.placement)
+
+
+class Planner:
+    """The plan of a run's saves.  `agree` and `make_plan` are collective."""
+
+    def __init__(self, group: Group, mesh: Mesh | None, deadline_s: float) -> None:
+        self.group = group
+        self.mesh = mesh
+        self.deadline_s = deadline_s
+        self.plan: SavePlan | None = None
+        self._proposed: list[str] = []
+        self._told: set[str] = set()
+        """Optimizers that were told to have other values on each rank, and names that ranks were told to
+        lack."""
+        self._kinds: list[str] | None = None
+        """On rank 0: the digests of the descriptions that the plan was made from, by rank."""
+
+    def agree(self, op: SaveOperation, description: bytes) -> Verdict:
+        """Return rank 0's answer to what all ranks say of the save that they are about to make."""
+        live = op.live
+        extras = digests(live)
+        held = self.plan.digest if self.plan else ""
+        error = None if op.error is None else WireError.of(op.error)
+        large = [k for k in extras if k in live.contents]
+        busy, digest, kinds = op.request.busy, hexdigest(description), live.kinds
+        sample = op.saver.sample(op, description)
+        ready = ReadyToSave(op.step, busy, digest, held, extras, error, large, sample, kinds)
+        answer = self.group.ask(
+            f"agree/{op.number}",
+            msgspec.msgpack.encode(ready),
+            self._judge,
+            self.deadline_s,
+            f"begun {op.in_words}",
+        )
+        return decode_msgpack(answer, Verdict)
+
+    def _judge(self, answers: list[bytes]) -> bytes:
+        """Rank 0: may this save go on, and how?"""
+        ready = [decode_msgpack(a, ReadyToSave) for a in answers]
+        for rank, r in enumerate(ready):
+            if r.step != ready[0].step:
+                raise UsageError(f"rank {rank} saves step {r.step}, rank 0 step {ready[0].step}")
+        errors = {rank: r.error for rank, r in enumerate(ready) if r.error is not None}
+        if errors:
+            return msgspec.msgpack.encode(Verdict(False, [], {}, {}, errors))
+        if any(r.busy for r in ready):
+            return msgspec.msgpack.encode(Verdict(False, [], {}, {}))
+        check_kinds(ready)
+        kinds = [r.description for r in ready]
+        describing: list[int] = []
+        held = {r.agreement for r in ready}
+        if kinds != self._kinds or len(held) != 1 or "" in held:
+            describing = [kinds.index(k) for k in dict.fromkeys(kinds)]
+            self._kinds, self._proposed = None, kinds  # the plan holds when all ranks have it
+        per_rank, send = sort_extras(ready)
+        if per_rank:
+            from holdfast.live.saving.merging import check_own
+
+            check_own(ready, per_rank, self._told)
+        if len(ready) > 1 and any(r.extras.keys() != ready[0].extras.keys() for r in ready):
+            from holdfast.live.saving.alone import tell_keys
+
+            tell_keys(ready, self._told)
+        following, doubted = unlike([r.sample for r in ready])
+        doubted = [] if describing else doubted
+        verdict = Verdict(True, describing, per_rank, send, {}, doubted, following)
+        return msgspec.msgpack.encode(verdict)
+
+    def plan_for(self, op: SaveOperation, description: bytes, verdict: Verdict) -> SavePlan:
+        """Return the plan that holds for a save on which all ranks have agreed."""
+        if self.plan is None or verdict.describe:
+            self.plan = self.make_plan(op, description, verdict.describe)
+        return self.plan
+
+    def make_plan(self, op: SaveOperation, description: bytes, describing: list[int]) -> SavePlan:
+        """Make a plan of the descriptions of some ranks, which stand for all.  Collective."""
+        data = self.group.ask(
+            f"plan/{op.number}",
+            description if self.group.rank in describing else b"",
+            lambda answers: self._merge([answers[rank] for rank in describing], describing),
+            self.deadline_s,
+            f"planned {op.in_words}",
+        )
+        with uncollected():
+            agreement = decode_msgpack(data, Agreement)
+            plan = new_plan(agreement, hexdigest(data))
+        plan.description = description
+        return plan
+
+    def _merge(self, docs: list[bytes], describing: list[int]) -> bytes:
+        kinds = self._proposed
+        order = {kinds[rank]: i for i, rank in enumerate(describing)}
+        with uncollected():
+            of_rank = [order[k] for k in kinds]
+            agreement = merge(docs, of_rank, self.mesh)
+        if len(docs) > 1:
+            from holdfast.live.saving.alone import tell_tensors
+
+            tell_tensors(docs, of_rank, self._told)
+        with uncollected():
+            self._kinds = kinds
+            return msgspec.msgpack.encode(agreement)
+
+    def forget(self, view: memoryview) -> None:
+        """This memory is filled no more.  From any thread."""
+        if self.plan is not None:
+            self.plan.copies.pop(id(view), None)
+
+    @uncollected()
+    def lay_out(self, agreed: AgreedSave, live: Live, aside: SetAside) -> Layout:
+        """The image for this save: the last one, if nothing that it depends on has changed."""
+        plan = agreed.plan
+        if plan.description != agreed.description:
+            raise HoldfastError("the state differs from what the ranks have planned together")
+        own = {k: v for k, v in live.extras.items() if k in agreed.verdict.per_rank}
+        kept = plan.image is not None and plan.image.extras_bytes > 0
+        data = msgspec.json.encode(own) if own or kept else b""
+        image = plan.image
+        if image is None or len(data) > image.extras_bytes:
+            room = -(-len(data) * 5 // 4 // ALIGN) * ALIGN if data else 0
+            pieces = plan.placement.pieces(self.group.rank)
+            image = plan.image = plan_image(plan.agreement.tensors, pieces, extras_bytes=room)
+            plan.copies.clear()
+        view = agreed.buffer.reserve(image.memory_bytes, live)
+        mark = fingerprint(live, aside)
+        if mark != plan.fingerprint:
+            plan.copies.clear()
+            plan.fingerprint = mark
+        if id(view) not in plan.copies:
+            if len(plan.copies) == MOST_COPIES:
+                plan.copies.clear()
+            copies = Copies.plan(image, plan.agreement.tensors, live, aside, view)
+            plan.copies[id(view)] = view, copies
+        view[image.extras_start : image.table_start] = data.ljust(image.extras_bytes)
+        return image, plan.copies[id(view)][1]

@@ -1,0 +1,169 @@
+"""What the saves of a run have in common: the thread that agrees and copies, the plan, the open window.
+
+A save takes over what holds from the one before: the description of the state, as long as every tensor is
+the very one of then or lies alike, and with it the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+from holdfast.base.threads import Worker
+from holdfast.core.group import Group
+from holdfast.core.layout import Mesh
+from holdfast.live.saving.handle import Save
+from holdfast.live.saving.operation import Companion, Draft, Request, SaveOperation, Tier
+from holdfast.live.saving.planning import Planner
+from holdfast.live.state.agreed import describe
+from holdfast.live.state.live import Live, LiveTensor
+from holdfast.live.state.movers import Movers
+from holdfast.live.state.replicas import Replicas
+from holdfast.live.state.sampling import Sample
+from holdfast.live.state.snapshot import SetAside
+from holdfast.live.state.window import Gate, resting
+
+if TYPE_CHECKING:
+    from holdfast.live.state.carrying import CarryBuffer
+
+
+MUCH_BYTES = 1 << 30
+"""Size of what is copied at each call, from which the user is told of it."""
+
+
+def _nothing(op: SaveOperation, error: BaseException | None) -> None:
+    """Do nothing at the end of an operation."""
+
+
+class Saver:
+    """Runs save operations, one after the other.  All ranks call its methods in the same order."""
+
+    def __init__(
+        self,
+        group: Group,
+        *,
+        mesh: Mesh | None = None,
+        deadline_s: float = 600.0,
+        replicas: Literal["once", "verify", "trust"] = "once",
+        carry_bytes: int = 0,
+    ) -> None:
+        self.group = group
+        self.deadline_s = deadline_s
+        self.replicas = Replicas(replicas)
+        self.room: CarryBuffer | None = None
+        """Memory for what is not copied when the window ends, where it was asked for."""
+        if carry_bytes:
+            from holdfast.live.state.carrying import CarryBuffer
+
+            self.room = CarryBuffer(carry_bytes)
+        self.planner = Planner(group, mesh, deadline_s)
+        self.aside: SetAside = {}
+        """Tensors that were set aside at the last call."""
+        self.news: list[str] = []
+        """Messages that the user is to be told."""
+        self.movers = Movers()
+        self.is_last = False
+        """True once the training goes on no more: nobody has to be held."""
+        self._is_aside_told = False
+        self._number = 0
+        self.gate = Gate()
+        self._described: tuple[list[Any], dict[str, str], bytes] = [], {}, describe(Live())
+        """`_lie_of` each tensor, the aliases, and the description that was made from both."""
+        self._worker = Worker("holdfast-saving")
+
+    # -- training thread --------------------------------------------------------------------------
+
+    def operation(
+        self,
+        tier: Tier,
+        request: Request,
+        *,
+        companion: Companion | None = None,
+        on_end: Callable[[SaveOperation, BaseException | None], None] = _nothing,
+    ) -> SaveOperation:
+        """Return an operation that has not begun.  Each has to be given to `begin`, in the same order."""
+        self._number += 1
+        return SaveOperation(self, tier, self._number, request, companion=companion, on_end=on_end)
+
+    def begin(self, op: SaveOperation, describe_live: Callable[[], Live]) -> Save:
+        """Start an operation: blocks as `SaveOperation.collect`, then goes on in the background; there it
+        also ends if it was interrupted, as by Ctrl-C, so that nobody waits for it.  Blocks until all is
+        copied where the next step may not wait for that."""
+        is_snapshot = not (op.request.busy or op.request.is_rehearsal)
+        if is_snapshot:
+            self.gate.look(op.step)
+        try:
+            op.collect(describe_live)
+            live, is_held = op.live, op.must_hold and op.error is None and not self.is_last
+            if not op.request.busy:  # else the copy under way still needs the window before
+                self.gate.window = op.window
+        finally:
+            self._worker.submit(op.guarded, op.run)
+        if is_snapshot and self.gate.is_bypassed:
+            from holdfast.live.saving.holding import hold_bypassed
+
+            is_held &= not hold_bypassed(self, op)
+        if not self._is_aside_told and sum(t.nbytes for t in self.aside.values()) >= MUCH_BYTES:
+            from holdfast.live.saving.holding import tell_set_aside
+
+            self._is_aside_told = True
+            tell_set_aside(self)
+        if is_held:
+            op.window.wait()
+            self.movers.watch(live)
+            op.window.at_end = self.movers.look
+        return op.save
+
+    def settle(self, limit_s: float | None) -> None:
+        """Wait until no operation agrees or copies; TimeoutError if that takes longer than `limit_s`.
+
+        Without a limit it ends all the same, for whatever operations wait for has a deadline.
+        """
+        with resting():
+            self._worker.settle(limit_s)
+
+    def close(self) -> None:
+        """Let every later optimizer step pass."""
+        self.gate.close()
+        self._worker.shutdown()
+
+    # -- saving thread ----------------------------------------------------------------------------
+
+    def describe(self, live: Live) -> bytes:
+        """Describe the state: as before, if each tensor is the very one of then, or lies alike."""
+        tensors, aliases, description = self._described
+        now = [_lie_of(t) for t in live.tensors.values()]
+        is_same = len(now) == len(tensors) and all(map(_is_same, now, tensors))
+        if not is_same or live.aliases != aliases:
+            description = describe(live)
+            self._described = now, live.aliases, description
+        return description
+
+    def sample(self, op: SaveOperation, description: bytes) -> Sample | None:
+        """Take a sample of the replicas at the moment of a save, to be compared; None if there is no plan
+        that says what is replicated, or this rank has nothing to look at."""
+        plan = self.planner.plan
+        if self.group.size == 1 or plan is None or plan.description != description:
+            return None
+        if op.request.busy or op.error is not None or op.replica is not None:
+            return None
+        return self.replicas.sample(op.moment, self.aside, plan.placement, self.group.rank)
+
+    def make_room(self, draft: Draft) -> None:
+        """Make the memory for what will have to be carried over, where such memory was asked for."""
+        if self.room is not None and draft.layout is not None:
+            _, copies = draft.layout
+            self.room.make(source.device for source in copies.sources)
+
+
+def _lie_of(tensor: LiveTensor) -> Any:
+    """Return a value that tells whether a tensor lies as before: a steady one itself; of others, which are
+    not to be kept alive, all that is described."""
+    if tensor.steady:
+        return tensor
+    parts = tuple((part.shape, part.box, part.cuts) for part in tensor.parts)
+    return tensor.name, tensor.state, tensor.placed.dtype, parts
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (isinstance(one, tuple) and one == other)

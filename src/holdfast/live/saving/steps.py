@@ -1,0 +1,212 @@
+"""The steps of a root as rank 0 changes them: it commits one, and deletes what that makes superfluous.
+
+Deleting goes on in the background, and must not touch what a save under way still needs: so every operation
+that may become a step of the root is watched over from before it begins until it has ended.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from holdfast.base.errors import Deadline, FormatError, HoldfastError, Unavailable, notice_text
+from holdfast.base.events import emit, span
+from holdfast.base.threads import Worker
+from holdfast.base.wire import WireError
+from holdfast.core.checkpoint.claiming import Claim
+from holdfast.core.checkpoint.committing import commit
+from holdfast.core.checkpoint.lineage import Line, Owns, is_in_line
+from holdfast.core.checkpoint.names import (
+    AND_LOG,
+    Known,
+    RootKeys,
+    Saved,
+    parse_attempt,
+    read_manifest,
+)
+from holdfast.core.checkpoint.room import lacking
+from holdfast.core.checkpoint.tidying import Keep, discard, sweep
+from holdfast.core.format.manifest import Manifest
+from holdfast.core.store import LocalStore, Store
+from holdfast.live.saving.operation import SaveOperation
+
+
+class RootSteps:
+    """The steps of a root.  Every rank has one; only rank 0's changes anything."""
+
+    def __init__(self, store: Store, rank: int, claim: Claim | None, keep: Keep) -> None:
+        self.store = store
+        self.claim = claim
+        """This run's claim on the root; None for a save by itself."""
+        self.known = Known()
+        """The steps that rank 0 has seen and committed."""
+        self.also_tidy: Callable[[RootKeys, list[Saved], Owns], None] | None = None
+        """Marks what else is to be deleted; called on rank 0 with the keys of steps and records, the steps
+        of this run that there are after they have been tidied up, and what tells these from others'."""
+        self.worker = Worker("holdfast-tidy")
+        self.line: Line = ()
+        """The runs that this one went on from: it deletes no other runs' steps."""
+        self._rank = rank
+        self._keep = keep
+        self.under_way: dict[int, int] = {}
+        """Steps of the operations that have begun and not ended, on this rank, by their number."""
+        self._lock = threading.Lock()
+        self.committing = threading.Lock()
+        """Held while a step is committed, deleted or pinned."""
+        self.reading: set[int] = set()
+        """Steps that are being copied to another home: nothing deletes them meanwhile."""
+        self.news: list[str] = []
+        """Messages that the user is to be told."""
+        self.was_full = False
+        """True if the disk had no room for the last save."""
+        self._is_blind = False
+        self._has_told_of_others = False
+
+    @property
+    def is_saving(self) -> bool:
+        """True if a save is under way on this rank."""
+        return bool(self.under_way)
+
+    def watch_over(self, op: SaveOperation) -> None:
+        """Let nothing of the operation's step be tidied away until `let_go`."""
+        with self._lock:
+            self.under_way[op.number] = op.step
+
+    def let_go(self, op: SaveOperation, error: BaseException | None) -> None:
+        """Say that the operation has ended."""
+        with self._lock:
+            self.under_way.pop(op.number, None)
+        if self._rank == 0 and self.known.given and (op.save.skipped or error is not None):
+            from holdfast.live.saving import labels
+
+            self._later(labels.left_out, self, op)
+
+    def commit(self, op: SaveOperation, make: Callable[[], Manifest]) -> dict[int, WireError]:
+        """Make a step exist, all the files of which are written.  On rank 0; returns its error, by rank.
+
+        `make`: makes the manifest, which names them.
+        """
+        try:
+            manifest = make()
+            with self.committing:
+                self.known.begin(op.step)
+                op.outcome.replaced = commit(self.store, manifest, self.claim)
+                self.known.add(manifest)
+                if self.claim and (op.outcome.replaced is not None or self.known.has_notes):
+                    from holdfast.live.saving import labels
+
+                    labels.committed(self, op, manifest)
+                if self.claim and op.outcome.replaced is not None:
+                    self._tell_of_others(op.step, op.outcome.replaced, self.claim.run)
+        except Exception as error:
+            op.outcome.is_uncertain = isinstance(error, (Unavailable, Deadline))
+            return {0: WireError.of(error, "commit")}
+        return {}
+
+    def _tell_of_others(self, step: int, replaced: str, run: int) -> None:
+        """Tell, once, that a run which went on from no step has replaced another one's."""
+        of, _ = parse_attempt(replaced) or (None, 0)
+        if of == run or self.line or self._has_told_of_others:
+            return
+        self._has_told_of_others = True
+        told = notice_text(
+            "other-run",
+            f"step {step} of {'another save' if of is None else f'run {of}'} is replaced by step {step} of "
+            f"this run ({run}), which did not go on from it, and so will others be to whose numbers it "
+            "comes; to keep both, give this run a root of its own",
+        )
+        if told is not None:
+            self.news.append(told)
+
+    def discard(self, op: SaveOperation, attempt: str) -> None:
+        """Delete the files of an attempt that has failed, if possible, and if it is certain that it is not
+        committed; the rest is swept after the next successful save."""
+        if self._rank == 0 and not op.outcome.is_uncertain:
+            try:
+                discard(self.store, op.step, attempt)
+            except HoldfastError as error:
+                emit("discard.failed", step=op.step, error=str(error))
+
+    def make_room(self, op: SaveOperation) -> None:
+        """Delete what `keep` lets go, if the disk has no room for the save that is about to begin.  On rank
+        0, for whose answer all others wait; blocks."""
+        keeps_all = self._keep.keeps_all and self.also_tidy is None
+        if self._rank or self.claim is None or keeps_all or op.request.is_rehearsal:
+            return
+        try:
+            if not self.known.save_bytes and isinstance(self.store, LocalStore):
+                for newest in self._keys().saved[-1:]:
+                    self.known.save_bytes = read_manifest(self.store, newest.step).total_bytes
+            if self.was_full or lacking(self.store, self.known.save_bytes):
+                self.worker.submit(self._tidy, -1, op.step, None).result()
+        except Exception as error:
+            emit("tidy.failed", error=str(error))
+
+    def tidy(self, op: SaveOperation) -> None:
+        """Tidy up after a commit, in the background."""
+        if self._rank == 0:
+            self.worker.submit(self._tidy, op.number, op.step, op.outcome.replaced)
+
+    def tidy_again(self, step: int) -> None:
+        """Delete what stayed while a step was being read; in the background, or here after `close`."""
+        if self.known.last[0] >= 0:  # before its first commit a run deletes nothing
+            self._later(self._tidy, -1, step, None)
+
+    def _later(self, work: Callable[..., object], *args: object) -> None:
+        try:
+            self.worker.submit(work, *args)
+        except RuntimeError:  # it is shut
+            work(*args)
+
+    def tidy_log(self) -> None:
+        """Tidy up what goes with the steps, if there is anything."""
+        if self.also_tidy is not None:
+            with self._keys() as keys:
+                owns = self.owns()
+                self.also_tidy(keys, [s for s in keys.saved if owns(s)], owns)
+
+    def _keys(self) -> RootKeys:
+        return RootKeys(self.store, self.known, AND_LOG if self.also_tidy else ["steps/"])
+
+    def _tidy(self, number: int, step: int, replaced: str | None) -> None:
+        """Delete what a commit has replaced, what `keep` lets go, what crashes left."""
+        try:
+            with span("tidy", step=step):
+                with self._lock:  # they may end in another order than they began
+                    watched = dict(self.under_way)
+                if self.claim is None:  # a save by itself
+                    discard(self.store, step, replaced)
+                    return
+                with self._keys() as keys:
+                    discard(self.store, step, replaced, keys)
+                    gone = self._prune(keys, tuple(watched.values()))
+                    sweep(self.store, self.claim, min([number, *(n - 1 for n in watched)]), keys)
+                    if self.also_tidy is not None:
+                        owns = self.owns()
+                        stay = [s for s in keys.saved if s.step not in gone and owns(s)]
+                        self.also_tidy(keys, stay, owns)
+        except Exception as error:
+            emit("tidy.failed", error=str(error))
+
+    def owns(self) -> Owns:
+        """Tell steps that this run may delete: its own, and those that it went on from."""
+        run, line = -1 if self.claim is None else self.claim.run, self.line
+        return lambda saved: is_in_line(saved, run, line)
+
+    def _prune(self, keys: RootKeys, spare: tuple[int, ...]) -> list[int]:
+        """Delete what `keep` lets go.  Nothing while it cannot be known what is pinned: told once."""
+        if self._keep.keeps_all:
+            return []
+        from holdfast.core.checkpoint.pruning import prune
+
+        try:
+            spare = (*spare, *self.reading)
+            owns = self.owns()
+            return prune(
+                self.store, self._keep, spare=spare, owns=owns, lock=self.committing, keys=keys
+            )
+        except FormatError as error:
+            if not self._is_blind:
+                self.news.append(f"no step is deleted: {error}")
+            self._is_blind = True
+            return []

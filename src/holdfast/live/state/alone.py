@@ -1,0 +1,77 @@
+"""State that some ranks have and others lack, where it looks as if these had forgotten it.
+
+Names may well differ between ranks: stages of a pipeline, experts, one name per rank.  Then each rank has
+something that others lack.  So only a rank is told of that has *nothing* of its own: all its names under a
+key are names that another rank has, too, and that one has more.
+
+    rank 0   model.weight  model.best       rank 0   model.0  model.2      rank 0   model, loader
+    rank 1   model.weight                   rank 1   model.1               rank 1   model
+             lacks model.best                        nothing to tell                lacks loader
+
+A rank that has none of a kind at all is not told of (ZeRO may leave it no states), nor are tensors that are
+listed part by part, of which a rank may have no part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import permutations
+
+from holdfast.base.errors import warn_user
+
+MOST_SETS = 32
+"""Ranks that hold more sets of names than that are stages or experts."""
+MOST_NAMED = 10
+MOST_RANKS = 4
+
+Names = Mapping[tuple[str, str], Iterable[str]]
+"""Names that a rank has, by group, which is a key and the kind of a tensor."""
+
+
+def lacking(held: Sequence[tuple[Names, Sequence[int]]]) -> dict[str, tuple[list[int], list[int]]]:
+    """The ranks that have, and that lack, each name that some have forgotten.  `held`: what ranks have, and
+    which ranks have just that."""
+    groups: dict[tuple[str, str], dict[frozenset[str], list[int]]] = {}
+    for names, ranks in held:
+        for group, some in names.items():
+            groups.setdefault(group, {}).setdefault(frozenset(some), []).extend(ranks)
+    found: dict[str, tuple[list[int], list[int]]] = {}
+    for sets in groups.values():
+        if not 1 < len(sets) <= MOST_SETS:
+            continue
+        for few, many in permutations(sets, 2):
+            if few and few < many:
+                for name in sorted(many - few):
+                    having = sorted(
+                        r for some, ranks in sets.items() if name in some for r in ranks
+                    )
+                    lacks = found.setdefault(name, (having, []))[1]
+                    lacks += [rank for rank in sets[few] if rank not in lacks]
+    return found
+
+
+def tell(
+    found: Mapping[str, tuple[list[int], list[int]]], told: set[str], *, restored: bool
+) -> None:
+    """Give a notice of names that were not `told` yet.  On one rank."""
+    new = {name: ranks for name, ranks in found.items() if name not in told}
+    told.update(new)
+    if not new:
+        return
+    lines = [f"  {name}: {_in_words(*ranks)}" for name, ranks in [*new.items()][:MOST_NAMED]]
+    lines += [f"  and {len(new) - MOST_NAMED} more"] if len(new) > MOST_NAMED else []
+    what = "nothing of it is restored there" if restored else "no restore gives these any"
+    warn_user(
+        f"some ranks have state that others lack, and {what}: hand it over on all ranks, or under names "
+        "that say whose it is:\n" + "\n".join(lines),
+        notice="one-rank-alone",
+    )
+
+
+def _in_words(having: list[int], lacks: list[int]) -> str:
+    return f"{_ranks(having)} {'have' if having[1:] else 'has'} it, {_ranks(sorted(lacks))} not"
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:MOST_RANKS])) + ", ..." * (len(ranks) > MOST_RANKS)
+    return f"rank{'s' * bool(ranks[1:])} {shown}"

@@ -1,0 +1,208 @@
+"""Numbers that a training counts in attributes, and that no `state_dict()` has.
+
+    class Average(nn.Module):
+        def forward(self, ...):
+            self.num_updates += 1        # a restart begins at 0 again
+
+That a number is kept so says nothing: sizes, rates and the like are the same in each run, and what changes
+may be computed from the step, as a temperature is.  A whole number that counts up is told, once.  Modules,
+optimizers and objects are looked at, but not those of torch, not attributes whose names begin with `_`, and
+not what the object's own state tells: then the number is in it under its name or, whatever the name, with
+its value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from holdfast.live.sources import is_owned
+from holdfast.live.state.customised import named_entries
+from holdfast.live.state.generators import OwnGenerators
+from holdfast.live.state.ignoring import Ignored
+from holdfast.live.state.live import State, is_loader, is_optimizer, is_stateful, stages
+from holdfast.live.state.outside import OWN, held, place_of, places_of, saved_names
+from holdfast.live.state.several import inner_optimizers, parts_of
+from holdfast.live.state.wrapped import is_zero1
+from holdfast.live.state.writes import Mark
+
+MOST = 1024
+"""Numbers that are looked at, at most."""
+CHANGES = 3
+"""Changes upwards that make a number one that is counted: sizes of batches go up and down."""
+_OTHERS = ("torch", "builtins")
+_REPORTED = ("loss", "time", "elapsed", "accuracy")
+"""Words in the names of numbers that are there to be shown."""
+_DOWN = -1
+
+
+class Numbers:
+    """The numbers in attributes of a state, and how they change."""
+
+    def __init__(self, state: State) -> None:
+        owners = list(_owners(state))
+        self.generators = OwnGenerators(owners)
+        self._kept = [
+            (where, owner, name)
+            for where, owner in owners
+            for name, value in list(owner.__dict__.items())
+            if _is_number(name, value)
+        ][:MOST]
+        self._values = self._now()
+        self._moved = [0] * len(self._kept)
+        """Number of changes of each, all upwards; _DOWN for ever if one was not."""
+        self._saved: dict[tuple[int, str], bool] = {}
+        """The answer of whether a number is saved, by owner and name: it takes a state_dict()."""
+        self._parts = [(key, one) for key, value in state.items() for one in _optimizers(value)]
+        self._marks: dict[tuple[int, str], Mark] = {}
+        """Tensors in attributes of optimizers as they were at the last save, by number and path."""
+        self._tensors_now()
+
+    def _now(self) -> list[Any]:
+        return [owner.__dict__.get(name) for _, owner, name in self._kept]
+
+    def observe(self) -> None:
+        """Look at the numbers once more."""
+        now = self._now()
+        if now == self._values:
+            return
+        for n, (value, before) in enumerate(zip(now, self._values)):
+            if value != before and self._moved[n] != _DOWN:
+                is_up = type(value) is int and type(before) is int and value > before
+                self._moved[n] = self._moved[n] + 1 if is_up else _DOWN
+        self._values = now
+
+    def counted(self, state: State) -> list[str]:
+        """Names of numbers that are counted up, and that nothing saves."""
+        return [
+            f"{where}.{name}"
+            for (where, owner, name), value, moved in zip(self._kept, self._values, self._moved)
+            if moved >= CHANGES and not self._is_saved(owner, name, value, state)
+        ]
+
+    def _is_saved(self, owner: Any, name: str, value: Any, state: State) -> bool:
+        """True if something saves a number.  Found out once, for all numbers of its owner."""
+        if (id(owner), name) not in self._saved:
+            ours = [(n, v) for (_, one, n), v in zip(self._kept, self._values) if one is owner]
+            names = _saved_of(owner, ours)
+            self._saved |= {(id(owner), n): n in names or _is_plain(n, v, state) for n, v in ours}
+        return self._saved[id(owner), name]
+
+    def changed_tensors(self) -> list[tuple[str, bool]]:
+        """Tensors in attributes of optimizers that were written or replaced since, and that nothing saves:
+        the name of each, and whether it is a single number."""
+        before, found = self._marks, []
+        for at, name, path, now in self._tensors_now():
+            mark = before.get((at, path))
+            if mark is None or not Mark.of(now).differs(mark):
+                continue
+            key, part = self._parts[at]
+            if place_of(now) not in places_of(part) and not Ignored([("", part)]).has(name):
+                found.append((f"{key}.{path}", now.numel() == 1))
+        return found
+
+    def _tensors_now(self) -> list[tuple[int, str, str, torch.Tensor]]:
+        """Return (number of the optimizer, attribute, path, tensor) of each, and mark them."""
+        now = [
+            (at, name, path, tensor)
+            for at, (_, part) in enumerate(self._parts)
+            for name, one in list(vars(part).items())
+            if name not in OWN
+            for path, tensor in held(one, name)
+        ][:MOST]
+        self._marks = {(at, path): Mark.of(tensor) for at, _, path, tensor in now}
+        return now
+
+
+def _is_number(name: str, value: Any) -> bool:
+    return (
+        type(value) is int
+        and not name.startswith("_")
+        and not any(word in name for word in _REPORTED)
+    )
+
+
+def _optimizers(value: Any) -> list[Optimizer]:
+    return list(parts_of(value).values()) if isinstance(value, Optimizer) else []
+
+
+def _owners(state: State) -> Iterator[tuple[str, Any]]:
+    """Yield (name, object) of what may keep numbers of its own."""
+    for key, value in state.items():
+        for module in stages(value) or ():
+            for name, part in module.named_modules():
+                if not _is_of_others(part):
+                    yield (f"{key}.{name}" if name else key), part
+        parts = _optimizers(value)
+        if stages(value) is None and not parts and is_stateful(value) and not is_loader(value):
+            parts = [value]
+        for one in parts:
+            if not _is_of_others(one) and isinstance(getattr(one, "__dict__", None), dict):
+                yield key, one
+
+
+def _is_of_others(one: Any) -> bool:
+    """True for what is torch's, or a framework's, whose counts its source tells of."""
+    return type(one).__module__.partition(".")[0] in _OTHERS or is_owned(one)
+
+
+def _is_plain(name: str, value: Any, state: State) -> bool:
+    """True if a plain value of the state of that name, or nearly, is the same."""
+    plain = {
+        k: v
+        for k, v in state.items()
+        if stages(v) is None and not is_optimizer(v) and not is_stateful(v)
+    }
+    return any(
+        found == value and key and (key in name or name in key) for key, found in saved_names(plain)
+    )
+
+
+def _saved_of(owner: Any, numbers: list[tuple[str, Any]]) -> set[str]:
+    """Names of those numbers that the state of their owner has, under any name."""
+    if isinstance(owner, nn.Module):
+        if type(owner).get_extra_state is not nn.Module.get_extra_state:
+            return {name for name, _ in numbers}
+        own = {k: v for k, v in named_entries(owner).items() if "." not in k}
+        saved = list(saved_names(own))
+        return {n for n, v in numbers if any(n in found or one == v for found, one in saved)}
+    if isinstance(owner, Optimizer):
+        ignored = Ignored([("", owner)])
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in owner.param_groups]
+        states = [v for v in owner.state.values() if isinstance(v, dict)][:1]
+        values = [one for _, one in saved_names([groups, states])]
+        return {n for n, v in numbers if ignored.has(n) or v in values}
+    saved = list(saved_names(owner.state_dict()))
+    return {n for n, v in numbers if any(found == n or one == v for found, one in saved)}
+
+
+# -- groups of a wrapper ----------------------------------------------------------------------------
+
+
+def cut_off(state: State) -> Iterator[tuple[str, str]]:
+    """Yield (key, class) of each wrapper with `param_groups` of its own beside those of the optimizer
+    inside: what a scheduler sets there has no effect."""
+    for key, value in state.items():
+        if stages(value) is not None or is_zero1(value) or not hasattr(value, "__dict__"):
+            continue
+        own = vars(value).get("param_groups")
+        inner = list(inner_optimizers(value).values()) if isinstance(own, list) and own else []
+        theirs = [group for one in inner for group in one.param_groups]
+        if not theirs or any(mine is group for mine in own or () for group in theirs):
+            continue
+        if _params(own) & _params(theirs):
+            yield key, type(value).__name__
+
+
+def _params(groups: Any) -> set[int]:
+    return {
+        id(p)
+        for group in groups
+        if isinstance(group, dict)
+        for p in group.get("params", ())
+        if isinstance(p, torch.Tensor)
+    }

@@ -1,0 +1,336 @@
+"""Optimizers of the live state: whose parameters they have, under which names, and what they keep of each.
+
+Parameters that nothing else in the state has, such as float32 masters of a bfloat16 model, are saved with
+their optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from holdfast.base.errors import UsageError
+from holdfast.live.sources import Group, Master, Source
+from holdfast.live.state.live import (
+    Live,
+    State,
+    encode,
+    in_order,
+    is_optimizer,
+    is_stateful,
+    named_parameters,
+    stages,
+)
+from holdfast.live.state.memory_order import Orders, note_order
+from holdfast.live.state.placed import Placed, parts_in, place
+from holdfast.live.state.several import Several, holder
+from holdfast.live.state.wrapped import stepping
+
+
+def param_names(state: State, groups: list[Group]) -> dict[int, str]:
+    """Names of the parameters in an optimizer's groups, by id."""
+    return {i: names[0] for i, names in all_param_names(state, groups).items()}
+
+
+class ParamNames(dict[int, list[str]]):
+    """Names of an optimizer's parameters, by id: every name of a tied one."""
+
+    stated: Collection[int] = ()
+    """Ids of those that only the optimizer's groups name."""
+    beside: Collection[int] = ()
+    """Ids of those that no module has, but a plain value or a group."""
+
+
+def all_param_names(state: State, groups: list[Group]) -> ParamNames:
+    """Like `param_names`, but with every name of a tied parameter.
+
+    A name carries its module's key only where two modules that the optimizer serves share a
+    parameter name; what other modules the state has makes no difference.  A tensor that is a plain value
+    has its name in the checkpoint, and what the state does not have the one that the groups state.
+    """
+    found: dict[int, list[tuple[str, str]]] = {}
+    keys: dict[str, set[str]] = {}
+    for key, pairs in served_modules(state, groups).items():
+        for name, p in pairs:
+            found.setdefault(id(p), []).append((key, name))
+            keys.setdefault(name, set()).add(key)
+    names = ParamNames(
+        (
+            i,
+            [
+                name if len(keys[name]) == 1 else f"{key}.{name}"
+                for key, name in dict.fromkeys(pairs)
+            ],
+        )
+        for i, pairs in found.items()
+    )
+    if any(id(p) not in names for _, params in groups for p in params):
+        from holdfast.live.state.positions import add_others
+
+        add_others(names, state, groups)
+    return names
+
+
+def served_modules(state: State, groups: list[Group]) -> dict[str, list[tuple[str, torch.Tensor]]]:
+    """(name, parameter) pairs of each module of which groups have parameters, by key of the state."""
+    served = {id(p) for _, params in groups for p in params}
+    found: dict[str, list[tuple[str, torch.Tensor]]] = {}
+    for key, value in in_order(state).items():
+        pairs = [pair for module in stages(value) or () for pair in named_parameters(module)]
+        if any(id(p) in served for _, p in pairs):
+            found[key] = pairs
+    return found
+
+
+def own_params(
+    state: State, key: str, groups: list[Group], names: ParamNames
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """An optimizer's parameters that nothing else in the state has."""
+    others = {id(t) for value in state.values() if is_plain(value) for _, t in tensors_in(value)}
+    stated = {i: names[i][0] for i in names.stated}
+    for pairs in named_groups(groups, stated):
+        for name, p in pairs:
+            if (id(p) not in names or id(p) in stated) and id(p) not in others:
+                yield f"{key}.{name}.value", p
+
+
+def is_plain(value: Any) -> bool:
+    """True if a value is plain (tensors, lists, dicts): no module, optimizer or stateful object."""
+    return stages(value) is None and not is_stateful(value) and not is_optimizer(value)
+
+
+def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of nested dicts and lists with their paths, as `format.extras` names them."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, Mapping) and not (path and is_stateful(value)):
+        for k, v in value.items():
+            yield from tensors_in(v, f"{path}.{k}" if path else str(k))
+    elif isinstance(value, (list, tuple)) and not (path and is_stateful(value)):
+        for i, v in enumerate(value):
+            yield from tensors_in(v, f"{path}[{i}]")
+
+
+def named_groups(
+    groups: list[Group], names: dict[int, str]
+) -> list[list[tuple[str, torch.Tensor]]]:
+    """(name, parameter) of each group; those without a name have one of their position."""
+    return [
+        [(names.get(id(p), f"group{g}.{i}"), p) for i, p in enumerate(params)]
+        for g, (_, params) in enumerate(groups)
+    ]
+
+
+NO_HYPER = ("params", "param_names", "is_expert_parallel")
+"""Keys of a group that do not say how it is trained: whom it has, how Megatron's ranks lie."""
+
+
+def hyper(group: dict[str, Any]) -> dict[str, Any]:
+    # DeepSpeed's groups of experts bear the name of the ranks that have them
+    left_out = (*NO_HYPER, "moe", "name") if group.get("moe") is True else NO_HYPER
+    return {k: v for k, v in group.items() if k not in left_out}
+
+
+def add_optimizer(
+    live: Live, key: str, optimizer: Any, source: Source, all_names: dict[int, list[str]]
+) -> None:
+    """Add an optimizer's states, parameter groups and what it keeps of parameters beside tensors."""
+    saved: list[Any] = []
+    others: dict[str, Any] = {}
+    orders: Orders = {}
+    beside: dict[str, list[str]] = {}
+    has_inside = False
+    names = {i: found[0] for i, found in all_names.items()}
+    groups = source.groups(optimizer)
+    for (group, _), pairs in zip(groups, named_groups(groups, names)):
+        saved.append(
+            {
+                "params": [n for name, p in pairs for n in all_names.get(id(p), [name])],
+                "hyper": encode(live, key, hyper(group), inline=True),
+            }
+        )
+        for name, p in pairs:
+            plain = {}
+            master = source.master(p)
+            for state, value in states_of(optimizer, p, master).items():
+                _check_state(f"{key}.{name}", state)
+                if isinstance(value, torch.Tensor):
+                    # one number of a master may serve many parameters
+                    steady = master is None or (master.steady_states and value.ndim > 0)
+                    prefix = f"{key}.{name}"
+                    add_state(live, prefix, str(state), p, value, master, steady=steady)
+                    add_ties(live, key, str(state), all_names.get(id(p), ()))
+                    if master is None:
+                        note_order(orders, (name, str(state)), value, p)
+                else:
+                    plain[str(state)] = encode(live, f"{key}.{name}.{state}", value, inline=True)
+                    if found := list(tensors_in(value, str(state))):
+                        has_inside = True
+                        if any(lies_as_its_parameter(p, t) for _, t in found):
+                            beside.setdefault(name, []).append(str(state))
+                    for path, t in found:
+                        note_order(orders, (name, path), t, None)
+            if plain:
+                others |= dict.fromkeys(all_names.get(id(p), [name]), plain)
+    body: dict[str, Any] = {"groups": saved, "state": others}
+    body |= {"order": orders} if orders else {}
+    # tensors in lists are what their parameters are, DTensors or not, but for those of these states
+    body |= {"plain": beside} if has_inside else {}
+    live.extras[key] = {"$optimizer": body}
+    live.rules[key] = "merge"
+
+
+KINDS = ("param", "buffer", "tensor")
+"""Values of a saved tensor's `state` that say that it is no state of an optimizer."""
+
+
+def _check_state(name: str, state: Any) -> None:
+    """UsageError for a state that would not be found again."""
+    if isinstance(state, str) and state not in KINDS:
+        return
+    raise UsageError(
+        f"{name}: the optimizer has a state under the key {state!r}, which is "
+        + ("the name of tensors of models" if isinstance(state, str) else "no text"),
+        hint="give it another name",
+    )
+
+
+def add_common(
+    live: Live, key: str, optimizer: Any, on_resize: dict[str, str] | None = None
+) -> None:
+    """Add an optimizer's state that belongs to no parameter, such as a counter in `state["k"]`.
+
+    Torch's own optimizers have none; for others it is saved, too, that there is none.
+    """
+    if not isinstance(optimizer, Optimizer):
+        return
+    if isinstance(optimizer, Several):
+        _check_no_common(key, optimizer)
+        return
+    inner = stepping(optimizer)
+    found = {k: v for k, v in inner.state.items() if not isinstance(k, torch.Tensor)}
+    if not found and type(inner).__module__.startswith("torch.optim."):
+        return
+    name = common_name(key)
+    cut = [path for path, t in tensors_in(found) if isinstance(t, DTensor)]
+    if cut:
+        raise UsageError(
+            f"{key}.state.{cut[0]}: a DTensor that belongs to no parameter cannot be saved",
+            hint="let the optimizer keep it as a plain tensor, or as the state of a parameter",
+        )
+    on_device = [
+        k for k, v in found.items() if any(t.device.type != "cpu" for _, t in tensors_in(v))
+    ]
+    if on_resize and name in on_resize:
+        live.rules[name] = on_resize[name]
+    tree = {"state": found, "on_device": on_device}
+    live.extras[name] = encode(live, name, tree, inline=True)
+
+
+def _check_no_common(key: str, several: Several) -> None:
+    """UsageError if a part has state that belongs to no parameter: its name would not say which part's."""
+    for label, part in several.parts.items():
+        names = [k for k in stepping(part).state if not isinstance(k, torch.Tensor)]
+        if names:
+            raise UsageError(
+                f"{key}{label}: a {type(part).__name__} with state that belongs to no parameter "
+                f"({names[0]!r}), beside other optimizers",
+                hint="hand the optimizers over one by one, each under a key of its own",
+            )
+
+
+def refuse_common(key: str, optimizer: Any, source: Source) -> None:
+    """UsageError for state that belongs to no parameter of an optimizer inside a framework's."""
+    masters = [source.master(p) for _, params in source.groups(optimizer) for p in params]
+    inner = [m.optimizer for m in masters if m is not None and m.optimizer is not None]
+    for one in dict.fromkeys(inner):
+        names = [k for k in one.state if not isinstance(k, torch.Tensor)]
+        if names:
+            raise UsageError(
+                f"{key}: the {type(one).__name__} inside has state that belongs to no parameter "
+                f"({names[0]!r}), which is not saved of a framework's optimizer",
+                hint="keep it in the parameter groups, or in an object with state_dict() and "
+                "load_state_dict() that is a value of the state",
+            )
+
+
+def common_name(key: str) -> str:
+    """Name of the extra that holds the state of optimizer `key` that belongs to no parameter."""
+    return f"{key}.common"
+
+
+def holder_of(
+    optimizer: Any, p: torch.Tensor, master: Master | None
+) -> tuple[Optimizer | None, torch.Tensor]:
+    """The torch optimizer that has the states of a parameter here, if any, and the tensor under which it
+    has them."""
+    if master is not None:
+        return master.optimizer, master.tensor
+    return (holder(optimizer, p) if isinstance(optimizer, Optimizer) else None), p
+
+
+def states_of(optimizer: Any, p: torch.Tensor, master: Master | None) -> Mapping[str, Any]:
+    """The optimizer states of a parameter that this rank saves, by name; empty if it saves none.
+
+    A count of steps is a tensor in a checkpoint, also where an optimizer keeps a plain number.
+    """
+    inner, tensor = holder_of(optimizer, p, master)
+    if inner is None or (master is not None and master.is_copy):
+        return {}
+    found: Mapping[str, Any] = inner.state.get(tensor, {})
+    if master is not None and master.plain_numbers and isinstance(found.get("step"), int):
+        return {**found, "step": torch.tensor(float(found["step"]))}
+    return found
+
+
+def add_state(
+    live: Live,
+    prefix: str,
+    state: str,
+    p: torch.Tensor,
+    value: torch.Tensor,
+    master: Master | None,
+    *,
+    steady: bool = True,
+) -> None:
+    """Add one tensor of a parameter's optimizer state."""
+    name = f"{prefix}.{state}"
+    if master is not None:
+        live.add_parts(name, state, parts_in(master, value, name), value, steady=steady)
+        if value.ndim and master.is_padded:
+            live.padded.add(name)
+    elif lies_as_its_parameter(p, value):
+        live.add_parts(name, state, (place_state(p, value, name),), value, steady=steady)
+    else:
+        live.add(name, state, value, steady=steady)
+
+
+def add_ties(live: Live, key: str, state: str, names: Sequence[str]) -> None:
+    """State of a tied parameter goes by each of its names, as the parameter itself does."""
+    for name in names[1:]:
+        live.alias(f"{key}.{name}.{state}", f"{key}.{names[0]}.{state}")
+
+
+def place_state(p: torch.Tensor, value: torch.Tensor, name: str) -> Placed:
+    """Like `place`, for a tensor that `lies_as_its_parameter`: beside a sharded parameter, one of the shape
+    of its local part is that part."""
+    like = place(p, name)
+    if like.box.shape == like.shape:
+        return place(value, name)
+    if tuple(value.shape) != like.box.shape:
+        raise UsageError(
+            f"{name!r}: a plain tensor of shape {tuple(value.shape)} beside a sharded "
+            f"parameter of shape {like.shape} (here {like.box.shape}): "
+            "which part of what it is cannot be known",
+            hint="let the optimizer keep this state as a DTensor",
+        )
+    return Placed(value.detach(), like.shape, like.box, like.cuts)
+
+
+def lies_as_its_parameter(p: torch.Tensor, value: torch.Tensor) -> bool:
+    """True if only the parameter, a DTensor, tells where an optimizer's plain tensor lies."""
+    return isinstance(p, DTensor) and not isinstance(value, DTensor) and value.ndim > 0

@@ -1,0 +1,138 @@
+"""Parameters of an optimizer that nothing else in the state has, and how they are told apart.
+
+    torch.optim.Adam(model.named_parameters())        by the names that torch keeps in the groups
+    torch.optim.Adam(agent.net.parameters())          by where the state_dict() of an agent in the state
+                                                      has them: `agent.net.0.weight`
+    torch.optim.Adam(model.parameters())              by position, `group0.3`: no name is to be had
+
+A position says which parameter is which as long as the script makes the optimizer in the same order.  Where
+all shapes differ, another order does not fit and is refused.  Where some are alike, nothing is known: so it
+is told at the first save, and `holdfast.live.restore.positions` refuses at a load what it cannot prove.
+
+Names of wrappers at the front or inside are left out, as for modules: a script may be compiled, or wrapped
+in DDP, at one start and not at the next.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+from weakref import WeakSet
+
+import torch
+
+from holdfast.base.errors import warn_user
+from holdfast.live.sources import Group
+from holdfast.live.state.live import Live, State, in_order
+from holdfast.live.state.optimizers import ParamNames, is_plain, tensors_in
+
+IS_POSITION = re.compile(r"group\d+\.\d+")
+_WRAPPERS = re.compile(
+    r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+)
+_DDP = "module."
+
+WAYS_OUT = (
+    "make the optimizer from named parameters: AdamW([('log_alpha', log_alpha), ...]), hand the tensors "
+    "over as values of the state ({'log_alpha': log_alpha, ...}), or restore(strict=False), which takes "
+    "them in their order"
+)
+"""Ways in which parameters that nothing names get names, or go without."""
+
+in_saved_order: WeakSet[Any] = WeakSet()
+"""Optimizers that holdfast has made itself, with parameters in the order of a checkpoint."""
+
+Named = Sequence[Sequence[tuple[str, torch.Tensor]]]
+"""Name and parameter, by group."""
+
+
+def is_in_saved_order(optimizer: Any) -> bool:
+    """True for one of these."""
+    return any(one is optimizer for one in in_saved_order)
+
+
+def add_others(names: ParamNames, state: State, groups: list[Group]) -> None:
+    """Name what no module has: by where it lies in the state, else by what the groups state."""
+    taken, of_modules = {name for several in names.values() for name in several}, {*names}
+    for key, value in in_order(state).items():
+        for path, p in tensors_in(value) if is_plain(value) else ():
+            name = f"{key}.{path}" if path else key
+            if name not in taken:
+                names.setdefault(id(p), [name])
+    taken = {name for several in names.values() for name in several}
+    found = {i: n for i, n in _stated(groups).items() if i not in names and n not in taken}
+    if rest := [p for _, params in groups for p in params if id(p) not in names | found]:
+        from holdfast.live.state.in_objects import names_in_objects
+
+        taken |= {*found.values()}
+        of_objects = names_in_objects(state, rest).items()
+        found |= {i: n for i, n in of_objects if n not in taken and not IS_POSITION.fullmatch(n)}
+    names.stated = found.keys()
+    names.update({i: [name] for i, name in found.items()})
+    names.beside = names.keys() - of_modules
+
+
+def _stated(groups: list[Group]) -> dict[int, str]:
+    """Names that groups state, by id of the parameter.  One that two parameters have says nothing; nor does
+    one that looks like a position."""
+    found: dict[int, str] = {}
+    for group, params in groups:
+        names = group.get("param_names")
+        if isinstance(names, (list, tuple)) and len(names) == len(params):
+            pairs = [(id(p), n) for n, p in zip(names, params) if isinstance(n, str) and n]
+            found |= {i: _WRAPPERS.sub("", name) for i, name in pairs}
+    while found and all(name.startswith(_DDP) and name != _DDP for name in found.values()):
+        found = {i: name.removeprefix(_DDP) for i, name in found.items()}
+    times = Counter(found.values())
+    return {i: n for i, n in found.items() if times[n] == 1 and not IS_POSITION.fullmatch(n)}
+
+
+def by_position(named: Named) -> dict[str, torch.Tensor]:
+    """The parameters that are named by their position."""
+    return {
+        name: p
+        for g, pairs in enumerate(named)
+        for i, (name, p) in enumerate(pairs)
+        if name == f"group{g}.{i}"
+    }
+
+
+def alike(params: Mapping[str, torch.Tensor]) -> dict[tuple[int, ...], list[str]]:
+    """Names of the parameters of each shape that several have."""
+    found: dict[tuple[int, ...], list[str]] = {}
+    for name, p in params.items():
+        found.setdefault(tuple(p.shape), []).append(name)
+    return {shape: names for shape, names in found.items() if len(names) > 1}
+
+
+def shown_alike(found: Mapping[tuple[int, ...], list[str]]) -> str:
+    """Text of which are alike: `group0.0 and group0.1 have shape (4, 4)`."""
+    shape, names = max(found.items(), key=lambda pair: len(pair[1]))
+    more = sum(map(len, found.values())) - 2
+    return f"{names[0]} and {names[1]} have shape {shape}" + f" ({more} more are alike)" * (
+        more > 0
+    )
+
+
+def note_positions(live: Live, key: str, optimizer: Any, named: Named, state: State) -> None:
+    """Note of which weights parameters are the masters, if they are any; else give a HoldfastWarning, at
+    the first save, for those that a restart may take for each other.
+
+    The note is written also if it is empty: steps of releases that did not prove orders have none."""
+    params = by_position(named)
+    found = alike(params)
+    masters: dict[str, str] = {}
+    if found:
+        from holdfast.live.state.masters_by_hand import noted
+
+        masters = noted(optimizer, state, params)
+    live.extras[key]["$optimizer"]["masters"] = masters
+    if found and not masters and not live.before and not is_in_saved_order(optimizer):
+        warn_user(
+            f"{key!r}: parameters of this optimizer go by their positions, for nothing names them, and "
+            f"{shown_alike(found)}: a restart will be refused, for in another order they would be swapped, "
+            f"and nothing proves the order.  What to do: {WAYS_OUT}",
+            notice="positions",
+        )

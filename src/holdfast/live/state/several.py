@@ -1,0 +1,288 @@
+"""Several optimizers handed over as one.
+
+    {"model": model, "optim": [muon, adamw]}               a list, tuple or dict of optimizers
+    {"model": model, "optim": OptimizersContainer(...)}    an optimizer whose steps others make (torchtitan)
+
+Such a container has no states of its own; its parts have them, each of its own parameters.  So together
+they are one optimizer: its groups are theirs, one after the other, and the states of a parameter are those
+of the part that has the parameter.  A checkpoint says nothing of the division: names are those of
+parameters, and it loads into one optimizer, or into other parts, just as well.
+
+That holds only where the parts have each of the container's parameters once and the container has nothing
+of its own.  Where it does not, states would be lost without a word, and so it is refused by name.  The
+user's state is left as it is: `as_seen` gives another dict, in which such a value is a `Several`, or the
+only part itself.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from types import CodeType
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from holdfast.base.errors import UsageError
+from holdfast.live.state.wrapped import is_zero1, stepping
+
+State = dict[str, Any]
+MAX_DEPTH = 100
+"""Depth of lists in lists to which optimizers are looked for, at most."""
+SHOWN = 4
+"""Names in a message, at most."""
+
+
+class Several(Optimizer):
+    """Optimizers as one, for a moment: groups and states are those of the parts.
+
+    Torch knows nothing of it: it makes no steps and has no hooks; its parts do.
+    """
+
+    def __init__(self, parts: Mapping[str, Optimizer]) -> None:
+        self.parts = dict(parts)
+        """The optimizers, by what is written after the key for each: `[0]`, `.optimizers[1]`."""
+        self._part_of = {
+            id(p): part
+            for part in self.parts.values()
+            for g in part.param_groups
+            for p in g["params"]
+        }
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for part in self.parts.values() for group in part.param_groups]
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        return {k: v for part in self.parts.values() for k, v in stepping(part).state.items()}
+
+    def part_of(self, p: torch.Tensor) -> Optimizer:
+        """The part that has a parameter."""
+        return self._part_of[id(p)]
+
+
+def holder(optimizer: Optimizer, p: torch.Tensor) -> Optimizer | None:
+    """The optimizer that has the state of `p`; None if another rank has it."""
+    if isinstance(optimizer, Several):
+        return holder(optimizer.part_of(p), p)
+    if is_zero1(optimizer) and optimizer._param_to_rank.get(p) != optimizer.rank:
+        return None
+    return stepping(optimizer)
+
+
+def parts_of(optimizer: Any) -> dict[str, Optimizer]:
+    """The optimizers that one was put together from; itself if it is one."""
+    return optimizer.parts if isinstance(optimizer, Several) else {"": optimizer}
+
+
+def taken_apart(state: State) -> State:
+    """A state that was `as_seen`, with the parts under names of their own."""
+    if not any(isinstance(value, Several) for value in state.values()):
+        return state
+    found: State = {}
+    for key, value in state.items():
+        some = value.parts if isinstance(value, Several) else {"": value}
+        found |= {f"{key}{label}": part for label, part in some.items()}
+    return found
+
+
+def as_seen(state: State) -> State:
+    """The state with each container of optimizers as one optimizer; the dict itself if there is none.
+
+    UsageError for one whose parts are not all that it has, or have not all that it has.
+    """
+    seen = {key: _seen(key, value, state) for key, value in state.items()}
+    if all(value is state[key] for key, value in seen.items()):
+        return state
+    _check_once(seen)
+    return seen
+
+
+def _seen(key: str, value: Any, state: State) -> Any:
+    if isinstance(value, Optimizer):
+        return _together(key, _inside(key, "", value, state))
+    if not _leads_with_optimizer(value):
+        return value
+    parts: dict[str, Optimizer] = {}
+    for label, one in _leaves(value):
+        if not isinstance(one, Optimizer):
+            raise UsageError(
+                f"{key}{label}: a {type(one).__name__} among optimizers",
+                hint="a list or dict of optimizers holds nothing else: hand the rest over by itself",
+            )
+        parts |= _inside(key, label, one, state)
+    return _together(key, parts)
+
+
+def _leads_with_optimizer(value: Any) -> bool:
+    """True if the first that a list or dict holds is an optimizer.  One further down is refused, as any
+    object is that cannot be saved."""
+    for _ in range(MAX_DEPTH):  # a list may hold itself
+        if not isinstance(value, (list, tuple, dict)) or not value:
+            break
+        value = next(iter(value.values() if isinstance(value, dict) else value))
+    return isinstance(value, Optimizer)
+
+
+def _leaves(value: Any, label: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (what is written to get at it, value) of what nested lists and dicts hold."""
+    if isinstance(value, dict):
+        for number, (name, one) in enumerate(value.items()):
+            yield from _leaves(
+                one, f"{label}[{name!r}]" if isinstance(name, str) else f"{label}[{number}]"
+            )
+    elif isinstance(value, (list, tuple)):
+        for number, one in enumerate(value):
+            yield from _leaves(one, f"{label}[{number}]")
+    else:
+        yield label, value
+
+
+def _together(key: str, parts: dict[str, Optimizer]) -> Optimizer:
+    """One optimizer of several; UsageError if two have the same parameter, whose states have one name."""
+    if len(parts) == 1:
+        return next(iter(parts.values()))
+    owner: dict[int, str] = {}
+    for label, part in parts.items():
+        for p in (p for group in part.param_groups for p in group["params"]):
+            other = owner.setdefault(id(p), label)
+            if other != label:
+                raise UsageError(
+                    f"{key}{other} and {key}{label} have the same parameter of shape {tuple(p.shape)}",
+                    hint="hand each optimizer over under a key of its own: "
+                    + apart(key, {label: parts[label] for label in (other, label)}),
+                )
+    return Several(parts)
+
+
+def _check_once(seen: State) -> None:
+    """UsageError for a part that the state has a second time."""
+    owner: dict[int, str] = {}
+    for key, value in seen.items():
+        for label, one in parts_of(value).items() if isinstance(value, Optimizer) else ():
+            other = owner.setdefault(id(one), key + label)
+            if other != key + label:
+                raise UsageError(
+                    f"{other} and {key}{label} are the same {type(one).__name__}",
+                    hint="hand each optimizer over once",
+                )
+
+
+# -- optimizers around optimizers -----------------------------------------------------------------
+
+
+def _inside(key: str, label: str, optimizer: Any, state: State) -> dict[str, Optimizer]:
+    """The optimizers that have the states of one: itself, or all that it was made around.
+
+    UsageError for one around others where neither is right and the state does not have the others, too.
+    """
+    if is_zero1(optimizer):
+        if optimizer._overlap_with_ddp:
+            raise UsageError(
+                f"{key + label!r}: ZeroRedundancyOptimizer(overlap_with_ddp=True) is not supported",
+                hint="build it with overlap_with_ddp=False",
+            )
+        return {label: optimizer}
+    inner = inner_optimizers(optimizer)
+    shown = [name for name, one in inner.items() if one.state is optimizer.state]
+    if shown:  # around it there may be nothing, and inside it others
+        deeper = _inside(key, label + shown[0], inner[shown[0]], state)
+        return {label: optimizer} if list(deeper.values()) == [inner[shown[0]]] else deeper
+    lost = {n: one for n, one in inner.items() if not any(v is one for v in state.values())}
+    if not lost:
+        return {label: optimizer}
+    why = _why_not(optimizer, inner) if len(lost) == len(inner) else "others of it are in the state"
+    if why:
+        raise _refused(key + label, optimizer, lost, why)
+    parts: dict[str, Optimizer] = {}
+    for name, one in inner.items():
+        parts |= _inside(key, label + name, one, state)
+    return parts
+
+
+def inner_optimizers(optimizer: Any) -> dict[str, Any]:
+    """Other optimizers that one has as attributes, or in lists and dicts that are; by what is written to
+    get at each."""
+    found: dict[str, Any] = {}
+    met = {id(optimizer)}
+    for name, value in vars(optimizer).items():
+        if name in ("state", "param_groups", "defaults"):
+            continue
+        for label, one in optimizers_in(value, f".{name}"):
+            if id(one) not in met:
+                met.add(id(one))
+                found[label] = one
+    return found
+
+
+def optimizers_in(value: Any, label: str = "") -> Iterator[tuple[str, Any]]:
+    """An optimizer, or those in lists and dicts that begin with one; with what is written to get at
+    each."""
+    if isinstance(value, Optimizer) or _leads_with_optimizer(value):
+        yield from (pair for pair in _leaves(value, label) if isinstance(pair[1], Optimizer))
+
+
+def _why_not(optimizer: Any, inner: dict[str, Any]) -> str:
+    """Why the optimizers inside one are not all of it; empty if they are."""
+    states = optimizer.state.values()
+    if any(v if isinstance(v, dict) else True for v in states) or _keeps_states(type(optimizer)):
+        return "it has states of its own, too"
+    groups = [group for one in inner.values() for group in one.param_groups]
+    mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    theirs = [id(p) for group in groups for p in group["params"]]
+    if mine != set(theirs):
+        return "its groups have other parameters than theirs"
+    if len(theirs) > len(mine):
+        return "some of them have the same parameter"
+    for group in optimizer.param_groups:
+        own = sorted(set(group) - {"params", "param_names"})
+        if own and not any(group is one for one in groups):
+            return f"its groups have {own[0]!r} of their own"
+    return ""
+
+
+def _keeps_states(kind: type) -> bool:
+    """True if a method of the class, or of one between it and torch's `Optimizer`, uses `self.state`.
+
+    SAM has its first states after its first step; it is refused before, as it would be then.
+    """
+    own = (one for one in kind.__mro__ if one not in Optimizer.__mro__)
+    methods = (inspect.unwrap(m) for one in own for m in vars(one).values() if callable(m))
+    codes = (m.__code__ for m in methods if inspect.isfunction(m))
+    return any(_uses_state(code, code.co_varnames[0]) for code in codes if code.co_argcount)
+
+
+def _uses_state(code: CodeType, own: str) -> bool:
+    """True if `self.state` is in a function, or in one that is inside it.  `own`: how it calls `self`."""
+    for before, then in pairwise(dis.get_instructions(code)):
+        # one instruction may load two names, the last of which is on top
+        names = before.argval if isinstance(before.argval, tuple) else (before.argval,)
+        if names[-1:] == (own,) and then.argval == "state" and then.opname.endswith("_ATTR"):
+            return True
+    return any(_uses_state(inner, own) for inner in code.co_consts if isinstance(inner, CodeType))
+
+
+def _refused(where: str, optimizer: Any, lost: dict[str, Any], why: str) -> UsageError:
+    named = [f"a {type(one).__name__} ({name})" for name, one in list(lost.items())[:SHOWN]]
+    more = f" and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
+    return UsageError(
+        f"{where!r}: a {type(optimizer).__name__} around {', '.join(named)}{more}, whose state would be "
+        f"lost; for one optimizer they cannot be taken: {why}",
+        hint=f"hand them over, too: {apart(where, lost, optimizer)}",
+    )
+
+
+def apart(where: str, parts: Mapping[str, Any], outer: Any = None) -> str:
+    """Text for hints: the dict that hands optimizers over one by one."""
+    plain = where.partition("[")[0].partition(".")[0]
+    shown = "optimizer" if outer is not None else where
+    rows = [f"{plain!r}: optimizer"] if outer is not None else []
+    rows += [
+        f"'{plain}_{'inner' if len(parts) == 1 else number}': {shown}{label}"
+        for number, label in enumerate(list(parts)[:SHOWN])
+    ]
+    return "{" + ", ".join(rows) + (", ..." if len(parts) > SHOWN else "") + "}"

@@ -1,0 +1,76 @@
+"""States of an optimizer that share memory with each other.
+
+    state["average"] = state["momentum"]          one tensor under two names
+    state["step"] = self.step                     one tensor for all parameters
+
+A checkpoint has each under its own name, and an optimizer that has no states yet gets each in memory of its
+own.  What is written to one is not in the other from then on, and the training is another one.  Whether
+states are written at all cannot be known here, so it is said, not refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from holdfast.base.errors import warn_user
+from holdfast.live.state.kinds import PLAIN
+from holdfast.live.state.placed import local_of
+from holdfast.live.state.several import SHOWN, holder
+
+Span = tuple[int, int, int, str]
+"""Addresses where the memory of a state begins and ends, the number of the state, and its name."""
+
+
+def tell_shared(key: str, optimizer: Optimizer, names: Mapping[int, list[str]]) -> None:
+    """HoldfastWarning for states of which one lies in the memory of another.  `names`: of parameters, by
+    id."""
+    spans = sorted(_spans(optimizer, names))
+    pairs = [sorted([a[2:], b[2:]]) for a, b in pairwise(spans) if b[0] < a[1]]
+    shared = [f"{one} and {other}" for (_, one), (_, other) in sorted(pairs)]
+    if shared:
+        more = f" and {len(shared) - SHOWN} more pairs" if len(shared) > SHOWN else ""
+        warn_user(
+            f"{key!r}: states of {type(optimizer).__name__} share memory: {', '.join(shared[:SHOWN])}"
+            f"{more}. An optimizer without states that is restored has them in memory of their own, and "
+            "what is written to one is not in the other: have such a state once, in the parameter group "
+            "or, by a name, in optimizer.state"
+        )
+
+
+def _spans(optimizer: Any, names: Mapping[int, list[str]]) -> Iterator[Span]:
+    """Yield the spans of states with elements in memory that torch knows; of one with gaps only the first
+    element counts, for others may lie in the gaps."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    number = 0
+    for i, p in enumerate(params):
+        inner = holder(optimizer, p)
+        states = inner.state.get(p, {}) if inner is not None else {}
+        for state, value in states.items() if isinstance(states, dict) else ():
+            if not _is_in_memory(value) or _is_table(inner, state):
+                continue
+            local = local_of(value)
+            start, elements = local.data_ptr(), local.numel() if local.is_contiguous() else 1
+            if start and local.numel():
+                number += 1
+                name = names.get(id(p), [f"parameter {i}"])[0]
+                yield start, start + elements * local.element_size(), number, f"{name}.{state}"
+
+
+def _is_table(optimizer: Any, state: str) -> bool:
+    """True if a state is a table of bitsandbytes, which has none before it is imported."""
+    if "bitsandbytes" not in sys.modules:
+        return False
+    from holdfast.live.state.quantised import is_table
+
+    return is_table(optimizer, state)
+
+
+def _is_in_memory(value: Any) -> bool:
+    return type(value) in PLAIN | {DTensor} and value.layout is torch.strided

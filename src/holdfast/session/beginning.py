@@ -1,0 +1,169 @@
+"""The beginning of a run, and the saves that are refused because of it.
+
+Of the newest run of a root the last step counts.  So a run that has not looked at what is there, or that
+numbers its steps anew, would hide what came before, and nobody would see it until the next restart.  Two
+things are refused, unless the user says `Checkpointer(anew=True)`:
+
+    the root or memory has steps, none was restored     at the first `step` or `save`
+    a step at or below the one that was restored        when it would be saved
+
+Saving the restored step itself once more is no fault, as long as no optimizer has stepped since: weights
+that are averaged for an evaluation and put back, or a metric that goes on, are no training.  A module of
+that step which comes into the state only after the restore is given what the step has (`late`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from holdfast.base.errors import UsageError
+from holdfast.base.notices import Notices
+from holdfast.live.saving import Save
+from holdfast.live.state.collecting import RunState
+from holdfast.live.state.exchanged import Taken
+from holdfast.live.state.noticing import Noticing
+from holdfast.session.tiers import Tiers
+
+if TYPE_CHECKING:
+    from holdfast.live.restore.result import Restored, RestoredFrom
+
+ANEW = "Checkpointer(..., anew=True)"
+
+SAVES = 10
+"""Saves after a restore, and after the last late key, at which ranks ask each other for late keys."""
+
+
+class Beginning:
+    """The decisions of a run on the steps that were there."""
+
+    def __init__(self, tiers: Tiers, state: RunState, notices: Notices, *, anew: bool) -> None:
+        self._root = tiers.store.url
+        self._there = tiers.there
+        self._group = tiers.group
+        self._state = state
+        self._notices = notices
+        self._anew = anew
+        self._is_decided = anew or not tiers.there
+        self._unasked = tiers.memory if self._is_decided and not anew else None
+        """Memory that may have snapshots of a run before, where the root has no steps."""
+        self._origin: RestoredFrom | None = None
+        """The place of the step that was restored."""
+        self._least: int | None = None
+        """The step that was restored, if later ones have to be above it; None if any will do."""
+        self._late: frozenset[str] = frozenset()
+        """Keys of the restored step that no rank's state had; none once ranks ask no more."""
+        self._taken: Taken | None = None
+        """The modules that have taken restored values, until the next save."""
+        self._saves_left = 0
+        """Saves at which late keys are still looked for."""
+        self._was_read = False
+        """True once the state could be read."""
+        self._refused: UsageError | None = None
+
+    # -- before a save ----------------------------------------------------------------------------
+
+    def check(self, step: int, noticing: Noticing) -> None:
+        """UsageError if the step may not be saved.  Collective where the step is the restored one."""
+        self.check_decided()
+        last = self._least
+        if last is None or step > last:
+            return
+        if step == last and not self._group.any(noticing.has_trained()):
+            return
+        why = "has been trained on since" if step == last else "is newer"
+        raise UsageError(
+            f"step {step} is not saved: step {last} of {self._root} was restored, and {why}; the next "
+            "restart would take the one that was saved later",
+            step=step,
+            hint=f"count on from the restored step ({last + 1}, ...), and save an initial state only `if "
+            f"not restored.found`; restore(step=...) goes back on purpose, and {ANEW} numbers anew",
+        )
+
+    def check_decided(self) -> None:
+        """UsageError if the root or memory has steps, and the user has not said what becomes of them.
+        Collective at first."""
+        if self._unasked is not None:
+            memory, self._unasked = self._unasked, None
+            if found := memory.survey().manifests:
+                newest = max(m.step for m in found)
+                self._is_decided, self._there = False, f"step {newest} in host memory"
+        if not self._is_decided:
+            raise UsageError(
+                f"{self._root} has steps of a run before ({self._there}), and none was restored: a "
+                "restart would take what this run saves for the newest",
+                hint="call restore() before the first step, which goes on from the newest one; or give "
+                f"this run a root of its own; or say {ANEW}, to begin anew beside them: those "
+                "whose numbers it comes to are replaced, and no others; after holdfast.load(...) say "
+                "anew=True, or use ckpt.restore() in its place",
+            )
+
+    def look_for_late(self, *, is_save: bool = True) -> None:
+        """Give what has come since the restore what the restored step has of it.  Collective if there may
+        be any, which holds for a few saves."""
+        if is_save and self._taken is not None and self._origin is not None:
+            self._taken.tell_exchanged(self._state.given, self._origin.step, self._notices)
+            self._taken = None
+        if self._late and self._origin is not None:
+            from holdfast.session.late import give
+
+            late = give(self._late, self._state.given, self._origin, self._group, self._notices)
+            self._saves_left = SAVES if late != self._late else self._saves_left - is_save
+            self._late = late if self._saves_left else frozenset()
+
+    # -- reading the state ------------------------------------------------------------------------
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """A block in which the state is read.  A UsageError that comes there at first is the user's, for
+        the state can never be saved: see `refuse`."""
+        try:
+            yield
+        except UsageError as error:
+            if not self._was_read:
+                self._refused = error
+            raise
+        self._was_read = True
+
+    def refuse(self, save: Save) -> None:
+        """Raise what is wrong with the state that `save` has read, whatever failed saves are to do.  The
+        other ranks hear of it as of any save that fails."""
+        error, self._refused = self._refused, None
+        if error is not None:
+            save.told = True
+            raise error
+
+    # -- a restore --------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Begin a restore: what an earlier one has decided holds no more."""
+        self._least, self._late, self._taken = None, frozenset(), None
+
+    def went_on(self, restored: Restored, origin: RestoredFrom, *, is_asked: bool) -> None:
+        """Note what was restored, and tell of what the state lacks.  `is_asked`: the user has named an
+        older step, and may number anew.  Collective."""
+        self._is_decided, self._unasked, self._origin = True, None, origin
+        if restored.found and not (is_asked or self._anew):
+            self._least = int(restored)
+        missing = self._missing(origin.keys)
+        if not self._anew:
+            self._late, self._saves_left = missing, SAVES
+        if restored.found and not self._anew:
+            self._taken = Taken(self._state.given)
+        for key in sorted(missing) if self._group.rank == 0 else ():
+            self._notices.once(
+                "untaken-key",
+                f"step {restored} has {key!r}, and the state lacks it: it was not restored, and the next "
+                "saves will not have it; if it is needed, put it into the state before restore()",
+                about=key,
+            )
+        self._notices.tell()
+
+    def _missing(self, keys: frozenset[str]) -> frozenset[str]:
+        """Return those of some keys that no rank's state has.  Collective."""
+        own = self._state.everything().keys()
+        if not self._group.any(not keys <= own):
+            return frozenset()
+        theirs = self._group.all_gather("\n".join(own).encode())
+        return keys.difference(*(known.decode().split("\n") for known in theirs))

@@ -1,0 +1,786 @@
+"""The one object that a training script holds: `Checkpointer`.
+
+It decides when to save and says what failed.  Where the state goes is in `tiers`, what a run begins with in
+`restart`, how saves end in `ending`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from importlib import import_module
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+from holdfast.base import events
+from holdfast.base.arguments import (
+    choice_of,
+    flag_of,
+    function_of,
+    instance_of,
+    path_of,
+    patterns_of,
+    rules_of,
+    seconds_of,
+    step_of,
+    timeout_of,
+    unfit,
+)
+from holdfast.base.errors import HoldfastError, UsageError
+from holdfast.base.events import emit, span
+from holdfast.base.notices import Notices
+from holdfast.core.checkpoint.tidying import Keep
+from holdfast.core.group import Group
+from holdfast.core.layout import Mesh
+from holdfast.live.roots import open_shared, require_native_root
+from holdfast.live.saving import Save
+from holdfast.live.state.collecting import RunState
+from holdfast.live.state.live import RULES, Live, State, check_keys, loaded_states
+from holdfast.live.state.noticing import Noticing
+from holdfast.live.state.rng import Rng
+from holdfast.live.state.window import rest, resting
+from holdfast.session.beginning import Beginning
+from holdfast.session.ending import Ending, Saves
+from holdfast.session.schedule import Every, every_of
+from holdfast.session.tiers import Tiers
+
+if TYPE_CHECKING:
+    from holdfast.live.restore.result import Found, Restored
+    from holdfast.live.saving.attaching import Attached, AttachedFiles, FileSource
+    from holdfast.live.saving.noting import Noting
+    from holdfast.policy.tuning import Auto
+    from holdfast.session.restart import Restart
+    from holdfast.session.sigterm import SigtermStop
+    from holdfast.session.steering import Steering
+    from holdfast.tiers.memory.options import Memory
+    from holdfast.tiers.memory.tier import MemoryTier
+    from holdfast.tiers.records.options import Delta
+
+NO_RECORDS = (
+    "records are switched on (delta=) and none is made: every=Every(delta=1) records every step"
+)
+
+
+class Checkpointer:
+    """Keeps a training run's state; made once, on every rank, with the same arguments.
+
+    `path` is the root of the run's steps, a folder that all ranks reach; `state` a dict of modules (or
+    lists of pipeline stages), optimizers, objects with `state_dict`/`load_state_dict`, and nested dicts of
+    tensors and plain values.  Plain values are read from the dict at each save and put back into it by
+    `restore`.  The random number generators are included under the key `rng`, unless the state has one.
+    What does not exist yet may be added to `Checkpointer.state` before `restore` or the first save.
+
+    `every`: how often `step` saves: a number of steps between durable saves, or an `Every` with a number
+    for each tier; with `Auto`, as often as pays, by what saves are measured to cost.
+    `memory`: snapshots in host memory, which survive the training processes.  `delta`: a record of every
+    step, from which a restart does the steps after the newest full save again.  `keep`: which steps stay.
+    `when_busy`: whether what is due waits for the save in flight (`"queue"`) or is left out (`"skip"`).  By
+    default durable saves wait, unless that one hangs on storage which has not answered for 30 s, and
+    snapshots in memory, the next of which is a few steps away, do not.
+    `on_error`: whether a failed save is reported by a warning or raised, at the next call.  `on_resize`:
+    by key, what becomes of state that differs between ranks when their number changes (`same`, `rank0`,
+    `redistribute`, `fresh`).
+    `replicas`: whether it is proved that what several ranks have of one tensor is the same bytes: at the
+    first save that has it, and by samples at later ones (`once`), whole at each (`verify`), or not
+    (`trust`); if they differ, the save fails with a LayoutError.
+    `files`: small files that are kept beside each durable step, by name: a path, bytes, or a function that
+    returns them; see `files`.
+    `mesh`: a DeviceMesh whose axis names the checkpoint shall carry.  `sigterm_s`: on SIGTERM, save
+    and stop within that many seconds.  `deadline_s` bounds every wait.
+    `anew`: what is not restored begins anew, beside the steps of runs before: one of the same
+    number is replaced, and none else deleted.
+    Without it a root that has steps is to be restored from, and steps are counted on from there.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        state: State | None = None,
+        *,
+        every: Every | Auto | int | None = None,
+        memory: Memory | None = None,
+        delta: Delta | None = None,
+        keep: Keep | None = None,
+        upload: str | os.PathLike[str] | None = None,
+        upload_keep: Keep | None = None,
+        when_busy: Literal["queue", "skip"] | None = None,
+        on_error: Literal["warn", "raise"] = "warn",
+        on_resize: dict[str, str] | None = None,
+        replicas: Literal["once", "verify", "trust"] = "once",
+        files: Mapping[str, FileSource] | None = None,
+        mesh: Any = None,
+        sigterm_s: float | None = None,
+        deadline_s: float = 600.0,
+        anew: bool = False,
+    ) -> None:
+        call = "Checkpointer"
+        root = path_of(path, call, "path")
+        require_native_root(root)
+        behind = None if upload is None else path_of(upload, call, "upload")
+        state = {} if state is None else state
+        if not isinstance(state, dict) or state:
+            check_keys(state)
+        _check_choices(call, when_busy, on_error, replicas, anew)
+        _check_tiers(memory=memory, delta=delta, keep=keep, upload_keep=upload_keep)
+        _check_homes(root, behind, upload_keep)
+        known = (*state, "rng") if state else None
+        on_resize = rules_of(on_resize, RULES, known, call, "on_resize")
+        every = every_of(every, memory=memory is not None, delta=delta is not None)
+        deadline_s = seconds_of(deadline_s, call, "deadline_s")
+        sigterm_s = _checked_sigterm(sigterm_s, call)
+        named = _named_mesh(mesh)
+        self._files = _attached_files(files) if files is not None else None
+        self.when_busy, self._root = when_busy, root
+        self._state, self._notices = RunState(state, on_resize), Notices(on_error)
+        self._pid, self._prepared = os.getpid(), False
+        self._restored: Restored | None = None
+        group = Group(deadline_s, "Checkpointer()")
+        self._saves = Saves(group, self._notices)
+        self._tiers = Tiers(
+            open_shared(root, group),
+            group,
+            self._state.everything,
+            keep=keep,
+            mesh=named,
+            replicas=replicas,
+            carry_bytes=0 if memory is None else memory.carry_bytes,
+            upload=None if behind is None else open_shared(behind, group),
+            upload_keep=upload_keep,
+        )
+        self._tiers.keep(memory, delta, on_resize)
+        self._beginning = Beginning(self._tiers, self._state, self._notices, anew=bool(anew))
+        self._steering = _steering(every, self._tiers)
+        self.every = _in_force(every, self._steering)
+        """The frequencies in force now."""
+        self._stop = None if sigterm_s is None else _stop_at_sigterm(group, sigterm_s)
+        uploads = list if self._tiers.upload is None else self._tiers.upload.unheard
+        self._ending = Ending(group, self._saves.untold, self._unheard, uploads)
+        self._noticing = Noticing(self._state, self._notices)
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        try:
+            if error is not None and self._tiers.memory is not None and self._is_open:
+                self._tiers.memory.leave()
+        finally:  # also if this rank hears only now that another is lost
+            self._end(None, finished=error is None, error=error)
+
+    @property
+    def state(self) -> State:
+        """The dict that was handed over; may be filled until `restore` or the first save."""
+        return self._state.given
+
+    @property
+    def files(self) -> AttachedFiles:
+        """The files that are kept beside each durable step, by name: `ckpt.files["config.json"] = path`, or
+        bytes, or a function that returns them.
+
+        Rank 0 reads them when a durable save begins; at most 64 MiB in all.  One that cannot be read is
+        left out, and reported as `on_error` says.  Snapshots in memory have none.
+        """
+        if self._files is None:
+            self._files = _attached_files(None)
+        return self._files
+
+    # -- saving -----------------------------------------------------------------------------------
+
+    def step(self, step: int, *, metrics: Mapping[str, float] | None = None) -> None:
+        """Call after each optimizer step, with its number: saves if one is due, with these `metrics`.
+
+        Copies buffers and plain values, then returns; waits for room in a full queue of records, with
+        `Auto` at each tenth step for rank 0, and for the whole copy if steps are in a CUDA graph.
+        Failures of earlier saves are told here (`on_error`).
+        After SIGTERM, with `sigterm_s`, it saves and raises SystemExit(143).
+        """
+        step = step_of(step, "Checkpointer.step")
+        if metrics is not None:
+            _check_metrics(metrics, "Checkpointer.step")
+        self._check_ready()
+        self._beginning.check_decided()
+        self._saves.in_vain.at(step)
+        events.last_step = step
+        self._tiers.saver.gate.look(step)
+        self._noticing.look(step)
+        rest()
+        self._look_back()
+        if self._stop is not None and self._stop.now(step):
+            self._save_and_stop(step, self._stop)
+        if self._steering is not None:
+            self.every = self._steering.at(step, self._tiers.delta)
+        every, memory = self.every, self._tiers.memory
+        due, due_in_memory = (
+            n is not None and step % n == 0 for n in (every.durable, every.memory)
+        )
+        if due or due_in_memory:
+            self._check_newer(step)
+        elif self._tiers.delta is not None:
+            self._beginning.check(step, self._noticing)
+        if not (due or due_in_memory or self._prepared):
+            self._beginning.look_for_late(is_save=False)
+        if self._recorded_by_a_save(step, due, metrics):
+            pass
+        elif due:
+            added = None if metrics is None else self._attached(metrics)
+            must, yields = self.when_busy != "skip", self.when_busy is None
+            self._begin(step, must=must, yields=yields, added=added)
+        elif due_in_memory and memory is not None:
+            self._snapshot(step, memory)
+        elif not self._prepared:
+            self._prepare()
+            self._warn_if_never_due()
+        self._prepared = True
+        self._notices.tell()
+
+    def _check_newer(self, step: int) -> None:
+        """UsageError if what begins with the restored step does not allow to save this one."""
+        self._beginning.check(step, self._noticing)
+        self._beginning.look_for_late()
+
+    def _recorded_by_a_save(
+        self, step: int, durable: bool, metrics: Mapping[str, float] | None
+    ) -> bool:
+        """Make a record of this step; if records have nothing to lead on from, a full save instead."""
+        delta = self._tiers.delta
+        if delta is None:
+            return False
+        if self.every.delta is None:
+            if self._steering is None and not self._prepared:
+                self._notices.warn(NO_RECORDS)
+            delta.end("no records are due")
+            return False
+        delta.record(step, self.every.durable)
+        while delta.news:
+            self._notices.warn(delta.news.pop(0))
+        if (notice := delta.notice()) is not None:
+            self._notices.complain(notice)
+        if self._steering is not None and self._steering.batch is not None:
+            delta.rebatch(self._steering.batch)
+        failed = delta.error
+        if failed is not None:
+            failed.hint = failed.hint or "records begin again with the next full save"
+        self._notices.complain_once(failed, f"records end: {failed}")
+        if failed is not None and durable:
+            delta.revive()
+        if not delta.needs_base(step):
+            return False
+        if not durable:
+            self._beginning.look_for_late()
+        added = None if metrics is None else self._attached(metrics)
+        save = self._begin(step, must=True, live=True, added=added)
+        delta.begin_from((self._tiers.run, step), save)
+        delta.prepare()
+        return True
+
+    def _snapshot(self, step: int, memory: MemoryTier) -> None:
+        self._noticing.saving(step)
+        with span("snapshot.call", step=step):
+            must = self.when_busy == "queue"
+            save = memory.begin(self._collect, step, durable=False, must=must)
+        self._saves.untold.append(save)
+        self._beginning.refuse(save)
+        if self._steering is not None:
+            self._steering.saving("memory", save)
+
+    def _warn_if_never_due(self) -> None:
+        if self.every == Every() and self._steering is None and self._stop is None:
+            self._notices.warn(
+                "step() saves nothing, because no every= was given; every=1000 saves each 1000 steps"
+            )
+
+    def _prepare(self) -> None:
+        """Have memory ready before the first save is due."""
+        if self._tiers.memory is not None:
+            self._saves.untold.append(self._tiers.memory.prepare(self._collect))
+            self._beginning.refuse(self._saves.untold[-1])
+        elif self.every.durable is not None:
+            self._beginning.refuse(self._tiers.durable.prepare(self._collect))
+
+    def save(
+        self,
+        step: int,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        files: Mapping[str, FileSource] | None = None,
+    ) -> Save:
+        """Save durably now, whatever is due; waits for a save in flight.  Returns a handle.
+
+        `metrics`: numbers by name, which `Keep(best=)` goes by; `files`: more files for this step, beside
+        and before those of `Checkpointer.files`.  Those of rank 0 count.
+        """
+        step = step_of(step, "Checkpointer.save")
+        self._check_ready()
+        self._check_newer(step)
+        self._report()
+        added = self._attached(metrics, files)
+        return self._begin(step, must=True, added=added)
+
+    def _attached(self, metrics: Any = None, files: Any = None) -> Attached | None:
+        """Return what a durable save that begins now adds to its step."""
+        if not self._files and metrics is None and files is None:
+            return None
+        from holdfast.live.saving.attaching import attached
+
+        def complain(error: BaseException) -> None:
+            self._notices.complain(error, f"the step is saved without a file: {error}")
+
+        is_first = self._tiers.group.rank == 0
+        call = "Checkpointer.save"
+        return attached(self._files or {}, files, metrics, call, complain, reads=is_first)
+
+    def _begin(
+        self,
+        step: int,
+        *,
+        must: bool,
+        live: bool = False,
+        yields: bool = False,
+        added: Attached | None = None,
+    ) -> Save:
+        """Begin a save.  `must`: whatever is in flight; `yields`: unless that waits for storage in vain.
+        `live`: not from a replica, which could be lost meanwhile."""
+        self._check_open()
+        self._noticing.saving(step)
+        added = added or self._attached()
+        memory, delta, run = self._tiers.memory, self._tiers.delta, self._tiers.run
+        if delta is not None:
+            delta.check_save(step)
+        with span("save.call", step=step):
+            if memory is not None:
+                save = memory.begin(
+                    self._collect, step, durable=True, must=must, live=live, attached=added
+                )
+            else:
+                save = self._tiers.durable.begin(
+                    self._collect, step, must=must, yields=yields, attached=added
+                )
+        self._saves.untold.append(save)
+        self._saves.in_vain.begun(step)
+        self._saves.numbers.look(self.state, step)
+        self._beginning.refuse(save)
+        if self._steering is not None:
+            self._steering.saving("durable", save)
+        if self._tiers.upload is not None:
+            self._tiers.upload.watch(save)
+        if delta is not None:
+            delta.saving(save)
+        if delta is not None and delta.parent is not None:
+            of_run, of_step = delta.parent
+            if of_step == step and of_run != run:  # it replaces what records would lead on from
+                delta.begin_from((run, step), save)
+        return save
+
+    def _collect(self) -> Live:
+        memory = self._tiers.memory
+        with self._beginning.collecting():
+            live = self._state.collect()
+            return live if memory is None else memory.arranged(live)
+
+    def _report(self) -> None:
+        """Tell the user of saves that have failed since the last call, and of what memory cannot bear."""
+        self._look_back()
+        self._notices.tell()
+
+    def _look_back(self) -> None:
+        """See what there is to be told."""
+        tiers = self._tiers
+        for tier in (tiers.saver, tiers.durable, tiers.memory, tiers.upload):
+            while tier is not None and tier.news:
+                self._notices.warn(tier.news.pop(0))
+        self._saves.look_back()
+
+    def _unheard(self) -> list[str]:
+        """Return the news that a next call would tell, beside saves that have failed."""
+        delta = self._tiers.delta
+        failed = None if delta is None else delta.error
+        news = self._notices.texts + self._lost_steps()
+        return news if self._notices.was_told(failed) else [*news, f"records end: {failed}"]
+
+    def _lost_steps(self) -> list[str]:
+        loss = "" if self._tiers.delta is None else self._tiers.delta.loss()
+        return [loss] if loss else []
+
+    def _save_and_stop(self, step: int, stop: SigtermStop) -> None:
+        emit("stopping", step=step)
+        self._notices.only_warn()  # the process ends because of the signal
+        self._tiers.saver.is_last = True
+        try:
+            self._check_newer(step)
+            self._begin(step, must=True, live=True).wait(stop.left())
+        finally:
+            self._end(stop.left(), finished=False)
+        raise SystemExit(128 + signal.SIGTERM)
+
+    # -- committed steps --------------------------------------------------------------------------
+
+    def on_commit(self, call: Callable[[int], object]) -> None:
+        """Call `call(step)` for each step that is saved durably: on every rank, in the training thread, at
+        the next `step`, `save`, `wait` or `close` after its commit.
+
+        Not of a save that failed or was left out.  `wait` and `close` have called all when they return,
+        `close` before it ends anything.  What `call` raises is reported as `on_error` says.
+        """
+        what = "that takes the number of a step"
+        self._check_open()
+        self._saves.calls.append(function_of(call, "Checkpointer.on_commit", "call", what, 1))
+
+    def pin(self, step: int, label: str) -> None:
+        """Let `label` name a step, and no longer another one.  A step that a label names stays, whatever
+        `keep` says and whoever tidies up.
+
+        A step that is being saved stays from its commit on.  Where its save has failed, or storage does,
+        that is reported as a failed save is (`on_error`); of a step that `step` and `save` have not come to
+        yet it is NotFound.  Collective; blocks for a few requests to storage.
+        """
+        with self._saves.in_vain.told(lambda: f"the label {label!r} names no step {step}", step):
+            self._noting().pin(step, label)
+
+    def unpin(self, label: str) -> None:
+        """Take a label away, if there is one of that name.  Collective; blocks as `pin`."""
+        with self._saves.in_vain.told(lambda: f"the label {label!r} is not taken away"):
+            self._noting().unpin(label)
+
+    def metrics(self, step: int, **values: float) -> None:
+        """Note metrics of a step after an evaluation, `metrics(100, loss=0.3)`: `Keep(best=)` goes by them.
+
+        They stand beside those that it has, and in place of those of the same name.  Failures, NotFound
+        and what blocks are as of `pin`.  Collective; those of rank 0 count.
+        """
+        with self._saves.in_vain.told(lambda: f"metrics of step {step} are not kept", step):
+            self._noting().measure(step, values)
+
+    def _noting(self) -> Noting:
+        from holdfast.live.saving.noting import Noting
+
+        self._check_open()
+        saving = [s.step for s in self._saves.untold if s.kind == "save" and not s.done()]
+        tiers, upload = self._tiers, self._tiers.upload
+        changed = None if upload is None else upload.renew_notes
+        coming = dict.fromkeys(saving, tiers.run)
+        return Noting(tiers.group, tiers.durable.steps, coming, changed)
+
+    # -- restoring --------------------------------------------------------------------------------
+
+    def find(self, step: int | None = None) -> Found | None:
+        """Return what `restore()`, or `restore(step)`, would reach: its step, its tier and the plain values
+        of its state, before there is a state; None if the run has saved nothing.
+
+        Looks at all tiers.  No tensors are read: damaged steps are passed over, with a warning, as far as
+        manifests, records' headers and lengths of files tell.  Collective; blocks.
+        """
+        step = None if step is None else step_of(step, "Checkpointer.find")
+        self._check_open()
+        return self._restart("find()").find(step)
+
+    def restore(
+        self,
+        step: int | Found | None = None,
+        *,
+        source: str | os.PathLike[str] | None = None,
+        keep_source: bool = False,
+        only: str | Sequence[str] | None = None,
+        cast: bool = False,
+        strict: bool = True,
+        verify: bool = True,
+    ) -> Restored:
+        """Put the newest good step (or step `step`) into the live state; return its number, 0 if there is
+        none.  The number also says what was restored from: see `Restored`.
+
+        Works on any layout.  A damaged step is passed over with a warning; NotRecoverable says why if
+        there are only damaged ones.  What `find` returned is restored exactly, whatever was saved since, or
+        not at all: NotRecoverable if it is damaged, and the next `find` passes over it.
+
+        `source`: another root, or a foreign checkpoint (also by a prefix: `torch:PATH`), to begin with as
+        long as the own root has no steps.  Without it, a foreign checkpoint that lies in the root itself is
+        begun with.  `keep_source` saves what it gave as this run's own step at once, in the background: the
+        next restarts read that.  `cast`, `strict` and `verify` are as of `load`, and so is `only`, of what
+        `source` gives: a run's own steps are restored whole.  Collective; blocks.
+        """
+        from holdfast.live.restore.result import Found
+        from holdfast.session.restart import origin_of
+
+        call = "Checkpointer.restore"
+        found, step = (step, None) if isinstance(step, Found) else (None, step)
+        step = None if step is None else step_of(step, call)
+        source = None if source is None else path_of(source, call, "source")
+        patterns = None if only is None else patterns_of(only, call, "only")
+        if patterns is not None and source is None:
+            raise UsageError(
+                "restore(only=...) is of what source= gives: a run's own steps are restored whole"
+            )
+        flags = {"keep_source": keep_source, "strict": strict, "cast": cast, "verify": verify}
+        for name, flag in flags.items():
+            flag_of(flag, call, name)
+        self._check_ready()
+        self._restored = None
+        self._beginning.forget()
+        restart = self._restart("restore()", cast=cast, strict=strict, verify=verify)
+        origin = None
+        if found is None and not restart.survey.candidates:
+            origin = origin_of(self._root, source, self._tiers.group)
+        if self._steering is not None:
+            self._steering.lost(*restart.survey.lost_with_nodes())
+        with loaded_states.noted(), span("restore") as fields:
+            if origin is not None:
+                fields["source"] = origin
+                restored = restart.from_source(origin, step, patterns)
+            else:
+                restored = restart.to(step if found is None else found)
+            fields["step"] = int(restored)
+            loaded_states.ask()
+            self._go_on_from(restart, restored, must_save=keep_source and origin is not None)
+        is_asked = step is not None if found is None else restart.is_back
+        is_elsewhere = origin is not None and not keep_source
+        self._beginning.went_on(restored, restart.origin(), is_asked=is_asked or is_elsewhere)
+        self._restored = restored
+        return restored
+
+    def restore_rng(self) -> None:
+        """Put the random number generators once more to where the restored step had them.
+
+        Call it when what draws from them at the start of a run has drawn: each `iter()` of a DataLoader
+        draws from torch's default generator.  UsageError if nothing was restored, or if the generators
+        were not: on another number of ranks they are fresh.
+        """
+        from holdfast.session.restart import restore_generators
+
+        self._check_open()
+        restore_generators(self._state.generators, self._restored)
+
+    def _restart(
+        self, call: str, *, cast: bool = False, strict: bool = True, verify: bool = True
+    ) -> Restart:
+        """Look at all tiers, with nothing under way to them.  Collective."""
+        from holdfast.live.restore.targets import RestoreOptions
+        from holdfast.session.restart import Restart
+
+        self.wait()
+        if self._tiers.delta is not None:
+            self._tiers.delta.settle()
+        self._tiers.group.together(call)  # all ranks' records are there when rank 0 lists them
+        options = RestoreOptions(
+            cast=cast, strict=strict, on_resize=self._state.on_resize, mesh=self._tiers.mesh
+        )
+        return Restart(self._tiers, self._state.everything(), options, verify=verify)
+
+    def _go_on_from(self, restart: Restart, restored: Restored, *, must_save: bool) -> None:
+        """Make the restored state the one that tiers go on from, and have it where the next restart finds
+        it, if it was in the nodes' memory only or `must_save`."""
+        delta, memory = self._tiers.delta, self._tiers.memory
+        self._tiers.saver.movers.forget()
+        self._noticing.begin(int(restored))
+        if restart.leaves_behind():
+            self._tiers.leave_behind(None if restart.taken is None else restart.taken.step)
+        restart.take_line()
+        records = None if restart.reached is None or self.every.delta is None else delta
+        if records is not None and not restart.is_complete():
+            records.end("the restored step has not all of the live state")
+            records = None
+        if records is not None and restart.reached is not None:
+            records.begin_from(restart.reached, save_bytes=restart.save_bytes)
+        self._saves.numbers.went_on(self.state, restart.state, found=restored.found)
+        for key in self.state:
+            self.state[key] = restart.state[key]
+        # records that lead on from a step need it, too
+        is_lasting = self.every.durable is not None or (
+            delta is not None and delta.parent is not None
+        )
+        generators = Rng().state_dict()
+        if must_save or (is_lasting and restart.is_unsaved(is_recording=records is not None)):
+            added = restart.attached(self._attached, self._files or (), self._notices.warn)
+            self._begin(int(restored), must=True, added=added)
+        elif memory is not None and restart.needs_protection():
+            self._snapshot(int(restored), memory)
+        if records is not None:
+            records.prepare()
+        Rng().load_state_dict(generators)  # a loader that was not loaded may draw when it is asked
+
+    # -- ending -----------------------------------------------------------------------------------
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for every save under way; failures are reported as `on_error` says.  Records are with their
+        writer then, which outlives this process.
+
+        Deadline if they are not all done after `timeout` seconds.  Without it for as long as they get on: a
+        save fails by itself where storage or another rank does not answer for `deadline_s`.
+        """
+        timeout = timeout_of(timeout, "Checkpointer.wait")
+        self._check_ours()
+        until = None if timeout is None else time.monotonic() + timeout
+        self._saves.wait(until)
+        if self._tiers.delta is not None:
+            self._tiers.delta.handed_over(
+                None if until is None else max(until - time.monotonic(), 0.0)
+            )
+        self._report()
+
+    def close(self, timeout: float | None = None) -> None:
+        """Wait for what is pending and end.  Safe to call twice.  Deadline if that takes longer than
+        `timeout` seconds (`deadline_s` if none are given); it comes within half a minute after that, for
+        other ranks are still told.  Snapshots in memory are freed, unless the last durable save failed."""
+        self._end(timeout_of(timeout, "Checkpointer.close"), finished=True)
+
+    def _end(
+        self, timeout: float | None, *, finished: bool, error: BaseException | None = None
+    ) -> None:
+        if not self._is_open:
+            return
+        if error is None:
+            try:
+                timeout = self._call_the_last(timeout)
+            except BaseException as interrupt:
+                self._notices.only_warn()  # what else has failed does not take its place
+                self._end(timeout, finished=False, error=interrupt)
+                raise
+        self._ending.close()
+        try:
+            with ExitStack() as last:
+                last.callback(self._tiers.group.close)
+                last.callback(self._tiers.release)
+                last.callback(self._noticing.close)
+                if self._stop is not None:
+                    last.callback(self._stop.close)
+                if self._steering is not None:
+                    last.callback(self._steering.close, error)
+                with resting():
+                    self._tiers.close(timeout, finished=finished)
+        except BaseException:
+            self._look_back()
+            self._notices.only_warn()
+            self._notices.tell()  # beside the error: there is no next call
+            raise
+        self._look_back()
+        self._notices.warn(*self._lost_steps())
+        self._notices.tell_all()
+
+    def _call_the_last(self, timeout: float | None) -> float | None:
+        """Have what is called at commits called while all is open; return the time that is left."""
+        if not self._saves.calls:
+            return timeout
+        until = time.monotonic() + (self._tiers.group.deadline_s if timeout is None else timeout)
+        with suppress(HoldfastError):  # it is told at the end
+            self._saves.wait(until)
+        self._look_back()
+        return None if timeout is None else max(until - time.monotonic(), 0.0)
+
+    @property
+    def _is_open(self) -> bool:
+        """True if there is something to end, in this process."""
+        return self._is_ours and not self._ending.is_closed
+
+    @property
+    def _is_ours(self) -> bool:
+        """True unless this is a forked child, which goes through its parent's exits."""
+        return os.getpid() == self._pid
+
+    def _check_ours(self) -> None:
+        if not self._is_ours:
+            raise UsageError(
+                f"this Checkpointer is of process {self._pid}, which process {os.getpid()} was forked from",
+                hint="let the training process step, save and restore",
+            )
+
+    def _check_open(self) -> None:
+        self._check_ours()
+        if self._ending.is_closed:
+            raise UsageError("this Checkpointer is closed", hint="make a new one")
+
+    def _check_ready(self) -> None:
+        """Check that there is something to save, and to restore into."""
+        self._check_open()
+        if not self._state.is_complete:
+            self._state.check()
+            if self._tiers.delta is not None:
+                self._tiers.delta.complete()
+            self._state.is_complete = True
+
+
+def _check_metrics(given: object, call: str) -> None:
+    from holdfast.core.checkpoint.notes import values_of
+
+    values_of(given, call)
+
+
+def _check_choices(
+    call: str, when_busy: object, on_error: object, replicas: object, anew: object
+) -> None:
+    flag_of(anew, call, "anew")
+    if when_busy is not None:
+        choice_of(when_busy, ("queue", "skip"), call, "when_busy")
+    choice_of(on_error, ("warn", "raise"), call, "on_error")
+    choice_of(replicas, ("once", "verify", "trust"), call, "replicas")
+
+
+def _check_tiers(**options: object) -> None:
+    """UsageError for options of another kind.  The modules of a tier are imported when it is asked for."""
+    modules = {
+        "Memory": "holdfast.tiers.memory.options",
+        "Delta": "holdfast.tiers.records.options",
+        "Keep": "holdfast.core.checkpoint.tidying",
+    }
+    for name, given in options.items():
+        if given is not None:
+            kind = name.rpartition("_")[2].capitalize()
+            expected = f"a holdfast.{kind}(...), or None"
+            cls = getattr(import_module(modules[kind]), kind)
+            instance_of(given, cls, "Checkpointer", name, expected)
+
+
+def _check_homes(root: str, behind: str | None, upload_keep: Keep | None) -> None:
+    if behind is not None or upload_keep is not None:
+        from holdfast.tiers.mirror.homes import check_homes
+
+        check_homes(root, behind, upload_keep)
+
+
+def _checked_sigterm(given: Any, call: str) -> float | None:
+    if given is None:
+        return None
+    from holdfast.session.sigterm import checked_grace
+
+    return checked_grace(given, call)
+
+
+def _attached_files(given: Any) -> AttachedFiles:
+    from holdfast.live.saving.attaching import AttachedFiles
+
+    return AttachedFiles(given, "Checkpointer")
+
+
+def _stop_at_sigterm(group: Group, sigterm_s: float) -> SigtermStop:
+    from holdfast.session.sigterm import SigtermStop
+
+    return SigtermStop(group, sigterm_s)
+
+
+def _steering(every: Every | Auto | None, tiers: Tiers) -> Steering | None:
+    """The tuner's end in this run; None unless `every` is an `Auto`."""
+    if every is None or isinstance(every, Every):
+        return None
+    from holdfast.session.steering import steering_of
+
+    return steering_of(every, tiers)
+
+
+def _in_force(every: Every | Auto | None, steering: Steering | None) -> Every:
+    given = every if isinstance(every, Every) else Every()
+    return given if steering is None else steering.every
+
+
+def _named_mesh(mesh: Any) -> Mesh | None:
+    """A DeviceMesh over all ranks as names and sizes."""
+    if mesh is None:
+        return None
+    names = getattr(mesh, "mesh_dim_names", None)
+    if not names:
+        raise unfit("Checkpointer", "mesh", mesh, "a DeviceMesh with mesh_dim_names")
+    return Mesh(tuple(zip(names, mesh.mesh.shape)))

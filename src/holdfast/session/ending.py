@@ -1,0 +1,145 @@
+"""The ends of saves, and the end of Python before `close()`.
+
+How a save has ended is told at the next call of the script.  A script that simply ends makes none, and has
+saves under way in threads of its own.  They get `threads.EXIT_S` seconds; then `Ending` says what was
+dropped, and which saves have failed since anybody asked.  A process that is killed, or calls `os._exit`,
+has no end of this kind.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+from weakref import WeakMethod, WeakSet
+
+from holdfast.base.errors import HoldfastError, HoldfastWarning, warn_user
+from holdfast.base.notices import Notices
+from holdfast.base.patience import slowest
+from holdfast.base.threads import at_exit, idle
+from holdfast.core.group import Group
+from holdfast.live.saving import Save
+from holdfast.live.saving.in_vain import NotesInVain
+from holdfast.session.frozen_numbers import FrozenNumbers
+
+LINGER_S = 3.0
+"""Seconds that ranks wait for each other, so that all hear what became of the last save."""
+LEAVE_S = 2.0
+"""Seconds that threads have to see that nobody is waited for any more."""
+
+
+opened: WeakSet[Any] = WeakSet()
+"""Checkpointers, of which some may be closed."""
+
+
+class Saves:
+    """The saves of a Checkpointer whose end has not been told, and what is called at commits.  For one
+    thread."""
+
+    def __init__(self, group: Group, notices: Notices) -> None:
+        self._group = group
+        self._notices = notices
+        self.in_vain = NotesInVain(notices)
+        self.numbers = FrozenNumbers(notices)
+        self.untold: list[Save] = []
+        """Saves under way, and saves that have ended since the last look back."""
+        self.calls: list[Callable[[int], object]] = []
+        """Functions of the script, which are called with the step of each commit."""
+        self._due: list[tuple[Callable[[int], object], int]] = []
+        """Calls that are still to be made, in order, each with its step."""
+
+    def look_back(self) -> None:
+        """Note how saves have ended, and make the calls for those that are committed."""
+        done = [s for s in self.untold if s.done()]
+        self.untold[:] = [s for s in self.untold if s not in done]  # others may have ended since
+        for save in done:
+            if save.skipped and save.kind == "save":  # the next snapshot is a few steps away
+                self._notices.warn(f"the save of step {save.step} was left out: one was in flight")
+            if save.error is not None and not save.told and not self._group.lost:
+                self._notices.complain(save.error)  # of a lost rank the launcher tells, once
+            if save.error is None and not save.skipped and save.kind == "save":
+                self._due += [(call, save.step) for call in self.calls]
+        while self._due:
+            call, step = self._due.pop(0)
+            try:
+                call(step)
+            except Exception as error:
+                text = (
+                    f"what on_commit() is to call failed at step {step}, which is saved: {error!r}"
+                )
+                self._notices.complain(error, text)
+
+    def wait(self, until: float | None) -> None:
+        """Wait until all have ended.  Deadline if that is not before `until`, of `time.monotonic`."""
+        for save in list(self.untold):
+            told = save.told
+            try:
+                save.wait(None if until is None else max(until - time.monotonic(), 0.0))
+            except Exception:
+                if not save.done():
+                    raise
+                save.told = told  # if not yet, it is reported with the next look back
+
+
+class Ending:
+    """The saves of a Checkpointer that nobody has closed.
+
+    It holds no state of the training: the script may have dropped the Checkpointer long ago.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        saves: list[Save],
+        unheard: Callable[[], list[str]],
+        uploads: Callable[[], list[str]],
+    ) -> None:
+        """`saves`: those whose end has not been told, now and at any later time.  `unheard`: a method of
+        the Checkpointer, for what else has not been told.  `uploads`: for what uploads have to tell, which
+        go on when the script has dropped the Checkpointer."""
+        self._group = group
+        self._saves = saves
+        self._unheard = WeakMethod(unheard)
+        opened.add(unheard.__self__)  # type: ignore[attr-defined]
+        self._uploads = uploads
+        self.is_closed = False
+        self._cancel = at_exit(self._end)
+
+    def close(self) -> None:
+        """Cancel the ending: there is nothing left to be told."""
+        self.is_closed = True
+        self._cancel()
+
+    def _end(self, waited_s: float) -> None:
+        late = [save.step for save in self._saves if not save.done()]
+        why = slowest(0.0)
+        if late:
+            self._group.abort_waits()
+            idle(LEAVE_S)
+        elif self._saves and self._group.size > 1:
+            with suppress(HoldfastError):
+                self._group.gather("ended", b"", LINGER_S)
+        for text in self._texts(late, waited_s, why):
+            try:
+                warn_user(text)
+            except (
+                HoldfastWarning
+            ) as error:  # as `python -W error` has it; there are others to be told
+                traceback.print_exception(error)
+
+    def _texts(self, late: list[int], waited_s: float, why: str) -> list[str]:
+        unheard = self._unheard()
+        texts = ([] if unheard is None else unheard()) + self._uploads()
+        for save in self._saves:
+            if save.step in late:
+                texts.append(
+                    f"Python ended before the save of step {save.step} was done, which was given "
+                    f"{waited_s:.0f} s: it is dropped" + (f" ({why})" if why else "")
+                )
+            elif save.skipped and save.kind == "save":
+                texts.append(f"the save of step {save.step} was left out: one was in flight")
+            elif save.error is not None and not save.told:
+                texts.append(f"the save of step {save.step} failed: {save.error}")
+        return texts

@@ -1,0 +1,170 @@
+"""One save or load by itself, without a `Checkpointer`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from holdfast.base.arguments import (
+    choice_of,
+    flag_of,
+    path_of,
+    patterns_of,
+    rules_of,
+    seconds_of,
+    step_of,
+)
+from holdfast.base.errors import HoldfastError, UsageError
+from holdfast.base.events import emit
+from holdfast.core.checkpoint.claiming import newest_claim, once_attempt, runs_of_steps
+from holdfast.core.checkpoint.names import WHOLE, RootKeys, read_head
+from holdfast.core.checkpoint.recorded import segments_in
+from holdfast.core.checkpoint.tidying import sweep
+from holdfast.core.group import Group
+from holdfast.core.store import Store
+from holdfast.live.roots import open_shared, require_native_root, sweep_host
+from holdfast.live.saving import Saver
+from holdfast.live.saving.durable import Durable
+from holdfast.live.state.collecting import collect
+from holdfast.live.state.live import RULES, State, check_keys
+
+if TYPE_CHECKING:
+    from holdfast.live.saving.attaching import Attached, FileSource
+
+
+def save(
+    path: str | os.PathLike[str],
+    state: State,
+    *,
+    step: int,
+    replicas: Literal["once", "trust"] = "once",
+    files: Mapping[str, FileSource] | None = None,
+    deadline_s: float = 600.0,
+) -> None:
+    """Save once, as step `step`, in place of one of that number, and wait until it is durable.
+    Collective; RankErrors if it failed anywhere; UsageError if records lead on from that step; LayoutError
+    if what several ranks have of one tensor differs, unless `replicas="trust"`.  `files`: small files that
+    rank 0 reads and keeps beside the step, as of `Checkpointer`; if one cannot be read, nothing is saved.
+    """
+    url = path_of(path, "save", "path")
+    choice_of(replicas, ("once", "trust"), "save", "replicas")
+    require_native_root(url)
+    check_keys(state)
+    step, deadline_s = step_of(step, "save"), seconds_of(deadline_s, "save", "deadline_s")
+    if files is not None:
+        from holdfast.live.saving.attaching import AttachedFiles
+
+        files = AttachedFiles(files, "save")
+    group = Group(deadline_s, "save()")
+    store = open_shared(url, group)
+    sweep_host(store)
+    run, attempt = msgspec.json.decode(
+        group.from_rank0(lambda: msgspec.json.encode(begin_once(store, step)))
+    )
+    saver = Saver(group, deadline_s=deadline_s, replicas=replicas)
+    durable = Durable(store, saver, claim=None, run=run, attempt=attempt)
+    try:
+        added = None if not files else _read_together(files, group)
+        durable.begin(lambda: collect(state), step, must=True, attached=added).wait()
+    finally:
+        durable.close()
+        saver.close()
+        group.close()
+
+
+def _read_together(files: Mapping[str, FileSource], group: Group) -> Attached | None:
+    """The files, on rank 0, on which alone they are read; its error on every rank."""
+    from holdfast.live.saving.attaching import attached
+
+    found: list[Attached | None] = [None]
+
+    def fail(error: BaseException) -> None:
+        raise error
+
+    def read() -> bytes:
+        found[0] = attached(files, None, None, "save", fail, reads=True)
+        return b""
+
+    group.from_rank0(read)
+    return found[0]
+
+
+def begin_once(
+    store: Store, step: int, *, goes_on: bool = False, of_run: int | None = None
+) -> tuple[int, str]:
+    """Tidy up before a save that takes no claim; its run, and the name of its attempt.  By the process that
+    commits it; UsageError if records lead on from that step.
+
+    `goes_on`: the save is of a training, so one of an older step than the newest begins another run, unless
+    a run is at work in the root; and so does one of a training that is not of the newest run (`of_run`).
+    """
+    keys = RootKeys(store, below=WHOLE)
+    held = newest_claim(store, keys.below("claims/"))
+    run = max([held.run if held else 0, *runs_of_steps(store, keys)])
+    if segments_in(keys.below("log/"), step) and _records_lead_on(keys, step):
+        raise UsageError(
+            f"records in {store.url} lead on from its step {step}: from another state they would lead "
+            "elsewhere",
+            hint="save under another number, or in a root of its own",
+        )
+    is_free = held is None or held.is_over()
+    if goes_on and is_free and keys.saved and of_run != run:
+        run += 1
+    elif goes_on and is_free and max(keys.manifests, default=step) > step:
+        run += any(one.run == run and one.step > step for one in keys.saved)
+    try:
+        with keys:
+            sweep(store, keys=keys)
+    except HoldfastError as error:
+        emit("sweep.failed", error=str(error))
+    return run, once_attempt()
+
+
+def _records_lead_on(keys: RootKeys, step: int) -> bool:
+    """True if records lead on from the step that is to be replaced, or past its number."""
+    from holdfast.tiers.records.log import leads_on
+
+    key = keys.manifests.get(step)
+    there = None if key is None else read_head(keys.store, step, key)
+    return leads_on(keys.store, step, there.run if there and there.is_proved else None)
+
+
+def load(
+    path: str | os.PathLike[str],
+    state: State,
+    *,
+    step: int | None = None,
+    only: str | Sequence[str] | None = None,
+    cast: bool = False,
+    strict: bool = True,
+    on_resize: dict[str, str] | None = None,
+    verify: bool = True,
+    deadline_s: float = 600.0,
+) -> int:
+    """Load step `step` (or the newest) into the live objects of `state`; returns its number.
+
+    Only what `state` names is loaded: `{"model": model}` loads weights alone.  `only`: patterns of
+    tensor names (`model.h.0.*`), each of which must match some.  `cast`: convert dtypes.
+    `strict=False`: names that one side lacks keep their value.  `on_resize`: as of `Checkpointer`.
+    `verify=False`: digests are not compared.  Collective; blocks, for other ranks `deadline_s` at most.
+    NotRecoverable if there is no step; StateMismatch before anything is touched.  Foreign checkpoints are
+    read where they lie, as `holdfast.open` finds them.
+    """
+    from holdfast.live.restore.reading import load_from
+    from holdfast.live.restore.targets import RestoreOptions
+
+    url, step = path_of(path, "load", "path"), None if step is None else step_of(step, "load")
+    check_keys(state)
+    patterns = None if only is None else patterns_of(only, "load", "only")
+    for name, flag in (("cast", cast), ("strict", strict), ("verify", verify)):
+        flag_of(flag, "load", name)
+    rules = rules_of(on_resize, RULES, state, "load", "on_resize")
+    options = RestoreOptions(patterns, cast, strict, rules)
+    group = Group(seconds_of(deadline_s, "load", "deadline_s"), "load()")
+    try:
+        return load_from(url, group, state, step, options, verify=verify)
+    finally:
+        group.close()

@@ -1,0 +1,447 @@
+"""The gradient feed: snapshots from a replica on the host that is kept current by the gradients alone.
+
+Instead of the state, every step's gradient goes to the host, where twins of the optimizers make the same
+steps (the CPU replica of LowDiff+, Yao et al., 2025).  They have what this rank saves, and no more: a part
+of the model as large as its share.  A snapshot copies from them, so it needs no window; the training is
+held for the copy of its gradients alone.
+
+Nothing is taken from the replica before it has proved itself: the snapshot after the one that it learned
+from is of the live state, too, and compared with it.  So is every durable save, or one of several
+(`Memory(prove_every=)`): it is of the live state.
+Where they differ, the difference is told (`feed.drift`), and the replica learns anew.  Where training runs
+on CPUs there is none (tested); where a device computes in another way than the host, a snapshot says so in
+its manifest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from math import inf
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast.base.errors import HoldfastError, UsageError
+from holdfast.base.events import emit
+from holdfast.core.format.image import Image
+from holdfast.core.layout import Box, whole
+from holdfast.live.saving import Draft, SaveOperation, text_of
+from holdfast.live.saving.exactness import Exactness
+from holdfast.live.saving.planning import SavePlan
+from holdfast.live.state.arrays import raw_array
+from holdfast.live.state.followed import check_apart
+from holdfast.live.state.live import (
+    Live,
+    LiveTensor,
+    State,
+    is_optimizer,
+    named_parameters,
+    stages,
+)
+from holdfast.live.state.optimizers import named_groups, param_names
+from holdfast.live.state.placed import Placed
+from holdfast.live.state.snapshot import StateView
+from holdfast.live.state.wrapped import ELEMENTWISE, is_zero1
+from holdfast.live.state.writes import Marks
+from holdfast.tiers.memory.proof import Proof, most_drift
+from holdfast.tiers.memory.replica import pieces_of
+from holdfast.tiers.memory.twin import ParamPart
+from holdfast.tiers.memory.twins import Twins
+
+Where = dict[tuple[str, Box], tuple[int, int]]
+"""Offset and bytes in this rank's image of a part of a tensor."""
+Named = tuple[str, Any, list[tuple[str, torch.Tensor]]]
+"""An optimizer's key, the optimizer, and its parameters by name."""
+
+
+@dataclass
+class FedPart:
+    """One part of a parameter in a twin, and under which names it is saved."""
+
+    part: ParamPart
+    name: str
+    """Name of the weight."""
+    prefix: str
+    """Prefix of the states' names."""
+    box: Box
+    optimizer: Any
+    """The optimizer that has the states; which tensors they are may change."""
+    scalars: frozenset[str]
+    """Names of the states of another shape than the weight's."""
+    states: dict[str, torch.dtype]
+    """Dtypes of the states of the weight's shape, by name."""
+    aside: dict[str, torch.Tensor] = field(default_factory=dict)
+    """States as they were at the mark from which is learned, by name: the scalars, and all states
+    of a part that is not all in this rank's image."""
+    weight: torch.Tensor | None = None
+    """The weight at the mark from which is learned, where it is not in the image with its
+    states."""
+
+
+@dataclass
+class Covered:
+    """What of the state the replica stands for: the part that this rank saves."""
+
+    named: list[Named] = field(default_factory=list)
+    """Each optimizer's parameters by name, as they were when the twins were made."""
+    names: list[str] = field(default_factory=list)
+    """Names of all tensors of the state."""
+    trained: set[str] = field(default_factory=set)
+    """Names of the weights and states that optimizers write."""
+    where: Where = field(default_factory=dict)
+    watched: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
+    """Optimizers and parameters of theirs that are in the replica, at least in part."""
+
+
+class Feed:
+    """The replica of what this rank saves."""
+
+    def __init__(
+        self, state: Callable[[], State], rank: int, deadline_s: float, prove_every: int = 1
+    ) -> None:
+        check_feedable(state())
+        self.twins = Twins(
+            low_priority=True, check=self._written_elsewhere, after_step=self._after_step
+        )
+        self.proof = Proof(prove_every)
+        self._state = state
+        self._rank = rank
+        self._deadline_s = deadline_s
+        self._fed: list[list[FedPart]] = []
+        """The parts in each twin, in the order of the twins."""
+        self._named: list[Named] = []
+        """Each optimizer's parameters by name, as found on the training thread: to name what is
+        sharded, it must not be gathered."""
+        self._made_for: SavePlan | None = None
+        """The plan that the twins were made for; None if they do not fit any more."""
+        self._covered = Covered()
+        self._tensors: dict[str, LiveTensor] = {}
+        """The replica as it is saved, by name."""
+        self._written = Marks([])
+
+    # -- training thread --------------------------------------------------------------------------
+
+    def mark(self, number: int) -> None:
+        """Mark the point in the training at which the snapshot of that number is taken."""
+        self.twins.mark(number, self._set_aside)
+
+    def arranged(self, live: Live) -> Live:
+        """Return the same state, with what belongs together side by side."""
+        self._named = named_params(self._state())
+        live = together(live, self._named)
+        if self._made_for is not None and _params(self._named) != _params(self._covered.named):
+            self._made_for = None
+            self.twins.forget("an optimizer has other parameters now")
+        return live
+
+    def follows(self, live: Live, *, durable: bool) -> bool:
+        """True if a snapshot of this state can be taken from the replica."""
+        if not self.twins.current or (durable and self.proof.comes):
+            return False
+        if list(live.tensors) != self._covered.names:
+            self.twins.forget("the state has other tensors now")
+        return self.twins.current and self.proof.is_passed
+
+    def _set_aside(self) -> None:
+        """Copy aside what cannot be learned from the image."""
+        self._written = self._writes()
+        with torch.no_grad():
+            for some in self._fed:  # a snapshot may still be copying from the twins
+                for fed in some:
+                    live = fed.optimizer.state.get(fed.part.param, {})
+                    states = {s: live[s] for s in fed.scalars if s in live}
+                    if not self._is_saved(fed):
+                        states |= {s: fed.part.of(live[s]) for s in fed.states if s in live}
+                        fed.weight = fed.part.of(fed.part.param).cpu().clone()
+                    fed.aside = {k: v.detach().cpu().clone() for k, v in states.items()}
+
+    def _is_saved(self, fed: FedPart) -> bool:
+        """True if all of a part, its weight and states, is in this rank's image."""
+        names = [fed.name, *(fed.prefix + s for s in fed.states)]
+        return all((name, fed.box) in self._covered.where for name in names)
+
+    def _written_elsewhere(self) -> str:
+        """Return why the replica cannot follow, if something but a step wrote to weights or states;
+        else empty.  Called before each step and mark; the steps themselves write, too."""
+        if self._writes() != self._written:
+            return "weights or states were written outside optimizer.step()"
+        return ""
+
+    def _after_step(self) -> None:
+        self._written = self._writes()
+
+    def _writes(self) -> Marks:
+        """Return the weights and states as seen now: it equals what is seen later only if none of
+        them was written since or is another tensor."""
+        values: list[Any] = [p for _, p in self._covered.watched]
+        for optimizer, p in self._covered.watched:
+            values += optimizer.state.get(p, {}).values()
+        return Marks(values)
+
+    def restart(self) -> None:
+        """Drop the twins: the state will be another."""
+        self.twins.restart()
+        self._made_for = None
+
+    # -- saving thread ----------------------------------------------------------------------------
+
+    def moment(self, op: SaveOperation, plan: SavePlan) -> StateView:
+        """The state of a snapshot, as the replica has it.  Blocks; HoldfastError if it is lost."""
+        if plan is not self._made_for:
+            self.twins.forget("the ranks have planned anew")
+        if not self.twins.at(op.number, self._deadline_s):
+            raise HoldfastError(
+                "the replica was lost while the snapshot waited for it", step=op.step
+            )
+        emit("feed.followed", step=op.step)
+        in_window = [n for n in op.live.tensors if n not in op.live.aside]
+        called = dict(zip(in_window, op.moment.versions))
+        rest = {n: t for n, t in op.live.tensors.items() if n not in self._covered.trained}
+        aside = op.live.aside & rest.keys()
+        live = replace(op.live, tensors={**rest, **self._tensors}, aside=aside, devices=None)
+        versions = [
+            called[n] if n in rest else t.version for n, t in live.tensors.items() if n not in aside
+        ]
+        corners = {k: v for k, v in op.moment.corners.items() if k[0] in rest}
+        return StateView(live, versions, op.moment.ready, corners)
+
+    # -- memory thread ----------------------------------------------------------------------------
+
+    def filled(self, op: SaveOperation, draft: Draft) -> None:
+        """Make use of a snapshot's complete image.  That it is complete does not depend on the
+        replica: an error here ends the replica alone."""
+        try:
+            if draft.layout is not None and op.replica is None and not self.twins.closed:
+                self._look_at(op, draft, draft.layout[0])
+        except Exception as error:
+            self.twins.end(text_of(error))
+        self.twins.go_on(op.number)
+
+    def _look_at(self, op: SaveOperation, draft: Draft, image: Image) -> None:
+        """Make the replica, let it learn, or compare it, by an image of the live state."""
+        if draft.plan is not self._made_for:
+            self._make(draft, image)
+        elif self.twins.current:
+            self._compare(op, draft.buffer.view)
+        else:
+            self._learn(op, draft.buffer.view)
+
+    def _make(self, draft: Draft, image: Image) -> None:
+        """Make twins for what this rank saves by a plan; they learn from the snapshot after."""
+        self.restart()
+        plan, named = draft.plan, self._named
+        _check_apart(_params(named))
+        where = {
+            (entry.name, box): (at, size)
+            for entry, box, at, size in pieces_of(plan, image, self._rank)
+        }
+        boxes: dict[str, list[Box]] = {}
+        for name, box in where:
+            boxes.setdefault(name, []).append(box)
+        self._covered = Covered(named, list(draft.live.tensors), where=where)
+        wanted, fed = [], []
+        for key, optimizer, pairs in named:
+            some = list(self._parts(key, optimizer, pairs, draft.live, boxes))
+            if some:
+                wanted.append((optimizer, [one.part for one in some]))
+                fed.append(some)
+        devices = {p.device.type for _, p in self._covered.watched}
+        self.proof.is_on_device = bool(devices - {"cpu"})
+
+        def then() -> None:
+            self._fed, self._made_for = fed, plan
+
+        self.twins.make(wanted, then)
+
+    def _parts(
+        self,
+        key: str,
+        optimizer: Any,
+        pairs: list[tuple[str, torch.Tensor]],
+        live: Live,
+        boxes: dict[str, list[Box]],
+    ) -> Iterator[FedPart]:
+        weights = {id(t.source): t for t in live.tensors.values() if t.state == "param"}
+        for name, p in pairs:
+            weight, prefix = weights[id(p)], f"{key}.{name}."
+            names = [s for s in list(optimizer.state.get(p, {})) if prefix + s in live.tensors]
+            states = {s: live.tensors[prefix + s] for s in names}
+            whole_ones = {s for s, t in states.items() if t.placed.shape == weight.placed.shape}
+            self._covered.trained |= {weight.name, *(prefix + s for s in states)}
+            here = [weight.name, *(prefix + s for s in whole_ones)]
+            found = dict.fromkeys(box for n in here for box in boxes.get(n, ()))
+            if not found and any(prefix + s in boxes for s in states):
+                found = {_first(weight.placed.box): None}
+            if found:
+                self._covered.watched.append((optimizer, p))
+            for box in found:
+                at = box.within(weight.placed.box.start) if box.shape else None
+                yield FedPart(
+                    ParamPart(f"{prefix}{box}", p, at), weight.name, prefix, box, optimizer,
+                    frozenset(states.keys() - whole_ones),
+                    {s: states[s].placed.local.dtype for s in whole_ones},
+                )  # fmt: skip
+
+    def _learn(self, op: SaveOperation, view: memoryview) -> None:
+        def states() -> list[list[dict[str, torch.Tensor]]]:
+            return [
+                [self._state_of(fed, mine, view) for mine, fed in zip(twin.weights, some)]
+                for twin, some in zip(self.twins.all, self._fed)
+            ]
+
+        if self.twins.learn(op.number, states):
+            self._tensors, self.proof.is_passed = dict(self._saved()), False
+
+    def _state_of(
+        self, fed: FedPart, mine: torch.Tensor, view: memoryview
+    ) -> dict[str, torch.Tensor]:
+        """Return the states of a part as they were in an image, and put its weight in place."""
+        found = dict(fed.aside)
+        if self._is_saved(fed):
+            with torch.no_grad():
+                mine.copy_(self._in_image(fed.name, fed.box, mine, view))
+            for state, dtype in fed.states.items():
+                like = torch.empty(fed.box.shape, dtype=dtype)
+                found[state] = like.copy_(self._in_image(fed.prefix + state, fed.box, like, view))
+        elif fed.weight is not None:
+            with torch.no_grad():
+                mine.copy_(fed.weight)
+        fed.aside, fed.weight = {}, None
+        return found
+
+    def _in_image(self, name: str, box: Box, like: torch.Tensor, view: memoryview) -> torch.Tensor:
+        at, size = self._covered.where[name, box]
+        return torch.frombuffer(view[at : at + size], dtype=like.dtype).view(like.shape)
+
+    def _saved(self) -> Iterator[tuple[str, LiveTensor]]:
+        """Yield what this rank saves of the replica: (name, tensor)."""
+        found: dict[str, list[tuple[Box, torch.Tensor, str, tuple[int, ...]]]] = {}
+        for twin, some in zip(self.twins.all, self._fed):
+            for mine, states, fed in zip(twin.weights, twin.states(), some):
+                shape = tuple(fed.part.param.shape)
+                found.setdefault(fed.name, []).append((fed.box, mine.detach(), "param", shape))
+                for state, value in states.items():
+                    plain = state in fed.scalars
+                    entry = (whole(tuple(value.shape)), value, state, tuple(value.shape))
+                    found.setdefault(fed.prefix + state, []).append(
+                        entry if plain else (fed.box, value, state, shape)
+                    )
+        for name, parts in found.items():
+            placed = [Placed(value, shape, box, None) for box, value, _, shape in parts]
+            yield (
+                name,
+                LiveTensor(name, parts[0][2], placed[0], True, parts[0][1], tuple(placed[1:])),
+            )
+
+    def _compare(self, op: SaveOperation, view: memoryview) -> None:
+        """Compare the replica with the live state in an image: it is proved, or learns anew."""
+        if not self.twins.at(op.number, self._deadline_s):
+            return
+        self.proof.compared = op.step
+        if op.request.durable:
+            self.proof.is_owed = False
+        most, part, where = 0.0, 0.0, ""
+        for (name, box), (at, size) in self._covered.where.items():
+            t = self._tensors.get(name)
+            if t is None or not size:
+                continue
+            value = t.parts[t.holder(box)]
+            mine = value.local[box.within(value.box.start)] if box.shape else value.local
+            live = torch.frombuffer(view[at : at + size], dtype=mine.dtype).view(mine.shape)
+            if not np.array_equal(raw_array(mine), raw_array(live)):
+                off = float((mine.double() - live.double()).abs().nan_to_num(inf).max())
+                largest = max(float(live.double().abs().max()), 1e-30)
+                part = max(part, off / largest / most_drift(live.dtype))
+                where = where or name
+                most, where = (off, name) if off > most else (most, where)
+        if where:
+            emit("feed.drift", step=op.step, most=most, tensor=where)
+        if not self.proof.passes(most, part, differs=bool(where)):
+            self.twins.forget("it differs from the live state")
+
+    @property
+    def exactness(self) -> Exactness:
+        """Exactness of the snapshots from this replica."""
+        return self.proof.exactness
+
+
+def _first(box: Box) -> Box:
+    """Return the box of the first element of a box."""
+    return Box(box.start, tuple(a + 1 for a in box.start))
+
+
+def optimizers(state: State) -> dict[str, Any]:
+    """Return the optimizers of a state, by key."""
+    return {key: value for key, value in state.items() if is_optimizer(value)}
+
+
+def check_feedable(state: State) -> None:
+    """UsageError for optimizers that no twin can follow on parts of a parameter."""
+    check_apart(state, 'Memory(feed="gradient")')
+    found = optimizers(state)
+    for key, optimizer in found.items():
+        kind = type(optimizer).__name__
+        if not isinstance(optimizer, torch.optim.Optimizer) or is_zero1(optimizer):
+            raise UsageError(
+                f'Memory(feed="gradient"): {key!r} is a {kind}, whose steps cannot be made on the host',
+                hint='use torch optimizers, or feed="state"',
+            )
+        if kind not in ELEMENTWISE or type(optimizer).__module__.split(".")[0] != "torch":
+            raise UsageError(
+                f'Memory(feed="gradient"): {key!r}, a {kind}, is not known to treat each element by itself',
+                hint=f"known are {', '.join(sorted(ELEMENTWISE))} of torch",
+            )
+    if not found:
+        raise UsageError('Memory(feed="gradient") needs an optimizer in the state')
+    _check_apart(_params(named_params(state)))
+    known = {id(p) for v in state.values() for m in stages(v) or () for _, p in named_parameters(m)}
+    if any(id(p) not in known for o in found.values() for g in o.param_groups for p in g["params"]):
+        raise UsageError(
+            'Memory(feed="gradient"): an optimizer has parameters that no module of the state has',
+            hint="hand over every module that is trained",
+        )
+
+
+def _params(named: list[Named]) -> list[tuple[str, set[int]]]:
+    """Return (key, ids of the parameters) of each optimizer."""
+    return [(key, {id(p) for _, p in pairs}) for key, _, pairs in named]
+
+
+def _check_apart(params: list[tuple[str, set[int]]]) -> None:
+    """UsageError for a parameter of two optimizers: each twin has weights of its own."""
+    for (key, mine), (other, others) in combinations(params, 2):
+        if mine & others:
+            raise UsageError(
+                f'Memory(feed="gradient"): {key!r} and {other!r} train the same parameter',
+                hint='have one optimizer for each parameter, or use feed="state"',
+            )
+
+
+def named_params(state: State) -> list[Named]:
+    """Return (key, optimizer, parameters by name) of each optimizer; on the training thread,
+    between two steps."""
+    found = []
+    for key, optimizer in optimizers(state).items():
+        groups = [(g, g["params"]) for g in optimizer.param_groups]
+        pairs = named_groups(groups, param_names(state, groups))
+        found.append((key, optimizer, [pair for some in pairs for pair in some]))
+    return found
+
+
+def together(live: Live, named: list[Named]) -> Live:
+    """Return the same state, with each weight's states behind it, so that a rank saves most of them
+    together."""
+    states: dict[int, list[str]] = {}
+    for key, optimizer, pairs in named:
+        for name, p in pairs:
+            full = [f"{key}.{name}.{s}" for s in optimizer.state.get(p, {})]
+            states.setdefault(id(p), []).extend(n for n in full if n in live.tensors)
+    order: dict[str, LiveTensor] = {}
+    for name, t in live.tensors.items():
+        order[name] = t
+        if t.state == "param":
+            order |= {n: live.tensors[n] for n in states.get(id(t.source), ())}
+    return replace(live, tensors=order)

@@ -1,0 +1,155 @@
+"""The state of an agent: jobs, and the memory of each.
+
+A job's memory is a set of *slots*.  A slot is `filling` for one training process, or `ready` with one
+attempt's image of one rank, or `empty`.  The newest commit's slots are not given out again while the job
+may need them, all others are; until one is, what it holds may still serve.  So two slots per rank are all
+that ever are needed, and nothing has to be said when a snapshot grows old.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from holdfast.tiers.memory.node import messages as w
+
+Phase = Literal["making", "empty", "filling", "ready"]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A file in shared memory."""
+
+    name: str
+    capacity: int
+    kind: str
+    rank: int
+    phase: Phase = "empty"
+    attempt: str = ""
+    step: int = 0
+    bytes: int = 0
+    table: int = 0
+    digest: str = ""
+    members: tuple[int, ...] = ()
+    """Ranks of the group, if this is a guard."""
+    num_data: int = 1
+    num_parity: int = 0
+    owner: int = 0
+    """Process that fills it; 0 if it died, or gave it up, while this agent worked on it."""
+    ask: int = 0
+    """Request that waits for it: as long as it is not 0, this agent makes, digests or encodes it."""
+
+    def emptied(self) -> Slot:
+        return replace(self, phase="empty", ask=0)
+
+
+@dataclass(frozen=True)
+class PersistTask:
+    """An image on its way to storage, which must not be given out."""
+
+    order: w.Persist
+    ask: int
+    written: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training run on this node, over all its restarts."""
+
+    name: str
+    root: str = ""
+    run: int = 0
+    slots: dict[str, Slot] = field(default_factory=dict)
+    commits: tuple[tuple[str, int], ...] = ()
+    """(attempt, step), the newest last: those of which an image may still be here."""
+    trainers: dict[int, tuple[int, str]] = field(default_factory=dict)
+    """Rank and start time of each training process, by pid."""
+    writing: dict[tuple[str, int], PersistTask] = field(default_factory=dict)
+    """Images on their way to storage, by attempt and rank."""
+    crashed: bool = False
+    finished: bool = False
+    """Rank 0 has left, with its work done."""
+    claim: bytes = b""
+    flush_s: float = 0.0
+    bytes_per_s: int = 0
+    """Cap for each rank, on what protects and stores its images; 0: none."""
+    host: str = ""
+    """This node's address for other nodes, as the run gave it; empty: the agent's own."""
+    budget: int = 0
+    """Most bytes of memory for this job alone, as the run gave it; 0: the agent's budget."""
+    elsewhere: tuple[str, ...] = ()
+    """Attempts of which the manifest alone is here; the next commit takes their place."""
+    flushed: str = ""
+    """The attempt that was sent to storage because everybody had died."""
+    number: int = 0
+    """Number of the next file."""
+    seen: float = 0.0
+
+    @property
+    def newest(self) -> str:
+        return self.commits[-1][0] if self.commits else ""
+
+    @property
+    def used(self) -> int:
+        return sum(s.capacity for s in self.slots.values())
+
+    @property
+    def ready(self) -> set[str]:
+        """Attempts of which an image is here."""
+        return {s.attempt for s in self.slots.values() if s.phase == "ready"}
+
+    def images(self, attempt: str) -> list[Slot]:
+        """The ranks' images of an attempt that are here."""
+        wanted = ("share", attempt, "ready")
+        return [s for s in self.slots.values() if (s.kind, s.attempt, s.phase) == wanted]
+
+    def is_free(self, slot: Slot) -> bool:
+        """True if a slot may be given out."""
+        if any(attempt == slot.attempt for attempt, _ in self.writing):
+            return False
+        return slot.phase == "empty" or (slot.phase == "ready" and slot.attempt != self.newest)
+
+    def is_spare(self, slot: Slot) -> bool:
+        """True if another job may have a slot, when no process of this one is left: if it is empty
+        or holds an older commit; any that is ready, if they ended well; none that is on its way to
+        storage."""
+        if slot.phase != "ready" or any(attempt == slot.attempt for attempt, _ in self.writing):
+            return slot.phase == "empty"
+        older = {attempt for attempt, _ in self.commits[:-1]}  # others may know of a newer commit
+        return not self.crashed or slot.attempt in older
+
+    def trainers_but(self, pids: set[int]) -> dict[int, tuple[int, str]]:
+        return {pid: who for pid, who in self.trainers.items() if pid not in pids}
+
+    def with_slots(self, *changed: Slot) -> Job:
+        return replace(self, slots={**self.slots, **{s.name: s for s in changed}})
+
+    def without(self, slots: list[Slot]) -> Job:
+        return replace(self, slots={n: s for n, s in self.slots.items() if s not in slots})
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything that an agent knows."""
+
+    budget: int
+    """Most bytes of memory for all jobs: the node's default, or the largest that a job gave; as given by
+    hand."""
+    stay: bool = False
+    """True if it was started by hand, or told to stay: it does not leave by itself."""
+    jobs: dict[str, Job] = field(default_factory=dict)
+    idle_since: float = 0.0
+
+    @property
+    def used(self) -> int:
+        return sum(job.used for job in self.jobs.values())
+
+    @property
+    def is_filling(self) -> bool:
+        """True while a process makes a snapshot."""
+        slots = (slot for job in self.jobs.values() for slot in job.slots.values())
+        return any(s.owner and s.phase in ("making", "filling") for s in slots)
+
+    def with_job(self, job: Job, **changes: Any) -> State:
+        job = replace(job, **changes)
+        return replace(self, jobs={**self.jobs, job.name: job})

@@ -1,0 +1,221 @@
+"""The decisions of an agent: a pure function `(state, message, now) -> (state, effects)`.
+
+`jobs` is the state, `effects` what is to be done.  Here is who comes, goes and dies.  What becomes of a
+job's memory is in `leases`, until a slot is filled, and then in `commits`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from holdfast.base.errors import SegmentLost, UsageError
+from holdfast.tiers.memory.node import commits, leases
+from holdfast.tiers.memory.node import messages as w
+from holdfast.tiers.memory.node.effects import (
+    Answer,
+    Effect,
+    Exit,
+    Greet,
+    RemoveJob,
+    Reply,
+    Result,
+    refuse,
+)
+from holdfast.tiers.memory.node.jobs import Job, State
+
+LINGER_S = 30.0
+"""Seconds for which an agent without jobs stays, and memory of a dead job in which no image is
+ready."""
+
+KEEP_S = 24 * 3600.0
+"""Seconds for which a job's memory outlives its last process, if nobody asks for it."""
+
+OF_A_JOB: dict[type[w.Message], Callable[..., Result]] = {
+    w.Take: leases.take,
+    w.Made: leases.made,
+    w.Ready: leases.ready,
+    w.Protect: leases.protect,
+    w.Digested: leases.digested,
+    w.Drop: leases.drop,
+    w.Commit: commits.commit,
+    w.Persist: commits.persist,
+    w.Wrote: commits.wrote,
+    w.Settled: commits.settled,
+}
+"""The function that handles each kind of message to a known job: `(state, job, message, ask)`."""
+
+
+def step(state: State, message: w.Message, now: float, ask: int = 0) -> Result:
+    """The state after a message, and the effects to carry out, in order.
+
+    `ask`: number of the request that is to be answered; 0 for what nobody waits for.
+    """
+    match message:
+        case w.Hello():
+            return _hello(state, message, now, ask)
+        case w.Bye():
+            return _bye(state, message, now, ask)
+        case w.Finished():
+            return _finished(state, message, now)
+        case w.Ask():
+            return state, [Answer(ask, message.job)]
+        case w.Status():
+            return state, [Answer(ask, "")]
+        case w.Clean():
+            return _clean(state, message, now, ask)
+        case w.Stay():
+            budget = message.budget or state.budget
+            return replace(state, stay=True, budget=budget), [Reply(ask, None)]
+        case w.Stop():
+            freed: list[Effect] = [RemoveJob(name) for name in state.jobs] if message.free else []
+            return state, [*freed, Reply(ask, None), Exit()]
+        case w.Gone():
+            return _gone(state, message, now)
+        case w.Tick():
+            return _tick(state, now)
+    return _of_a_job(state, message, ask)
+
+
+def _of_a_job(state: State, message: Any, ask: int) -> Result:
+    work = OF_A_JOB[type(message)]
+    job = state.jobs.get(message.job)
+    if job is not None:
+        return work(state, job, message, ask)
+    if isinstance(message, w.Made):  # made for a job that has been freed meanwhile
+        return state, [RemoveJob(message.job)]
+    if not ask:
+        return state, []
+    text = f"this agent knows nothing of job {message.job}"
+    return state, [refuse(ask, SegmentLost(text, hint="say hello"))]
+
+
+def _hello(state: State, m: w.Hello, now: float, ask: int) -> Result:
+    if m.version != w.VERSION:
+        text = (
+            f"the agent of this node speaks version {w.VERSION}, this process version {m.version}"
+        )
+        hint = "`holdfast agent stop` when its jobs are over; the next start brings one that fits"
+        return state, [refuse(ask, UsageError(text, hint=hint))]
+    job = state.jobs.get(m.job) or Job(m.job)
+    older = m.run > job.run  # what a run before left counts no more, even if nobody can see it end
+    trainers = {} if older else dict(job.trainers)
+    trainers[m.pid] = (m.rank, m.started)
+    effects: list[Effect] = []
+    if older:
+        late = commits.late(job, job.trainers.keys() - trainers.keys())
+        job, effects = leases.outlived(job, trainers)
+        effects += late
+    host, budget = m.host, max(m.budget, state.budget)
+    if state.stay:
+        host, budget = "", state.budget
+    state = replace(state, budget=budget).with_job(
+        job,
+        root=m.root,
+        run=max(m.run, job.run),
+        trainers=trainers,
+        crashed=False,
+        finished=job.finished and not older,
+        seen=now,
+        claim=m.claim if m.run >= job.run else job.claim,
+        flush_s=m.flush_s,
+        bytes_per_s=m.bytes_per_s,
+        budget=m.budget,
+        host=host if older else job.host,  # its ranks know this node by one card
+    )
+    return state, [*effects, Greet(ask, m.job)]
+
+
+def _bye(state: State, m: w.Bye, now: float, ask: int) -> Result:
+    job = state.jobs.get(m.job)
+    if job is None:
+        return state, [Reply(ask, None)]
+    left, crashed = job.trainers_but({m.pid}), job.crashed or not m.finished
+    finished = job.finished or (m.finished and job.trainers.get(m.pid, (-1, ""))[0] == 0)
+    if left or crashed or not finished:
+        state = state.with_job(job, trainers=left, crashed=crashed, finished=finished, seen=now)
+        return state, [*commits.late(job, {m.pid}), Reply(ask, None)]
+    state, effects = _forget(state, [job.name], now)
+    return state, [*effects, Reply(ask, None)]
+
+
+def _finished(state: State, m: w.Finished, now: float) -> Result:
+    """Only rank 0 knows that all are done: another may have left while rank 0 went on, and crashed."""
+    job = state.jobs.get(m.job)
+    if job is None or job.run != m.run:
+        return state, []
+    if job.trainers or job.crashed:
+        return state.with_job(job, finished=True), []
+    return _forget(state, [job.name], now)
+
+
+def _forget(state: State, names: Iterable[str], now: float) -> Result:
+    names = tuple(names)
+    jobs = {name: job for name, job in state.jobs.items() if name not in names}
+    state = replace(state, jobs=jobs, idle_since=now if not jobs else state.idle_since)
+    return state, [RemoveJob(name) for name in names]
+
+
+def _clean(state: State, m: w.Clean, now: float, ask: int) -> Result:
+    named = {n: job for n, job in state.jobs.items() if m.job in ("", n)}
+    alive = {
+        n: "has running processes" if job.trainers else "has a durable save that is still written"
+        for n, job in named.items()
+        if job.trainers or job.writing
+    }
+    if m.job and (alive or not named):
+        text = f"job {m.job} {alive.get(m.job, 'is not known here')}"
+        return state, [refuse(ask, UsageError(text, hint="`holdfast agent status` lists the jobs"))]
+    dead = [n for n in named if n not in alive]
+    state, effects = _forget(state, dead, now)
+    return state, [*effects, Reply(ask, dead)]
+
+
+def _gone(state: State, m: w.Gone, now: float) -> Result:
+    """Processes have died: what they were filling is empty, what they had to commit is committed."""
+    job = state.jobs.get(m.job)
+    if job is None:
+        return state, []
+    lost = set(m.pids) & job.trainers.keys()
+    stopped = leases.deserted(job, m.pids)
+    if not lost and not stopped:
+        return state, []
+    left = job.trainers_but(lost)
+    state = state.with_job(job.with_slots(*stopped), trainers=left, crashed=True, seen=now)
+    return state, [*leases.notes(job, stopped), *commits.late(job, lost)]
+
+
+def _tick(state: State, now: float) -> Result:
+    old = [n for n, job in state.jobs.items() if now - job.seen > _keep_s(job)]
+    effects: list[Effect] = []
+    if old:
+        state, effects = _forget(state, old, now)
+    for job in list(state.jobs.values()):
+        if not job.trainers and job.crashed and 0 < job.flush_s < now - job.seen:
+            state, more = commits.flush(state, job)
+            effects += more
+    if not state.jobs and not state.stay and now - state.idle_since > LINGER_S:
+        effects.append(Exit())
+    return state, effects
+
+
+def _keep_s(job: Job) -> float:
+    """Seconds for which a job's memory is kept after it was heard of last."""
+    if job.trainers or job.writing:
+        return float("inf")
+    return KEEP_S if job.ready else LINGER_S
+
+
+def adopted(budget: int, jobs: Iterable[Job], now: float, *, stay: bool = False) -> State:
+    """The state of an agent that finds what another left: what was being filled is empty."""
+    found = {}
+    for job in jobs:
+        unready = [s.emptied() for s in job.slots.values() if s.phase != "ready"]
+        kept = tuple(c for c in job.commits if c[0] in job.ready)
+        elsewhere = tuple(a for a, _ in job.commits if a not in job.ready)
+        found[job.name] = replace(
+            job.with_slots(*unready), commits=kept, elsewhere=elsewhere, crashed=not job.trainers,
+            seen=now,
+        )  # fmt: skip
+    return State(budget, stay, found, now)

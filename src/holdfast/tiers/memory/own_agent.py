@@ -1,0 +1,177 @@
+"""The agent of this node, as one rank of a job deals with it.
+
+An agent may die at any time, and have a successor, which adopts the memory that it finds.  So before it
+gives out memory, it is greeted, and told the newest commit if its predecessor was not.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from holdfast.base.errors import AgentUnreachable, HoldfastError, SegmentLost, UsageError
+from holdfast.base.events import emit
+from holdfast.base.host import start_time
+from holdfast.tiers.memory.discovery import tell_all, tell_finished
+from holdfast.tiers.memory.node import messages as w
+from holdfast.tiers.memory.node.client import Client
+from holdfast.tiers.memory.options import Memory
+
+if TYPE_CHECKING:
+    from holdfast.live.saving.durable import Durable
+
+SHORT_S = 10.0
+"""Seconds that a message may take which is sent for the sake of order, and could be left out."""
+
+
+class OwnAgent:
+    """This rank's line to the agent of its node."""
+
+    def __init__(self, durable: Durable, options: Memory, *, job: str, host: str) -> None:
+        """Have an agent, and be known to it.  UsageError if it serves in another way than is asked for."""
+        self.job = job
+        self.client = Client(deadline_s=durable.saver.deadline_s)
+        self.budget_bytes = 0
+        """Bytes of memory that this job may take on this node; 0: as many as there are."""
+        self._durable = durable
+        self._options = options
+        self._host = host
+        self._untold: w.Commit | None = None
+        """The commit that the others know of and this node's agent does not yet; None if there is none."""
+        self.card: w.Card
+        """The way in which the agent is reached."""
+        self.hello()
+
+    @property
+    def rank(self) -> int:
+        return self._durable.group.rank
+
+    def hello(self) -> None:
+        """Have an agent, and be known to it."""
+        self._start()
+        try:
+            self._introduce()
+        except AgentUnreachable:  # it has just left
+            self._start()
+            self._introduce()
+        if self._options.tls and not self.card.fingerprint:
+            raise UsageError(
+                "Memory(tls=True): the agent of this node serves without TLS",
+                hint="`holdfast agent stop`, then start again; by hand: `holdfast agent start --tls`",
+            )
+
+    def _start(self) -> None:
+        # without this job's budget: the agent serves others, too, and hears of a larger one by `Hello`
+        self.client.start(self._host, tls=self._options.tls)
+
+    def _introduce(self) -> None:
+        pid, options, durable = os.getpid(), self._options, self._durable
+        message = w.Hello(
+            self.job,
+            durable.store.url,
+            durable.run,
+            self.rank,
+            pid,
+            start_time(pid) or "0",
+            msgspec.json.encode(durable.steps.claim),
+            options.flush_after_s or 0.0,
+            options.bytes_per_s,
+            self._host,
+            options.budget_bytes,
+        )
+        card = self.client.ask(message, w.Card)
+        if not self.budget_bytes or card != self.card:
+            of_all_jobs = self.client.ask(w.Status(), w.AgentReport).budget
+            self.budget_bytes = min(of_all_jobs, options.budget_bytes or of_all_jobs)
+        self.card = card
+
+    def _greet(self, step: int) -> None:
+        """Say hello, for the agent may be another one than before, and tell it the commit that it was not
+        told."""
+        before = self.card
+        self.hello()
+        if before != self.card:
+            emit("agent.restarted", step=step)
+        if self._untold is not None and self._untold.run == self._durable.run:
+            self.client.ask(self._untold)
+        self._untold = None
+
+    # -- one snapshot -----------------------------------------------------------------------------
+
+    def lease(self, kind: str, attempt: str, step: int, size: int) -> w.Lease:
+        """Return a lease of memory of the agent; if there is no agent any more, of a new one."""
+        message = w.Take(self.job, os.getpid(), kind, self.rank, attempt, step, size)
+        if kind == "share":
+            self._greet(step)
+        try:
+            lease: w.Lease = self.client.ask(message, w.Lease)
+        except (AgentUnreachable, SegmentLost):
+            self._greet(step)
+            lease = self.client.ask(message, w.Lease)
+        return lease
+
+    def commit(self, commit: w.Commit) -> None:
+        """Tell the agent here of a commit that others know of, another agent if need be, before it gives
+        out memory again."""
+        self._untold = commit
+        try:
+            self.client.ask(commit)
+        except AgentUnreachable:
+            emit("agent.restarted", step=commit.step)
+            self.hello()
+            self.client.ask(commit)
+        self._untold = None
+
+    def adopt(self, commit: w.Commit) -> None:
+        """Tell the agent that what was restored is the newest snapshot here, too: it must not be given
+        out."""
+        self._untold = commit
+        with suppress(HoldfastError):
+            self.client.ask(commit)
+            self._untold = None
+
+    def drop(self, attempt: str) -> None:
+        """Free the memory of a snapshot that failed.  Best effort: an agent that is gone has nothing to
+        drop."""
+        with suppress(HoldfastError):
+            self.client.ask(w.Drop(self.job, attempt), timeout_s=SHORT_S)
+
+    # -- all that it holds ------------------------------------------------------------------------
+
+    def held(self, timeout_s: float = 0.0) -> w.Held:
+        """Return what the agent holds of this job."""
+        held: w.Held = self.client.ask(w.Ask(self.job), w.Held, timeout_s=timeout_s)
+        return held
+
+    def ask_all(self) -> tuple[list[w.Held], str]:
+        """Return what every agent holds of this job, and the name of this node's.  Collective."""
+        group, mine = self._durable.group, None
+        self.client.ask_again()
+        with suppress(HoldfastError):
+            self.hello()
+            mine = self.held(self._durable.saver.deadline_s)
+        agent = mine.card.agent.encode() if mine is not None else b""
+        first = group.all_gather(agent).index(agent)  # one rank says it for its node
+        helds = tell_all(group, self.job, mine if self.rank == first else None)
+        return helds, mine.card.agent if mine is not None else ""
+
+    def say_bye(self, *, finished: bool) -> None:
+        """Say bye to the agent; if it has died, to its successor, if there is something to be freed."""
+        try:
+            self._leave(finished)
+        except AgentUnreachable:
+            is_kept = (self.client.root / "jobs" / self.job).exists()
+            if not finished or not is_kept or self.client.look() != "nobody":
+                raise
+            self._start()
+            self._leave(finished)
+
+    def _leave(self, finished: bool) -> None:
+        """Rank 0 has the last word, and all agents hear it: what the others left serves until then."""
+        others = self.held(SHORT_S).peers if finished and self.rank == 0 else ()
+        self.client.ask(w.Bye(self.job, os.getpid(), finished), timeout_s=SHORT_S)
+        others = tuple(card for card in others if card.agent != self.card.agent)
+        tell_finished(self.job, self._durable.run, others)

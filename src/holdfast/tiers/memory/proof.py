@@ -1,0 +1,77 @@
+"""What is known of how right a replica on the host is.
+
+It is compared with the live state after it has learned, and at durable saves.  Where training runs on CPUs
+it has to be equal, bit for bit.  A device may compute in another way than the host: the first difference
+there is taken for rounding if it is small, and is told with every step that is saved from the replica.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.live.saving.exactness import Exactness
+
+MOST_DRIFT = 1e-3
+"""Largest difference, as a share of a tensor's largest element, that the first comparison after
+learning may find: more is no rounding, on whatever device."""
+ROUNDINGS = 4
+"""Roundings to its dtype that an element may differ by then: of bfloat16 one is 0.8 % of it."""
+
+
+def most_drift(dtype: torch.dtype) -> float:
+    """The share for tensors of a dtype."""
+    eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+    return max(MOST_DRIFT, ROUNDINGS * eps)
+
+
+@dataclass
+class Proof:
+    """The comparisons of one replica with the live state."""
+
+    every: int = 1
+    """One of this number of durable saves is of the live state."""
+    is_on_device: bool = False
+    """True if the training computes on a device, and the replica on the host."""
+    is_passed: bool = False
+    """True if the replica has passed a comparison since it last learned."""
+    drift: float | None = None
+    """The largest difference that was seen, if any."""
+    compared: int = 0
+    """The step of the last comparison."""
+    num_durable: int = 0
+    """Number of durable saves so far: the same on all ranks."""
+    is_owed: bool = False
+    """True if durable saves are to be of the live state until the replica was compared with one."""
+    comes: bool = False
+    """True if the durable save that comes is of the live state."""
+
+    def count_durable(self, *, must_prove: bool) -> None:
+        """Count a durable save that comes, and decide here whether it is of the live state: a proof
+        by an earlier one may end at any moment."""
+        self.num_durable += 1
+        if must_prove or self.num_durable % self.every == 0:
+            self.is_owed = True
+        self.comes = self.is_owed
+
+    def passes(self, most: float, share: float, *, differs: bool) -> bool:
+        """Take a comparison into account; False if the replica has to learn anew.
+
+        `most`: the largest difference; `share`: the largest as a share of what its tensor may differ by.
+        """
+        if not differs:
+            self.is_passed = True
+            self.drift = self.drift if self.is_on_device else None
+            return True
+        self.drift = max(self.drift or 0.0, most)
+        if self.is_on_device and not self.is_passed and share <= 1:
+            self.is_passed = True
+            return True
+        return False
+
+    @property
+    def exactness(self) -> Exactness:
+        """Exactness of the snapshots from the replica."""
+        is_exact = not self.is_on_device and self.drift is None
+        return Exactness(is_exact, self.drift or 0.0, self.compared)

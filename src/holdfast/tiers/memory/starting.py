@@ -1,0 +1,55 @@
+"""The start of the memory tier: which job this run is, and an agent on every node."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from holdfast.base.address import own_address
+from holdfast.base.errors import UsageError, warn_user
+from holdfast.core.checkpoint.peers import raise_on_all
+from holdfast.live.saving import Saver
+from holdfast.live.saving.durable import Durable
+from holdfast.live.state.live import State
+from holdfast.tiers.memory.job import is_anothers, job_of, last_run
+from holdfast.tiers.memory.node.client import Client
+from holdfast.tiers.memory.options import Memory
+from holdfast.tiers.memory.tier import MemoryTier
+
+
+def start(
+    options: Memory, saver: Saver, durable: Durable, state: Callable[[], State]
+) -> MemoryTier:
+    """Return the memory tier of a run whose durable tier this is.  Collective."""
+    if (options.feed == "gradient" or options.recomputes) and not {*state()} - {"rng"}:
+        knob = 'feed="gradient"' if options.feed == "gradient" else 'redundancy="recompute"'
+        raise UsageError(
+            f"Memory({knob}) needs the state when the Checkpointer is made, and it is empty",
+            hint="hand model and optimizer over to Checkpointer(), or choose another way for memory=",
+        )
+    host = os.environ.get("HOLDFAST_HOST") or own_address()
+    job = _job_in_memory(options, durable, host)
+    with raise_on_all(saver.group, 0):
+        return MemoryTier(saver, durable, options, job=job, host=host, state=state)
+
+
+def _job_in_memory(options: Memory, durable: Durable, host: str) -> str:
+    """Return the root's job, or a new one where agents know it as another root's, of which this is
+    a copy, or know of later runs than the root does: it was put back from a backup, and what it
+    left in memory is not its own any more.  Called before any rank says hello."""
+    store, group = durable.store, durable.group
+    job, client = job_of(store, group), Client(deadline_s=group.deadline_s)
+    with raise_on_all(group, 0):
+        client.start(host, tls=options.tls)
+        last, copied = last_run(client, job), is_anothers(client, job, store)
+    last = group.all_max(last)
+    if group.any(copied):
+        return job_of(store, group, anew=True)
+    if last < durable.run:
+        return job
+    if group.rank == 0:
+        warn_user(
+            f"{store.url} was put back: run {durable.run} begins, and in memory are snapshots of up to run "
+            f"{last}, which are another job's now (`holdfast agent clean --job {job}` frees them)"
+        )
+    return job_of(store, group, anew=True)

@@ -1,0 +1,540 @@
+"""The memory tier's side in a training process: snapshots into the agent's shared memory."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from holdfast.base.errors import Deadline, HoldfastError, RankErrors
+from holdfast.base.events import emit, span
+from holdfast.base.patience import slowest
+from holdfast.base.threads import Worker
+from holdfast.base.wire import WireError, decode_msgpack, rank_errors
+from holdfast.core.checkpoint.names import step_prefix
+from holdfast.core.checkpoint.opened import Checkpoint
+from holdfast.core.format.manifest import FileEntry, Manifest, encode
+from holdfast.live.restore.targets import RestoreOptions
+from holdfast.live.saving import Draft, Request, Save, SaveOperation, Saver
+from holdfast.live.saving.commit import manifest_of, written
+from holdfast.live.saving.durable import Durable
+from holdfast.live.saving.holding import is_bypassed
+from holdfast.live.saving.messages import Written
+from holdfast.live.saving.operation import Replica
+from holdfast.live.state.live import Live, State
+from holdfast.live.state.snapshot import CopyTap, PrivateBuffer
+from holdfast.tiers.memory.decision import Decision, Filled, decided, of_all
+from holdfast.tiers.memory.feed import Feed
+from holdfast.tiers.memory.loading import load_snapshot
+from holdfast.tiers.memory.node import messages as w
+from holdfast.tiers.memory.node.inventory import Inventory, SnapshotStore
+from holdfast.tiers.memory.options import Memory
+from holdfast.tiers.memory.own_agent import OwnAgent
+from holdfast.tiers.memory.protecting import Protector
+from holdfast.tiers.memory.recompute import RecomputedStates, shadow_of
+from holdfast.tiers.memory.slots import SlotBuffer, Slots, lease_of
+from holdfast.tiers.memory.storing import Storing
+
+if TYPE_CHECKING:
+    from holdfast.live.saving.attaching import Attached
+
+LEAVE_S = 5.0
+"""Seconds that a process that ends early stays for a snapshot to be complete, or a save to reach
+the agents."""
+LOOK_S = 0.2
+
+
+class Turns:
+    """The snapshots' turns: one at a time has the memory."""
+
+    def __init__(self) -> None:
+        self.num_pending = 0
+        """Number of snapshots that have begun and not given their turn back."""
+        self._lock = threading.Lock()
+        self._is_free = threading.Event()
+        self._is_free.set()
+
+    def line_up(self) -> None:
+        with self._lock:
+            self.num_pending += 1
+
+    def take(self, limit_s: float, handed_over: threading.Event) -> None:
+        """Wait for the turn of the snapshot before to end, and until that is `handed_over` to storage, if
+        it goes there: only then it stays the newest.  Deadline."""
+        for event in (self._is_free, handed_over):
+            if not event.wait(limit_s):
+                raise Deadline(f"the snapshot before did not end within {limit_s:g} s")
+        self._is_free.clear()
+
+    def give_back(self, op: SaveOperation) -> None:
+        with self._lock:
+            self.num_pending -= 1
+        if op.has_memory:
+            self._is_free.set()
+
+
+class MemoryTier:
+    """Snapshots into shared memory.  Every method is collective: all ranks call it in the same order."""
+
+    name = "snapshot"
+
+    def __init__(
+        self,
+        saver: Saver,
+        durable: Durable,
+        options: Memory,
+        *,
+        job: str,
+        host: str,
+        state: Callable[[], State],
+    ) -> None:
+        shadow = shadow_of(state()) if options.recomputes else None
+        self.saver = saver
+        self.durable = durable
+        self.news: list[str] = []
+        """Texts that the user is to be warned with."""
+        self._feed = None
+        if options.feed == "gradient":
+            self._feed = Feed(state, saver.group.rank, saver.deadline_s, options.prove_every)
+        self.worker = Worker("holdfast-memory")
+        self._spare = PrivateBuffer()
+        """Memory of this process, for a save when the agent has none to give."""
+        self._turns = Turns()
+        self._is_closed = False
+        self._last_save = 0, False
+        """Number of the newest durable save that is over, and whether it failed."""
+        self._storing = Storing(self)
+        self.agent = OwnAgent(durable, options, job=job, host=host)
+        self.slots = Slots(self.agent.client.root / "jobs" / job, saver.planner.forget)
+        self._protector = Protector(self, options.redundancy, shadow)
+        _tiers.add(self)
+
+    @property
+    def _followers(self) -> list[RecomputedStates | Feed]:
+        return [one for one in (self._protector.shadow, self._feed) if one is not None]
+
+    # -- training thread --------------------------------------------------------------------------
+
+    def begin(
+        self,
+        describe_live: Callable[[], Live],
+        step: int,
+        *,
+        durable: bool,
+        must: bool = False,
+        live: bool = False,
+        attached: Attached | None = None,
+    ) -> Save:
+        """Start a snapshot, which with `durable` goes on to storage.  Blocks as `Saver.begin`.
+
+        It is left out if another one is in flight, unless it `must` be.  `live`: it is not made from a
+        replica.
+        """
+        step_prefix(step)
+        is_waiting = self._turns.num_pending > 0 or not self._storing.handed_over.is_set()
+        busy = not must and (self.durable.steps.is_saving if durable else is_waiting)
+        request = Request(step, busy=busy, durable=durable, attached=attached)
+        op = self.saver.operation(self, request, companion=self, on_end=self._ended)
+        self._turns.line_up()
+        if durable:
+            self.durable.steps.watch_over(op)
+        if durable and self._feed is not None:
+            self._feed.proof.count_durable(must_prove=live)
+        for follower in self._followers:
+            follower.mark(op.number)
+        with self.durable.held.by(op.kind, step):
+            return self.saver.begin(op, describe_live)
+
+    def arranged(self, live: Live) -> Live:
+        """Return the state in the order in which it is to be shared among ranks."""
+        return live if self._feed is None else self._feed.arranged(live)
+
+    def prepare(self, describe_live: Callable[[], Live]) -> Save:
+        """Plan a snapshot and have the memory for it ready.  Returns at once."""
+        op = self.saver.operation(self, Request(0, is_rehearsal=True))
+        self._turns.line_up()
+        return self.saver.begin(op, describe_live)
+
+    def replica(self, op: SaveOperation) -> Replica | None:
+        """The replica that is kept current by gradients, if a snapshot can be taken from it: not if it may
+        have missed steps."""
+        if self._feed is None or self.saver.replicas.mode == "verify":
+            return None
+        if is_bypassed(self.saver, op.live):
+            return None
+        follows = self._feed.follows(op.live, durable=op.request.durable)
+        return self._feed if follows else None
+
+    def settle(self, limit_s: float) -> None:
+        """Wait until nothing is under way; Deadline if that takes longer."""
+        until = time.monotonic() + limit_s
+        try:
+            self.saver.settle(limit_s)
+            for worker in (self.worker, self._storing.worker):
+                worker.settle(max(until - time.monotonic(), 0.1))
+        except TimeoutError:
+            awaited = self.saver.group.awaited
+            raise Deadline(
+                f"a snapshot was still under way after {limit_s:.3g} s"
+                + (f": {awaited}" * bool(awaited)),
+                hint=slowest(),
+            ) from None
+
+    def leave(self) -> None:
+        """The training ends early: wait for nobody any more.  What agents were told to do, they do."""
+        if not self.saver.group.lost:
+            self._settle_early()
+        self._abort_waits()
+
+    def leave_unclosed(self) -> None:
+        """Do as `leave` does, if something is still under way in the end: Python ends, and nobody
+        has closed this.  Else nobody waits any more, and the ranks may yet tell each other what
+        became of the last save."""
+        if not self._settle_early():
+            self._abort_waits()
+
+    def _settle_early(self) -> bool:
+        """True if nothing is under way, after waiting for a moment; no longer than until ranks are lost."""
+        if self._is_closed or not (self.durable.steps.is_saving or self._turns.num_pending):
+            return True
+        until = time.monotonic() + LEAVE_S
+        while not self.saver.group.lost and time.monotonic() < until:
+            with suppress(Deadline):
+                self.settle(min(LOOK_S, LEAVE_S))
+                return True
+        return False
+
+    def _abort_waits(self) -> None:
+        self.agent.client.abort_waits()
+        self.saver.group.abort_waits()
+
+    def close(self, timeout: float | None, *, finished: bool) -> None:
+        """Wait for what is under way.  `finished`: the snapshots are needed no more, if the last save is in
+        storage."""
+        self._is_closed, is_settled = True, False
+        with ExitStack() as last:  # all of it, though one part is interrupted
+            last.callback(lambda: self._say_bye(finished=finished and is_settled))
+            last.callback(self._spare.close)
+            last.callback(self.slots.close)
+            for follower in self._followers:
+                last.callback(follower.twins.close, LEAVE_S)
+            last.callback(self._storing.worker.shutdown)
+            last.callback(self.worker.shutdown)
+            try:
+                self.settle(self.saver.deadline_s if timeout is None else timeout)
+                is_settled = True
+            except BaseException:  # agents end what is under way, as long as ranks hear each other
+                self._abort_waits()
+                with suppress(Deadline):
+                    self.settle(LEAVE_S)
+                raise
+
+    def _say_bye(self, *, finished: bool) -> None:
+        if finished and self._last_save[1]:
+            finished = False
+            self.news.append(
+                "the last save failed: what is in memory stays there for a day (the next start "
+                "restores and saves it, `holdfast agent clean` frees it)"
+            )
+        with suppress(HoldfastError):
+            self.agent.say_bye(finished=finished and not self._storing.left_to_agents)
+
+    # -- restoring --------------------------------------------------------------------------------
+
+    def survey(self) -> Inventory:
+        """Return what the agents of all nodes hold of this job.  Collective.
+
+        Also those of nodes that this job no longer runs on, if they still answer.
+        """
+        for follower in self._followers:
+            follower.restart()
+        return Inventory(self.agent.job, *self.agent.ask_all())
+
+    def opened(self, inventory: Inventory, attempt: str) -> Checkpoint:
+        """A snapshot, opened, of which nothing is read yet."""
+        store = SnapshotStore(inventory, self.durable.store)
+        return Checkpoint(store, inventory.find(attempt))
+
+    def load(
+        self,
+        inventory: Inventory,
+        attempt: str,
+        state: State,
+        options: RestoreOptions,
+        *,
+        verify: bool,
+    ) -> Manifest:
+        """Read a snapshot into the live state; return its manifest.  Collective; see `load_snapshot`."""
+        manifest = inventory.find(attempt)
+        load_snapshot(
+            inventory,
+            manifest,
+            self.durable.store,
+            self.saver.group,
+            state,
+            options,
+            lambda stale: stale.renew(*self.agent.ask_all()),
+            verify=verify,
+        )
+        self.adopt(manifest, inventory.cards(attempt))
+        return manifest
+
+    def adopt(self, manifest: Manifest, cards: tuple[w.Card, ...]) -> None:
+        """Tell this node's agent that what was restored is the newest snapshot here, too.  `cards`: those
+        of the agents that hold it, with whom the next restart finds it."""
+        decision = Decision({}, encode(manifest), cards)
+        self.agent.adopt(self._commit_of(manifest.step, manifest.attempt, decision))
+
+    def _commit_of(self, step: int, attempt: str, decision: Decision) -> w.Commit:
+        run = self.durable.run
+        return w.Commit(self.agent.job, attempt, step, decision.manifest, decision.cards, run)
+
+    # -- saving thread ----------------------------------------------------------------------------
+
+    def take(self, op: SaveOperation) -> SlotBuffer:
+        """Wait for the snapshot before, then return memory: every rank knows that one as the newest
+        before the next begins.
+
+        Also until its image is on its way to storage, if that is where it goes.
+        """
+        with self.durable.held.because(op.step, "for the snapshot before"):
+            self._turns.take(self.saver.deadline_s, self._storing.handed_over)
+        if op.request.durable:
+            self.durable.steps.make_room(op)
+        spare = self._spare if op.request.durable else None
+        return SlotBuffer(self.slots, lambda size: self.lease(op, "share", size), spare)
+
+    def lease(self, op: SaveOperation, kind: str, size: int) -> w.Lease:
+        """Lease memory of the agent for an image (`share`), or what protects others (`guard`)."""
+        with self.durable.held.because(op.step, "for memory of the agent"):
+            return self.agent.lease(kind, self.attempt(op), op.step, size)
+
+    def attempt(self, op: SaveOperation) -> str:
+        return self.durable.attempt_of(op)
+
+    def beside(self, op: SaveOperation, draft: Draft) -> CopyTap | None:
+        """Return what makes, in the window, what this rank keeps for its group; None where it
+        cannot be."""
+        return self._protector.begin(op, draft)
+
+    # -- memory thread ----------------------------------------------------------------------------
+
+    def keep(self, op: SaveOperation, draft: Draft) -> None:
+        """Have the agent digest the image, then commit together.
+
+        Of a rehearsal: have all the memory that snapshots will need, and give it back.
+        """
+        if op.request.is_rehearsal:
+            self._rehearse(op, draft)
+            return
+        try:
+            file, decision = self._kept(op, draft)
+        except BaseException:
+            self.agent.drop(self.attempt(op))
+            op.release()
+            raise
+        if decision.directly:
+            self._store_directly(op, draft, decision.directly)
+            return
+        self._commit(op, decision)
+        if op.request.durable:
+            emit("snapshot.committed", step=op.step)
+            self._storing.begin(op, file, decision.manifest)
+        op.release()
+        if not op.request.durable:
+            op.end()
+
+    def _rehearse(self, op: SaveOperation, draft: Draft) -> None:
+        size = draft.image.total_bytes if draft.image is not None else 0
+        refusal = None if op.error is None else WireError.of(op.error)
+        try:
+            mine = self._filled(draft, b"", size, refusal)
+            decision = self.agree("warmed", op, mine, self._judge_room)
+            self._protector.reserve(op, draft, decision)
+        finally:
+            self.agent.drop(self.attempt(op))
+        op.release()
+        op.end()
+
+    @staticmethod
+    def _judge_room(answers: list[bytes]) -> Decision:
+        """Decide, on rank 0, whether every rank could plan its image."""
+        filled = [decode_msgpack(a, Filled) for a in answers]
+        errors = {r: f.refusal for r, f in enumerate(filled) if f.refusal}
+        return Decision(errors) if errors else decided(filled)
+
+    def _kept(self, op: SaveOperation, draft: Draft) -> tuple[FileEntry | None, Decision]:
+        """Return this rank's image, digested, and what all ranks have decided about the snapshot."""
+        file = None
+        try:
+            with span("snapshot.digest", step=op.step):
+                file = self._digested(op, draft)
+        except Exception as failed:
+            op.error = failed
+        size, given = file.bytes if file else 0, written(op, draft, file)
+        mine = self._filled(draft, given, size, _refusal(draft))
+        decision = self.agree("filled", op, mine, lambda a: self._decide(op, draft, a))
+        if not decision.directly:
+            decision = self._protected(op, draft, decision)
+        return file, decision
+
+    def _digested(self, op: SaveOperation, draft: Draft) -> FileEntry | None:
+        """Return the entry of the image in the agent's memory; None if there is none."""
+        draft.filling.conclude()
+        if self._feed is not None:
+            self._feed.filled(op, draft)
+        image, lease = draft.image, lease_of(draft.buffer)
+        if image is None or lease is None:
+            return None
+        attempt, rank = self.attempt(op), self.saver.group.rank
+        message = w.Ready(self.agent.job, lease.name, attempt, image.table_start, image.total_bytes)
+        digest = self.agent.client.ask(message, str)
+        return FileEntry(
+            rank, f"{attempt}/r{rank:05d}.safetensors", image.total_bytes, image.data_start,
+            image.extras_start, image.table_start, digest,
+        )  # fmt: skip
+
+    def _filled(self, draft: Draft, given: bytes, size: int, refusal: WireError | None) -> bytes:
+        holding = self._protector.holding(draft)
+        memory = draft.plan.image.memory_bytes if draft.plan.image is not None else 0
+        agent = self.agent
+        return w.encode(
+            Filled(
+                given,
+                _with_secrets(agent.card, self.saver.group.hide),
+                holding,
+                size,
+                agent.budget_bytes,
+                refusal,
+                draft.exactness,
+                memory,
+            )
+        )
+
+    def agree(
+        self,
+        what: str,
+        op: SaveOperation,
+        mine: bytes,
+        decide: Callable[[list[bytes]], Decision],
+    ) -> Decision:
+        """Rank 0's decision from what all ranks say; RankErrors if something failed anywhere."""
+        answer = self.saver.group.ask(
+            f"{what}/{op.number}",
+            mine,
+            lambda answers: msgspec.msgpack.encode(decide(answers)),
+            self.saver.deadline_s,
+            f"{what} its part of {op.in_words}",
+        )
+        decision = decode_msgpack(answer, Decision)
+        if decision.errors:
+            text = f"{op.kind} of step {op.step}"
+            raise rank_errors(text, decision.errors, op.step) from op.error
+        cards = tuple(_with_secrets(card, self.saver.group.reveal) for card in decision.cards)
+        return msgspec.structs.replace(decision, cards=cards)
+
+    def _decide(self, op: SaveOperation, draft: Draft, answers: list[bytes]) -> Decision:
+        """Decide, on rank 0: the manifest, if every rank has its image."""
+        filled = [decode_msgpack(a, Filled) for a in answers]
+        given = [decode_msgpack(f.written, Written) for f in filled]
+        errors = {r: g.error for r, g in enumerate(given) if g.error is not None}
+        if errors:
+            return Decision(errors)
+        refusals = [f"rank {r}: {f.refusal.text}" for r, f in enumerate(filled) if f.refusal]
+        if refusals:
+            return Decision({}, directly=refusals[0])
+        notes = of_all(f.exactness for f in filled)
+        try:
+            manifest = manifest_of(
+                draft,
+                given,
+                step=op.step,
+                run=self.durable.run,
+                attempt=self.attempt(op),
+                notes=notes,
+                attached=op.request.attached,
+                line=self.durable.steps.line,
+            )
+            return decided(filled, encode(manifest))
+        except Exception as error:
+            return Decision({0: WireError.of(error)})
+
+    def _protected(self, op: SaveOperation, draft: Draft, decision: Decision) -> Decision:
+        """Return the decision, when all ranks have what they keep.  A save does not depend on that:
+        else it goes to storage without the agents."""
+        try:
+            self._protector.protect(op, draft, decision)
+        except RankErrors as error:  # the same on every rank
+            if not op.request.durable:
+                raise
+            op.error = None
+            return Decision({}, directly=error.message)
+        return decision
+
+    def _store_directly(self, op: SaveOperation, draft: Draft, why: str) -> None:
+        """Write the image to storage from this process: the agents cannot, as `why` says."""
+        emit("snapshot.failed", step=op.step, error=why)
+        try:
+            self.durable.write_and_commit(op, draft)
+        finally:
+            self.agent.drop(self.attempt(op))
+
+    def _commit(self, op: SaveOperation, decision: Decision) -> None:
+        """Tell the agent here that the snapshot is the newest.  It counts, whether it could be told or
+        not."""
+        try:
+            self.agent.commit(self._commit_of(op.step, self.attempt(op), decision))
+        except Exception as failed:
+            if not op.request.durable:
+                raise
+            op.error = failed  # the other ranks wait to hear of it
+
+    # -- any thread -------------------------------------------------------------------------------
+
+    def release(self, op: SaveOperation) -> None:
+        """Let the next snapshot begin."""
+        for follower in self._followers:
+            follower.twins.go_on(op.number)
+        self._turns.give_back(op)
+
+    def _ended(self, op: SaveOperation, error: BaseException | None) -> None:
+        """Note that an operation is over."""
+        if op.request.durable:
+            self.durable.steps.let_go(op, error)
+        if op.request.durable and not op.save.skipped:
+            self._last_save = max(self._last_save, (op.number, error is not None))
+
+
+def _with_secrets(card: w.Card, changed: Callable[[str], str]) -> w.Card:
+    """Return a card whose token and fingerprint are hidden, or revealed."""
+    token, fingerprint = changed(card.token), changed(card.fingerprint)
+    return msgspec.structs.replace(card, token=token, fingerprint=fingerprint)
+
+
+def _refusal(draft: Draft) -> WireError | None:
+    """Return why this rank's image is not in the agent's memory; None if it is."""
+    refusal = draft.buffer.refusal if isinstance(draft.buffer, SlotBuffer) else None
+    return None if refusal is None else WireError.of(refusal)
+
+
+_tiers: weakref.WeakSet[MemoryTier] = weakref.WeakSet()
+"""The tiers of this process."""
+
+
+def _at_exit() -> None:
+    """The main thread has ended, perhaps by an error: Python waits for the other threads now, and they
+    would wait for ranks that are dead."""
+    for one in tuple(_tiers):
+        one.leave_unclosed()
+
+
+# a child that ends leaves its parent's calls alone
+os.register_at_fork(after_in_child=_tiers.clear)
+with suppress(RuntimeError):  # imported when Python is ending already
+    threading._register_atexit(_at_exit)  # type: ignore[attr-defined]

@@ -1,0 +1,235 @@
+"""Twins: optimizers on the host that make the same steps as the training's, from the same gradients.
+
+A `Twin` has parts of an optimizer's parameters.  When the training's optimizer begins a step, its
+gradients are final: those parts are copied to the host, and a thread makes the step with them, while the
+training goes on (LowDiff+'s layer-wise replica, REFT's asynchronous optimizer recomputation).  The order
+of the steps is in `twins.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from holdfast.base.errors import HoldfastError
+from holdfast.live.state.blockwise import Blockwise
+from holdfast.live.state.devices import Moment, after, devices_of, on, on_streams, page_locks
+from holdfast.live.state.lending import Lender, Lent, only_reads
+from holdfast.live.state.observer import unhooked
+from holdfast.live.state.optimizers import hyper
+from holdfast.live.state.placed import memory_of
+from holdfast.live.state.wrapped import stepping
+from holdfast.live.state.writes import times_written
+
+MOST_AHEAD = 8
+"""Number of gradients that wait to be applied, at most."""
+
+AT_FIRST = 2
+"""Number of gradients for which memory is made at once, off the training thread: new pages cost ten
+times a copy."""
+
+States = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class ParamPart:
+    """A part of a parameter."""
+
+    name: str
+    """Name that tells it from others."""
+    param: torch.Tensor
+    at: tuple[slice, ...] | None = None
+    """Slices of this rank's local tensor; None: all of it."""
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same part of a tensor that lies as the parameter does; shares memory."""
+        with torch.no_grad():
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local = local.detach()
+            return local if self.at is None else local[self.at]
+
+
+@dataclass
+class Gradient:
+    """The gradients and settings that a step of an optimizer used, of the parts that a twin has."""
+
+    twin: Twin
+    values: list[torch.Tensor]
+    given: list[bool]
+    hypers: list[dict[str, Any]]
+    ready: Moment
+    """The end of the copy."""
+    lent: Lent | None = None
+    """The training's gradients, where they stay until they are copied."""
+    is_torn: bool = False
+    """True if somebody wrote to them before."""
+
+    def settle(self) -> None:
+        """The copy is over: the gradients are the training's again.  On any thread."""
+        lent = self.lent
+        if lent is not None:
+            self.is_torn |= lent.is_written
+            self.lent = None
+
+
+class Twin:
+    """An optimizer of the same kind as another, on the host."""
+
+    def __init__(self, optimizer: Any, parts: Sequence[ParamPart]) -> None:
+        self.outer = optimizer
+        self.parts = list(parts)
+        likes = [part.of(part.param) for part in parts]
+        self.weights = [torch.nn.Parameter(torch.empty(t.shape, dtype=t.dtype)) for t in likes]
+        self.regroup()
+        self._spare = [self._room() for _ in range(AT_FIRST)]
+        self._made = AT_FIRST
+        self._lender = Lender(0)
+        self._before: Gradient | None = None
+        """The last one whose memory was lent."""
+
+    def regroup(self) -> None:
+        """Put its parts in the groups that their parameters are in now; it has no states until
+        `put`."""
+        of: dict[int, list[torch.Tensor]] = {}
+        for part, mine in zip(self.parts, self.weights):
+            of.setdefault(id(part.param), []).append(mine)
+        self._grouped = self._groups()
+        groups = [
+            {**hyper(g), "params": [mine for p in ids for mine in of[p]]}
+            for g, ids in zip(self.outer.param_groups, self._grouped)
+        ]
+        self._inner: Optimizer = type(stepping(self.outer))(groups, **_defaults(self.outer))
+        self._blockwise = Blockwise(self._inner)
+
+    def is_regrouped(self) -> bool:
+        """True if a parameter has come to another group since, or to none."""
+        return self._grouped != self._groups()
+
+    def _groups(self) -> list[list[int]]:
+        """Return, for each of the training's groups, the ids of the parameters of which there are
+        parts here."""
+        mine = {id(part.param) for part in self.parts}
+        return [[id(p) for p in g["params"] if id(p) in mine] for g in self.outer.param_groups]
+
+    def copy_weights(self) -> None:
+        """Copy the training's weights as they are now; on the training thread."""
+        with torch.no_grad():
+            for mine, part in zip(self.weights, self.parts):
+                mine.copy_(part.of(part.param))
+
+    def misfit(self) -> str:
+        """Why the step that begins cannot be made here; empty if it can."""
+        if self.is_regrouped():
+            return "parameters are in other groups now"
+        for part in self.parts:
+            grad = part.param.grad
+            if grad is not None and (
+                grad.layout != torch.strided or grad.dtype != part.param.dtype
+            ):
+                return f"a gradient is {grad.layout}, of {grad.dtype}"
+            if isinstance(grad, DTensor) and grad.placements != part.param.placements:
+                return f"a gradient is in {grad.placements}"
+        return ""
+
+    def take(self) -> Gradient | None:
+        """Return the gradients of the step that begins, on the training thread; None if too many
+        wait."""
+        if not self._spare:
+            if self._made == MOST_AHEAD:
+                return None
+            self._spare.append(self._room())
+            self._made += 1
+        values = self._spare.pop()
+        given = [part.param.grad is not None for part in self.parts]
+        into = [value for value, has in zip(values, given) if has]
+        grads = [part.param.grad for part in self.parts if part.param.grad is not None]
+        is_free = not self._lent_still() and bool(devices_of(grads)) and only_reads(self.outer)
+        may_keep = self._lender.may_keep("", [memory_of(g) for g in grads]) and is_free
+        sources = [part.of(part.param.grad) for part, has in zip(self.parts, given) if has]
+        ready = self._copied(into, sources)
+        hypers = [copy.deepcopy(hyper(g)) for g in self.outer.param_groups]
+        gradient = Gradient(self, values, given, hypers, ready)
+        if may_keep:
+            gradient.lent = Lent(sources, "lent", [*map(times_written, sources)])
+            self._before = gradient
+        else:
+            for device in ready.devices:
+                ready.before(torch.accelerator.current_stream(device))
+        return gradient
+
+    @staticmethod
+    def _copied(into: list[torch.Tensor], sources: list[torch.Tensor]) -> Moment:
+        """Begin to copy, on our streams; return when it is done."""
+        devices = devices_of(sources)
+        streams = [after(Moment([device]), device, "feed") for device in devices]
+        with torch.no_grad(), on_streams(streams):
+            if into:
+                torch._foreach_copy_(into, sources, non_blocking=True)
+        return Moment.of(streams)
+
+    def _lent_still(self) -> bool:
+        """True if gradients of a step before are still copied.  Else they are the training's again."""
+        before = self._before
+        if before is not None and before.lent is not None:
+            if not before.ready.is_over:
+                return True
+            before.settle()
+        return False
+
+    def _room(self) -> list[torch.Tensor]:
+        """Memory for a gradient, whose pages are there."""
+        return [_host(part.of(part.param)).zero_() for part in self.parts]
+
+    def give_back(self, gradient: Gradient) -> None:
+        self._spare.append(gradient.values)
+
+    def apply(self, gradient: Gradient) -> None:
+        """Make the step.  Blocks."""
+        gradient.ready.wait()
+        gradient.settle()
+        if gradient.is_torn:
+            raise HoldfastError("gradients were written to while they were copied")
+        for mine, value, given in zip(self.weights, gradient.values, gradient.given):
+            mine.grad = value if given else None
+        for group, new in zip(self._inner.param_groups, gradient.hypers):
+            group.update(new)
+            if group.get("capturable"):
+                group["capturable"] = False  # devices alone can
+        if self._blockwise.is_possible():
+            self._blockwise.step()
+        else:
+            unhooked(self._inner)(self._inner)  # hooks are for the training's steps
+
+    def put(self, states: Sequence[States]) -> None:
+        """Take over the states of each part, which are from now on the twin's own."""
+        self._inner.state.clear()
+        for mine, found in zip(self.weights, states):
+            if found:
+                self._inner.state[mine] = dict(found)
+
+    def states(self) -> list[dict[str, torch.Tensor]]:
+        """Return the states of each part; the tensors that the next steps change."""
+        found = [self._inner.state.get(mine, {}) for mine in self.weights]
+        return [{k: v for k, v in s.items() if isinstance(v, torch.Tensor)} for s in found]
+
+
+def _host(like: torch.Tensor) -> torch.Tensor:
+    """Memory of its shape, to which a device can copy in the background."""
+    if like.device.type not in page_locks:
+        return torch.empty(like.shape, dtype=like.dtype)
+    with on(like.device):
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+
+
+def _defaults(optimizer: Any) -> dict[str, Any]:
+    """Return arguments to make an optimizer of its kind; what they say of groups is said by each
+    group."""
+    if stepping(optimizer) is not optimizer:
+        return dict(optimizer._optim_defaults)
+    return {"lr": optimizer.defaults["lr"]} if "lr" in optimizer.defaults else {}

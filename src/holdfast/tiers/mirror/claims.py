@@ -1,0 +1,48 @@
+"""Taking both homes of a run, the root and the one behind it, under one number.
+
+A manifest states the number of its run, and is the same in both homes.  So a run needs a number above all
+that either home has seen: then steps of the two can be compared, and no name of an attempt comes twice.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from holdfast.base.errors import UsageError
+from holdfast.base.wire import decode_json
+from holdfast.core.checkpoint.claiming import Claim, last_run, release, take
+from holdfast.core.checkpoint.names import WHOLE, RootKeys
+from holdfast.core.checkpoint.tidying import sweep
+from holdfast.core.group import Group
+from holdfast.core.store import Store
+from holdfast.live.roots import steps_in
+
+
+def claim_both(root: Store, upload: Store, group: Group) -> tuple[Claim, bool, str]:
+    """Claim two homes, as `roots.claim_root` one.  Collective.
+
+    UsageError if either is in use: two runs must not upload to one place, whatever their roots.  What a
+    dead run has begun to upload stays until this run has uploaded a step: it may be completed.
+    """
+
+    def take_both() -> bytes:
+        keys = RootKeys(root, below=WHOLE)
+        their_keys = RootKeys(upload, below=WHOLE)
+        theirs, held_behind = take(upload, their_keys, last_run(root, keys))
+        try:
+            mine, held = take(root, keys, theirs.run - 1)
+            if theirs.run != mine.run:
+                raise UsageError(
+                    f"{root.url} was taken by another run while run {theirs.run} took it",
+                    hint="give each run a root of its own",
+                )
+        except BaseException:
+            release(upload, theirs)
+            raise
+        if held is None or held.is_over():
+            with keys:
+                sweep(root, mine, 0, keys)
+        crashed = any(one is not None and one.started != "closed" for one in (held, held_behind))
+        return msgspec.json.encode((mine, crashed, steps_in(keys, their_keys)))
+
+    return decode_json(group.from_rank0(take_both), tuple[Claim, bool, str])

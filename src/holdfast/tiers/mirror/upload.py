@@ -1,0 +1,373 @@
+"""The home behind the root: what is committed in the root is copied on to a second store.
+
+Training sees nothing of it but a line of bookkeeping at each save.  All else is done by one thread
+of each rank, in rounds.  A round uploads one step:
+
+    all ranks    which    each names the newest save that it knows to be committed (`waiting.py`);
+                          rank 0 takes the newest that all of them know, and says of which attempt
+                          its files are
+    each rank    copy     its own files of that step, part by part, each chunk proved by its digest
+    rank 0       commit   when every rank has copied: the manifest, byte for byte that of the root
+    rank 0       tidy     what `upload_keep` lets go, and what dead runs have left
+
+How a rank copies, commits and tidies stands in `behind.py`.
+
+Why ranks ask each other at all: what waits is not a queue.  When storage is slower than saves come,
+steps are left out, and the newest is taken.  If each rank chose by itself, one would copy step 20
+and another step 30, and none would ever be whole.  For the same reason only one step is on its way,
+whose files are the only ones without a manifest that may be needed.
+
+The first round of a run takes the newest step of the root that is newer than all that were
+uploaded: the run before may have died in between.
+
+Whatever fails costs the upload, never the training.  A step that could not be uploaded is tried
+again, with longer and longer pauses, until a newer one has come or the run ends.  The user hears of
+the first failure of an outage, and of its end (`news.py`).
+
+Invariants:
+
+* *must*: a manifest is put behind the root only when all its files are there, and while the claim
+  stands;
+* *must*: both homes have the same bytes under one key of `steps/`;
+* *should*: what is copied takes at most `PART_BYTES` (`checkpoint.transfer`), two chunks, and what
+  a `Writer` of the store holds.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from holdfast.base.errors import FormatError, NotFound, UsageError
+from holdfast.base.events import emit, span
+from holdfast.base.threads import Worker
+from holdfast.base.wire import WireError, decode_msgpack
+from holdfast.core.checkpoint.claiming import Claim
+from holdfast.core.checkpoint.names import Saved, manifest_key
+from holdfast.core.checkpoint.tidying import Keep
+from holdfast.core.format.manifest import Manifest, decode
+from holdfast.core.group import Group
+from holdfast.core.store import Store
+from holdfast.live.saving import Save
+from holdfast.tiers.mirror.behind import HomeBehind
+from holdfast.tiers.mirror.news import UploadNews
+from holdfast.tiers.mirror.waiting import Newest, WaitingSaves
+
+if TYPE_CHECKING:
+    from holdfast.live.saving.steps import RootSteps
+    from holdfast.tiers.mirror.records import RecordUpload
+    from holdfast.tiers.records.options import Delta
+
+PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
+"""Seconds from a failed upload to the next attempt: doubled from the one up to the other."""
+LAST_PAUSE_S = 1.0
+"""The same while `close` waits."""
+LEAST_S = 0.1
+COPY_S = 6 * 3600.0
+"""Seconds that rank 0 waits for another rank's part of an upload."""
+NICENESS = 10
+"""Priority of the thread that uploads, below that of the training: as of `nice`."""
+
+
+class Choice(msgspec.Struct, frozen=True, array_like=True):
+    """The step that all ranks upload in a round; without an attempt there is none."""
+
+    number: int
+    step: int = -1
+    attempt: str = ""
+
+
+class RoundOutcome(msgspec.Struct, frozen=True, array_like=True):
+    """The outcome of a round: `uploaded`; `nothing`, as there was no such step in the root; `gone`,
+    with the step, from the root; `given up`, as the step is damaged; to be tried `again`, later;
+    `ended`, with all uploads of this run."""
+
+    verdict: str
+    error: WireError | None = None
+
+
+class Upload:
+    """Copies the steps of a root to another store.
+
+    All ranks call its methods in the same order.
+    """
+
+    def __init__(
+        self, steps: RootSteps, store: Store, group: Group, claim: Claim, keep: Keep
+    ) -> None:
+        """Begins with what the root has and the store has not.  `steps`: those of the root."""
+        self.group = group
+        self.home = HomeBehind(steps.store, store, claim, keep)
+        self._steps = steps
+        self._waiting = WaitingSaves()
+        self._news = UploadNews(steps.store, store, group.rank)
+        self._records: RecordUpload | None = None
+        self._num_rounds = 0
+        self._is_closing = False
+        self._has_ended = False
+        self._retry = Retry()
+        self._worker = Worker("holdfast-upload")
+        self._worker.submit(_step_back)
+        self._begin()
+
+    @property
+    def store(self) -> Store:
+        """The store behind the root."""
+        return self.home.store
+
+    @property
+    def news(self) -> list[str]:
+        """Messages that the user is to be told."""
+        return self._news.messages
+
+    # -- training thread --------------------------------------------------------------------------
+
+    def watch(self, save: Save) -> None:
+        """Upload the step of a save when it is committed, unless a newer one is by then."""
+        save.add_done_callback(partial(self._done, self._waiting.next_number()))
+
+    def keep_records(self, options: Delta, flush: Callable[[float], None]) -> None:
+        """Upload records, too.  The root's log keeps what leads on from the newest step uploaded, unless
+        uploads fail.  `flush`: as of `RecordUpload`."""
+        from holdfast.tiers.mirror.records import RecordUpload
+        from holdfast.tiers.records.log import mark_log
+
+        home, every_s = self.home, options.upload_every_s
+        mark = partial(mark_log, max_bytes=options.bound)
+        self._steps.also_tidy = lambda keys, saved, owns: mark(
+            keys, [*saved, *self._needed()], owns
+        )
+        home.also_tidy = mark
+        self._records = RecordUpload(
+            home.root, home.store, self.group, every_s, flush=flush, news=self.news
+        )
+
+    def _needed(self) -> list[Saved]:
+        """The newest step behind the root: its records have to come there, too, until there is a
+        newer one."""
+        newest = self.home.newest
+        return [] if newest is None or self._news.is_outage else [newest]
+
+    def unheard(self) -> list[str]:
+        """Return what the user would be told if the run ended now."""
+        records = [] if self._records is None else self._records.left()
+        return [*self.news, *self._left(), *records]
+
+    def renew_notes(self) -> None:
+        """Carry labels and metrics, which have changed, without an upload.  On rank 0."""
+        self.home.notes_lag = True
+        with suppress(RuntimeError):  # it is closed
+            self._worker.submit(self.home.carry_notes)
+
+    def close(self, limit_s: float) -> None:
+        """Wait for the newest step, at most so long.  What is not uploaded then is told."""
+        self._is_closing = True
+        self._retry.cancel()
+        self._begin()
+        if self.home.notes_lag:
+            self.renew_notes()
+        until = time.monotonic() + limit_s
+        with suppress(TimeoutError):
+            self._worker.settle(limit_s)
+        self._has_ended = True
+        self._worker.shutdown()
+        if self._records is not None:
+            self._records.close(max(until - time.monotonic(), LEAST_S))
+        self.news.extend(self._left())
+
+    def _left(self) -> list[str]:
+        """Say what is not uploaded, on rank 0."""
+        return self._news.left(self._waiting.last_step(), notes_lag=self.home.notes_lag)
+
+    # -- any thread -------------------------------------------------------------------------------
+
+    def _done(self, number: int, save: Save) -> None:
+        """Note that a save has ended, and upload it if it is committed."""
+        if save.error is None and not save.skipped:
+            self._waiting.add(number, save)
+            self._begin()
+
+    def _begin(self) -> None:
+        with suppress(RuntimeError):  # it is closed
+            self._worker.submit(self._drain)
+
+    # -- upload thread ----------------------------------------------------------------------------
+
+    def _drain(self) -> None:
+        """Upload until there is nothing newer, or something fails."""
+        while self._waiting.has_newer and not self._has_ended:
+            if self._round():
+                continue
+            if not self._is_closing:
+                self._try_again_later()
+                return
+            if not self._has_ended:
+                time.sleep(LAST_PAUSE_S)
+
+    def _try_again_later(self) -> None:
+        if not self._has_ended:
+            self._retry.after_a_pause(self._begin)
+
+    def _round(self) -> bool:
+        """Upload the newest step that all ranks know of.  True if its save is settled."""
+        self._num_rounds += 1
+        began = time.monotonic()
+        choice = Choice(0)
+        try:
+            choice = self._choose()
+            outcome = self._upload(choice) if choice.attempt else RoundOutcome("nothing")
+        except Exception as error:  # the other ranks cannot be reached
+            outcome = RoundOutcome("again", WireError.of(error))
+        self._tell(choice, outcome, time.monotonic() - began)
+        if self.group.rank == 0 and self._steps.reading:
+            self._steps.reading = set()
+            self._steps.tidy_again(choice.step)
+        if outcome.verdict in ("again", "ended"):
+            self._has_ended = outcome.verdict == "ended"
+            return False
+        self._settle(choice, outcome)
+        if self.group.rank == 0 and choice.attempt:
+            self.home.tidy(choice.step)
+        return True
+
+    def _choose(self) -> Choice:
+        """Agree on the step to upload."""
+        answer = self.group.ask(
+            f"upload-which/{self._num_rounds}",
+            msgspec.msgpack.encode(self._waiting.newest),
+            self._decide,
+            awaited="ended its save, to be uploaded",
+        )
+        return decode_msgpack(answer, Choice)
+
+    def _decide(self, answers: list[bytes]) -> bytes:
+        """Rank 0: the newest that all know, as it lies in the root now."""
+        known = min((decode_msgpack(a, Newest) for a in answers), key=lambda k: k.number)
+        step = known.step if known.number else self.home.left_by_others()
+        self._steps.reading = set() if step is None else {step}
+        attempt = None if step is None else self.home.attempt_of(step)
+        if step is None or attempt is None:
+            return msgspec.msgpack.encode(Choice(known.number))
+        return msgspec.msgpack.encode(Choice(known.number, step, attempt))
+
+    def _upload(self, choice: Choice) -> RoundOutcome:
+        """Copy this rank's files, and hear what rank 0 makes of all."""
+        key, error, manifest, data = manifest_key(choice.step), None, None, b""
+        with span("upload", step=choice.step) as fields:
+            try:
+                data = self.home.root.get(key)
+                manifest = decode(data, key)
+                self._check_attempt(manifest, choice)
+                fields["bytes"] = self._copy(manifest)
+            except Exception as failed:
+                error = WireError.of(failed)
+            answer = self.group.ask(
+                f"upload/{self._num_rounds}",
+                msgspec.msgpack.encode(error),
+                lambda answers: self._conclude(choice, manifest, data, answers),
+                COPY_S,
+                f"uploaded its part of step {choice.step}",
+            )
+        return decode_msgpack(answer, RoundOutcome)
+
+    def _check_attempt(self, manifest: Manifest, choice: Choice) -> None:
+        if manifest.attempt != choice.attempt:
+            raise NotFound(f"step {choice.step} was saved anew", step=choice.step)
+
+    def _copy(self, manifest: Manifest) -> int:
+        """Copy the files that are this rank's; of those of a run on more ranks, its share."""
+        wanted = [f for f in manifest.objects if f.rank % self.group.size == self.group.rank]
+        return self.home.copy(manifest, wanted, is_repeated=self._news.is_outage)
+
+    def _conclude(
+        self, choice: Choice, manifest: Manifest | None, data: bytes, answers: list[bytes]
+    ) -> bytes:
+        """Rank 0: commit, if every rank has copied its files."""
+        given = [decode_msgpack(a, WireError | None) for a in answers]
+        errors = [error for error in given if error is not None]
+        if not errors and manifest is not None:
+            try:
+                self.home.commit(manifest, data)
+            except Exception as error:
+                errors = [WireError.of(error)]
+        verdict = self._verdict(choice, errors)
+        return msgspec.msgpack.encode(RoundOutcome(verdict, errors[0] if errors else None))
+
+    def _verdict(self, choice: Choice, errors: list[WireError]) -> str:
+        """Return the verdict on a round, by what failed."""
+        if not errors:
+            return "uploaded"
+        if self.home.attempt_of(choice.step) != choice.attempt:
+            return "gone"
+        found = [error.error() for error in errors]
+        if any(isinstance(error, UsageError) for error in found):
+            return "ended"
+        if any(isinstance(error, FormatError) for error in found):
+            return "given up"
+        return "ended" if self._is_closing else "again"
+
+    def _settle(self, choice: Choice, outcome: RoundOutcome) -> None:
+        """Note that nothing more becomes of this save, and of those before it."""
+        self._retry.shorten()
+        for number, save in self._waiting.settle(choice.number).items():
+            if number == choice.number and outcome.verdict == "uploaded":
+                save.uploaded = True
+            elif number != choice.number:
+                emit("upload.skipped", step=save.step)
+                self._news.left_out(save.step)
+
+    def _tell(self, choice: Choice, outcome: RoundOutcome, took_s: float) -> None:
+        """Tell of a round: by an event, and the user, on rank 0, of each outage once."""
+        error, step = outcome.error, choice.step
+        if outcome.verdict == "uploaded":
+            emit("upload.committed", step=step, seconds=round(took_s, 3))
+            self._news.recovered(step)
+            return
+        if error is None:
+            if choice.number == 0:  # it was looked for behind the root, which has answered
+                self._news.recovered(None)
+            return
+        if outcome.verdict == "gone":  # a newer one has taken its place
+            emit("upload.skipped", step=step)
+            return
+        emit("upload.failed", step=step, error=error.text)
+        trouble = self._news.failed(step, outcome.verdict, error)
+        if trouble is not None and not self._is_closing:
+            self.news.append(trouble)
+
+
+class Retry:
+    """The next round after one that has failed, with longer and longer pauses in between."""
+
+    def __init__(self) -> None:
+        self._pause_s = PAUSE_S
+        self._timer: threading.Timer | None = None
+
+    def after_a_pause(self, begin: Callable[[], None]) -> None:
+        """Call `begin` after a pause, on a thread of its own.  The next pause is longer."""
+        self._timer = threading.Timer(self._pause_s, begin)
+        self._timer.daemon = True
+        self._timer.start()
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+
+    def shorten(self) -> None:
+        """Let the next pause be the shortest: a round has not failed."""
+        self._pause_s = PAUSE_S
+
+    def cancel(self) -> None:
+        """Call nothing any more, if the pause is not over."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+def _step_back() -> None:
+    """Give this thread less of the processor than the training has."""
+    with suppress(OSError, AttributeError):  # Linux alone has priorities of threads
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

@@ -1,0 +1,85 @@
+"""Messages between a training process and its writer: msgpack, each with its length before it."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import msgspec
+
+from holdfast.base.wire import WireError, decode_msgpack
+from holdfast.tiers.records.segment import Record, SegmentHeader
+
+
+class Open(msgspec.Struct, frozen=True, tag=True):
+    """To the writer: what to write where, from which memory.  Records that wait are of the order before."""
+
+    root: str
+    header: SegmentHeader
+    slots: int
+    slot_bytes: int
+    batch: int
+
+
+class Put(msgspec.Struct, frozen=True, tag=True):
+    """To the writer: a slot holds a record."""
+
+    slot: int
+    record: Record
+    leave_bytes: int = 0
+    """Bytes that are to stay free on a local disk: room for a full save."""
+
+
+class Flush(msgspec.Struct, frozen=True, tag=True):
+    """To the writer: write what there is, though it is no whole batch; answered with `Flushed`."""
+
+
+class RecordsWrote(msgspec.Struct, frozen=True, tag=True):
+    """From the writer: these slots are free; with an `error`, they were not written."""
+
+    slots: tuple[int, ...]
+    last: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    fixed_s: float = 0.0
+    """Part of `seconds` that it took to open the file and to finish it, however much is in it."""
+    error: WireError | None = None
+
+
+class Flushed(msgspec.Struct, frozen=True, tag=True):
+    """From the writer: the answer to `Flush`."""
+
+
+TO_WRITER = Open | Put | Flush
+FROM_WRITER = RecordsWrote | Flushed
+
+
+HEAD_BYTES = 8
+"""Bytes before each message, which say how long it is."""
+
+
+def framed(message: Any) -> bytes:
+    """Return the bytes of a message as they are sent."""
+    body = msgspec.msgpack.encode(message)
+    return len(body).to_bytes(HEAD_BYTES, "little") + body
+
+
+def send(line: socket.socket, message: Any) -> None:
+    line.sendall(framed(message))
+
+
+def receive(line: socket.socket, kind: Any) -> tuple[Any, int | None]:
+    """A message, and the descriptor that came with it; None when the other end is gone."""
+    head, fds, _, _ = socket.recv_fds(line, HEAD_BYTES, 1)
+    while head and len(head) < HEAD_BYTES:
+        head += line.recv(HEAD_BYTES - len(head))
+    body = bytearray(int.from_bytes(head, "little"))
+    view, at = memoryview(body), 0
+    while head and at < len(body):
+        n = line.recv_into(view[at:])
+        if not n:
+            head = b""
+        at += n
+    if not head:
+        return None, None
+    return decode_msgpack(body, kind), (fds[0] if fds else None)

@@ -1,0 +1,563 @@
+"""Replay: from a restored state through the records to the newest step, by the real optimizers.
+
+A step of a training is a function: weights, optimizer states and gradients in, weights and states out.
+Gradients come from data and are lost with the process; the rest follows from them.  So a record holds the
+gradients of one step as the optimizer read them (reduced, clipped), the hyperparameters that it used, and
+the little that changed beside it, such as buffers.  A replay has the optimizer make the same steps again,
+without data, forward or backward:
+
+    full step 4          record 5           record 6           record 7
+    weights, states      gradients          gradients          gradients
+         |                   |                  |                  |
+         +---> step() of ----+----> step() -----+----> step() -----+----> the state after step 7,
+               the live                                                   bit for bit
+               optimizer
+
+Each record is read and verified whole before any of it is applied, so a record that proves damaged ends
+the replay exactly at the step before.  The next record is read while one is applied.  Records are laid out
+by the shardings of their run, so they are resharded in reading, as a full step is; optimizers that look at
+whole tensors need the layout of the recording.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from holdfast.base.errors import (
+    PASSED_OVER,
+    Deadline,
+    FormatError,
+    NotRecoverable,
+    StateMismatch,
+    warn_user,
+)
+from holdfast.base.events import emit, span
+from holdfast.base.threads import Worker
+from holdfast.base.wire import decode_json, decode_msgpack
+from holdfast.core.checkpoint.opened import Checkpoint
+from holdfast.core.checkpoint.peers import raise_on_all
+from holdfast.core.checkpoint.reading import read_together
+from holdfast.core.checkpoint.recorded import segments_in
+from holdfast.core.checkpoint.rows import ArrayTarget, Want, plan_rows
+from holdfast.core.group import Group
+from holdfast.core.layout import Box
+from holdfast.core.store import Store
+from holdfast.live.restore.compare import Problems, judge_together
+from holdfast.live.restore.extras import ExtrasRestorer, decode_value, put_groups
+from holdfast.live.restore.former import are_former
+from holdfast.live.restore.targets import RestoreOptions, is_known, only_tensors, target_of
+from holdfast.live.saving.merging import merge_extras
+from holdfast.live.state.agreed import Agreement
+from holdfast.live.state.blockwise import Blockwise, steps_by_itself
+from holdfast.live.state.devices import devices_of, wait_for
+from holdfast.live.state.lending import is_torchs
+from holdfast.live.state.live import Live, State, named_parameters, stages
+from holdfast.live.state.observer import hooked, hooks_after, unhooked, without_hooks_before
+from holdfast.live.state.placed import local_of
+from holdfast.live.state.wrapped import ELEMENTWISE, stepping
+from holdfast.tiers.records.copies import headers_behind, take_copies
+from holdfast.tiers.records.finding import recorded
+from holdfast.tiers.records.log import Log, LogSegment, RecordedStep, read_headers
+from holdfast.tiers.records.optimizers import GRAD, NamedOptimizer, grad_name, optimizers
+from holdfast.tiers.records.packing import PACKED, PackedPart, entries, packed_name, parts_of
+from holdfast.tiers.records.planning import ROUNDED, held
+from holdfast.tiers.records.queue import hang_up_former
+from holdfast.tiers.records.watching import buffers, untrained
+from holdfast.tiers.records.writer_registry import WriterEntry, await_others, writers
+
+
+def survey(store: Store, group: Group, since: int, newest: int, run: int, keys: list[str]) -> Log:
+    """Return the log of what follows step `since`, and of all that runs after `newest` have recorded, when
+    the writers of runs before `run` are done.
+
+    Rank 0 has listed for all (`keys`), and does so again if writers were at work then; each rank reads its
+    part of the headers, and all plans.  Collective.
+    """
+
+    def look(keys: list[str]) -> bytes:
+        return msgspec.json.encode((segments_in(keys, since, newest), writers(store, keys, run)))
+
+    kind = tuple[list[str], dict[str, WriterEntry]]
+    keys, others = decode_json(group.from_rank0(lambda: look(keys)), kind)
+    if others:
+        hang_up_former(one.pid for one in others.values() if one.is_here())
+        with raise_on_all(group, since):
+            if left := await_others(others):
+                raise Deadline(
+                    f"a writer of an earlier run is still at work: {left[0]}",
+                    hint="storage may hang; when it has ended, restart",
+                )
+        answer = group.from_rank0(lambda: look(store.list("log/")))
+        keys, _ = decode_json(answer, kind)
+    own = keys[group.rank :: group.size]
+    with span("log.headers", files=len(own)):
+        mine = read_headers(store, own)
+    mine += headers_behind(store, {*own} - {one.key for one in mine}, group)
+    headers = group.all_gather(msgspec.msgpack.encode(mine))
+    sound = [f for data in headers for f in decode_msgpack(data, list[LogSegment])]
+    log = Log(store, sound, keys)
+    plans: list[str] = []
+    with raise_on_all(group, since):
+        plans = log.unread_plans()
+    for data in group.all_gather(msgspec.json.encode(plans)):
+        log.leave_out(decode_json(data, list[str]))
+    return log
+
+
+class Gradients:
+    """Memory for one record: gradients, cut as the parameters are, and what else the step changed."""
+
+    def __init__(self, named: list[NamedOptimizer]) -> None:
+        self.of: dict[str, torch.Tensor] = {}
+        self.values: dict[str, torch.Tensor] = {}
+        for one in named:
+            for name, p in one.params:
+                with torch.no_grad():
+                    self.of[grad_name(one.key, name)] = torch.empty_like(p, requires_grad=False)
+        self.packed: dict[str, np.ndarray[Any, Any]] = {}
+        """Bytes of sparse gradients that ranks have packed, by name."""
+
+    def wait(self) -> None:
+        """Wait until a step that was made with them is over: to a device it was only given."""
+        wait_for(devices_of(self.of.values()))
+
+
+class Replay:
+    """A walk from a restored state along its records.  Collective; all ranks do the same."""
+
+    def __init__(self, log: Log, group: Group, state: State, options: RestoreOptions) -> None:
+        self.log = log
+        self.group = group
+        self.state = state
+        self.options = options
+        self.optimizers = optimizers(state)
+        self.values = {**untrained(state), **buffers(state)}
+        self.live = held(self.optimizers, self.values)
+        self._blockwise = {one.key: Blockwise(one.optimizer) for one in self.optimizers}
+        self._resized: dict[tuple[int, str], bool] = {}
+        """True for plans of records that were made on another layout."""
+        self._packing: dict[tuple[int, str], dict[tuple[str, int], list[PackedPart]]] = {}
+        """The parts that were packed by a plan, by optimizer and rank."""
+
+    def run(self, steps: list[RecordedStep]) -> RecordedStep | None:
+        """Apply as many as prove sound; return the last, with its extras put back.  None if none does."""
+        plans = {(s.run, s.plan): s for s in steps}
+        self._resized = {plan: self._is_resized(step) for plan, step in plans.items()}
+        self._check(steps)
+        sets = [Gradients(self.optimizers), Gradients(self.optimizers)]
+        newest: dict[str, torch.Tensor] = {}
+        last: RecordedStep | None = None
+        with Worker("holdfast-replay") as ahead, span("replay") as fields:
+            reading = ahead.submit(self._read, steps[0], sets[0])
+            for number, step in enumerate(steps):
+                try:
+                    reading.result()
+                except PASSED_OVER as error:
+                    if not self._read_copy(step, sets[number % 2]):
+                        emit("replay.ended", step=step.step, error=str(error))
+                        break
+                values = dict(sets[number % 2].values)
+                sets[(number + 1) % 2].wait()
+                if number + 1 < len(steps):
+                    reading = ahead.submit(self._read, steps[number + 1], sets[(number + 1) % 2])
+                if (late := _late(step)) is None:
+                    newest |= values
+                else:  # in this step something may read them
+                    self._put_values(newest | {n: v for n, v in values.items() if n not in late})
+                    newest = {n: v for n, v in values.items() if n in late}
+                with _told(step):
+                    self._apply(step, sets[number % 2])
+                last = step
+            fields["steps"] = 0 if last is None else steps.index(last) + 1
+        for one in self.optimizers:
+            for _, p in one.params:
+                p.grad = None
+        if last is not None:
+            self._put_values(newest)
+            with _told(last):
+                self._put_rest(last)
+        for gradients in sets:  # what a device still reads is not to be given to others
+            gradients.wait()
+        return last
+
+    def _put_values(self, values: dict[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, value in values.items():
+                self.values[name].copy_(value)
+
+    def _check(self, steps: list[RecordedStep]) -> None:
+        """Before anything is applied: NotRecoverable for what only the recorded layout can do again,
+        StateMismatch for gradients and changed values that no rank has a place for."""
+        for step in steps:
+            self._check_scales(step)
+        with raise_on_all(self.group, steps[0].step):
+            self._check_dtypes(steps)
+        lacking = self._lacking(steps)
+        if lacking and self.options.strict:
+            names = ", ".join(lacking[:3]) + (f" and {len(lacking) - 3} more" * (len(lacking) > 3))
+            hint = "build the same model and optimizers, or pass strict=False: it leaves these out"
+            if are_former(self.state, lacking):
+                hint = (
+                    "an earlier version left wrappers in these names: `holdfast replay "
+                    f"{self.log.store.url} DST --to {steps[-1].step}` makes a full step of them, to be "
+                    "restored from DST"
+                )
+            raise StateMismatch(
+                f"records have gradients or values of {names}, which the live state has not",
+                lacking,
+                hint=hint,
+            )
+        self._warn_of_hooks(steps)
+
+    def _lacking(self, steps: list[RecordedStep]) -> tuple[str, ...]:
+        """Recorded gradients that no rank has a parameter for, and values of tensors that no rank has.
+        Collective."""
+        plans = {(s.run, s.plan): s for s in steps}.values()
+        gradients = {
+            (key, name)
+            for step in plans
+            for segment in step.segments
+            for key, groups in segment.header.groups.items()
+            for names in groups
+            for name in names
+        }
+        # of objects, and of lists and dicts with some, the extras say which tensors they take
+        theirs = {k for k, v in self.state.items() if stages(v) is None and not only_tensors(v)}
+        values = {
+            ("", t.name)
+            for s in plans
+            for t in self.log.plan(s).tensors
+            if t.state == "buffer" and t.name.partition(".")[0] not in theirs
+        }
+        recorded = sorted(gradients | values)
+        own = {(one.key, name) for one in self.optimizers for name, _ in one.params}
+        own |= {("", name) for name in self.values}
+        own |= {
+            ("", f"{key}.{name}")
+            for key, value in self.state.items()
+            for module in stages(value) or ()
+            for name, _ in named_parameters(module)
+        }
+        masks = self.group.all_gather(
+            np.packbits(np.array([n in own for n in recorded], bool)).tobytes()
+        )
+        bits = np.unpackbits(np.bitwise_or.reduce([np.frombuffer(t, np.uint8) for t in masks]))
+        nowhere = [one for one, known in zip(recorded, bits) if not known]
+        return tuple(
+            f"{key}.{name}" if key else name
+            for key, name in nowhere
+            if any(
+                name in step.with_gradient(key) if key else name not in step.unchanged()
+                for step in steps
+            )
+        )
+
+    def _check_dtypes(self, steps: list[RecordedStep]) -> None:
+        """StateMismatch for a model that was restored into another dtype: it makes other steps."""
+        for step in {(s.run, s.plan): s for s in steps}.values():
+            for t in self.log.plan(step).tensors:
+                known = self.live.tensors.get(t.name)
+                here = known.placed.dtype if known is not None else t.dtype
+                if t.state == GRAD and t.dtype not in (here, *ROUNDED):
+                    raise StateMismatch(
+                        f"records are of {t.dtype} gradients of {t.name.removesuffix('.' + GRAD)!r}, which "
+                        f"is {here} here",
+                        hint=f"restore(step={steps[0].parent[1]}, cast=True) takes the full step alone",
+                    )
+
+    def _check_scales(self, step: RecordedStep) -> None:
+        """On another layout, ranks of the same parameters must have made the same steps, and what each
+        rank's GradScaler said must be the same."""
+        if not self._resized[step.run, step.plan]:
+            return
+        for key, ranks in step.applied().items():
+            scales = {(one.found_inf, one.grad_scale) for one in ranks.values()}
+            names = {n for rank in ranks for n in step.names(key, rank)}
+            skipped = any(names & step.names(key, rank) for rank in step.without(key))
+            if len(scales) > 1 or skipped:
+                raise NotRecoverable(
+                    f"ranks scaled the gradients of {key!r} in other ways, or skipped a step alone, so "
+                    "the records cannot be replayed on another layout",
+                    step=step.step,
+                    hint="restart on that layout once and save durably; then change it",
+                )
+
+    def _warn_of_hooks(self, steps: list[RecordedStep]) -> None:
+        """Warn of missing hooks after a step: they write to weights again what no record has."""
+        for one in self.optimizers:
+            applied = [a for s in steps for a in s.applied().get(one.key, {}).values()]
+            recorded, here = max((a.hooks for a in applied), default=0), hooks_after(one.optimizer)
+            if recorded > here:
+                warn_user(
+                    f"{one.key!r} had {recorded} hooks after its steps when they were recorded, and has "
+                    f"{here} now: what they write to weights is missing; register them before restore()"
+                )
+
+    def _is_resized(self, step: RecordedStep) -> bool:
+        """True if the records were made on another layout.  NotRecoverable if that cannot be replayed."""
+        checkpoint = self.log.open(step, {}, {})
+        lenient = _lenient(self.options)
+        resized = judge_together(checkpoint, self.live, Problems(), None, self.group, lenient)
+        kinds = {o.key: type(stepping(o.optimizer)).__name__ for o in self.optimizers}
+        whole = [key for key, kind in kinds.items() if kind not in ELEMENTWISE]
+        if resized and whole:
+            raise NotRecoverable(
+                f"{whole[0]!r} looks at whole tensors, so its records of "
+                f"[{checkpoint.manifest.layout}] cannot be replayed on another layout",
+                hint="restart on that layout once and save durably; then change it",
+            )
+        return resized
+
+    def _read(self, step: RecordedStep, into: Gradients) -> None:
+        """Read what is used of a record: gradients, the buffers that it changed, extras.  Collective."""
+        with raise_on_all(self.group, step.step):
+            checkpoint = self.log.open(step, {}, {})
+            wants, sparse = self._wanted(step, checkpoint, into)
+            for file in checkpoint.manifest.files[self.group.rank :: self.group.size]:
+                checkpoint.file_extras(file)
+        read_together(checkpoint.images, wants, self.group if self.group.size > 1 else None)
+        if self.log.plan(step).packed:  # on all ranks
+            with raise_on_all(self.group, step.step):
+                self._unpack(step, sparse, into.packed)
+
+    def _read_copy(self, step: RecordedStep, into: Gradients) -> bool:
+        """Read a record that has proved damaged from a copy; False if there is none that is sound."""
+        if not take_copies(self.log, step, self.group):
+            return False
+        try:
+            self._read(step, into)
+        except PASSED_OVER:
+            return False
+        return True
+
+    def _wanted(
+        self, step: RecordedStep, checkpoint: Checkpoint, into: Gradients
+    ) -> tuple[list[Want], dict[str, torch.Tensor]]:
+        """Return what to read into gradients, room for packed ones and buffers, and the gradients by
+        name that have to be unpacked then."""
+        wants: list[Want] = []
+        sparse: dict[str, torch.Tensor] = {}
+        packed = {t.name for t in self.log.plan(step).packed}
+        for one in self.optimizers:
+            if one.key not in step.applied() or self._skips(step, one):
+                continue
+            given = step.with_gradient(one.key)
+            dense: list[Want] = []
+            for full in (grad_name(one.key, name) for name, _ in one.params if name in given):
+                if full in packed:
+                    sparse[full] = into.of[full]
+                else:
+                    dense += self._wants(checkpoint, full, into.of[full])
+            others = step.without(one.key)
+            if others and {r.file.rank for r in plan_rows(checkpoint.manifest, dense)} & others:
+                raise _no_gradient(step, one.key)
+            wants += dense
+        into.packed = _room_for_packed(checkpoint)
+        for name, array in into.packed.items():
+            whole = Box((0,), array.shape)
+            wants.append(Want(checkpoint.index(name), whole, ArrayTarget(array)))
+        into.values = self._changed(step, checkpoint)
+        for name, tensor in into.values.items():
+            wants += self._wants(checkpoint, name, tensor)
+        return wants, sparse
+
+    def _unpack(
+        self,
+        step: RecordedStep,
+        sparse: dict[str, torch.Tensor],
+        packed: dict[str, np.ndarray[Any, Any]],
+    ) -> None:
+        """Unpack gradients of which only what is not zero was recorded.  FormatError."""
+        for tensor in sparse.values():
+            local_of(tensor).zero_()
+        for (key, rank), parts in self._parts(step).items():
+            data = packed.get(packed_name(key, rank))
+            if data is None:
+                boxes = [(self._box(part.name), part.box) for part in parts if part.name in sparse]
+                if any(here & box for here, box in boxes):
+                    raise _no_gradient(step, key)
+                continue
+            for one in entries(parts, data):
+                if one.part.name in sparse:
+                    one.into(local_of(sparse[one.part.name]), self._box(one.part.name))
+
+    def _box(self, name: str) -> Box:
+        """This rank's part of a tensor."""
+        return self.live.tensors[name].placed.box
+
+    def _parts(self, step: RecordedStep) -> dict[tuple[str, int], list[PackedPart]]:
+        """The parts that were packed, by optimizer and rank; the same for all records of a plan."""
+        known = (step.run, step.plan)
+        if known not in self._packing:
+            plan = self.log.plan(step)
+            agreement = Agreement(plan.mesh, plan.shardings, plan.tensors, plan.aliases)
+            packed: dict[tuple[str, int], list[PackedPart]] = {}
+            for rank in range(step.world):
+                for part in parts_of(agreement, plan.packed, rank):
+                    packed.setdefault((part.key, rank), []).append(part)
+            self._packing[known] = packed
+        return self._packing[known]
+
+    def _changed(self, step: RecordedStep, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+        """Memory for the values that a step changed."""
+        same = step.unchanged()
+        names = [n for n in self.values if n not in same and is_known(checkpoint, n)]
+        with torch.no_grad():
+            return {n: torch.empty_like(self.values[n], requires_grad=False) for n in names}
+
+    def _wants(self, checkpoint: Checkpoint, name: str, tensor: torch.Tensor) -> list[Want]:
+        if not is_known(checkpoint, name):
+            raise StateMismatch(
+                f"the log has no gradient of {name.removesuffix('.' + GRAD)!r}", (name,)
+            )
+        placed = self.live.tensors[name].placed
+        index = checkpoint.index(name)
+        entry = checkpoint.manifest.tensors[index]
+        if not placed.box.size:
+            return []
+        return [Want(index, placed.box, target_of(local_of(tensor), entry.dtype, name))]
+
+    def _apply(self, step: RecordedStep, grads: Gradients) -> None:
+        known = {one.key: one for one in self.optimizers}
+        is_resized = self._resized[step.run, step.plan]
+        for key, ranks in step.applied(0 if is_resized else self.group.rank).items():
+            if key not in known or self._skips(step, known[key]):
+                continue
+            one = known[key]
+            given = step.with_gradient(one.key)
+            keeps = not is_torchs(one.optimizer)  # it may, as a state
+            for name, p in one.params:
+                grad = grads.of[grad_name(one.key, name)] if name in given else None
+                p.grad = grad.clone() if keeps and grad is not None else grad
+            rank, first = next(iter(ranks.items()))  # this rank's own, on the same layout
+            own = _tree(step.groups(one.key, rank), first.hyper)
+            saved = merged_groups(step, one.key) if is_resized else own
+            groups = [(g, g["params"]) for g in one.optimizer.param_groups]
+            put_groups(one.key, groups, saved, one.groups, decode_value, as_recorded=True)
+            amp = _amp(one.optimizer, first.found_inf, first.grad_scale)
+            with amp, without_hooks_before(one.optimizer), _recorded(step, key):
+                _make_step(one.optimizer, self._blockwise[one.key])
+
+    def _skips(self, step: RecordedStep, one: NamedOptimizer) -> bool:
+        """True if this rank alone has left an optimizer's step out, as its record of these parameters has
+        it: what lies in the places of its gradients is older."""
+        if self._resized[step.run, step.plan] or self.group.rank not in step.without(one.key):
+            return False
+        recorded = step.names(one.key, self.group.rank)
+        return any(name in recorded for name, _ in one.params)
+
+    def _put_rest(self, step: RecordedStep) -> None:
+        """Put buffers and extras back as they were after the step."""
+        checkpoint = recorded(self.log, step)
+        live = Live(keys=set(self.state), tensors=dict(self.live.tensors))
+        plan = ExtrasRestorer(checkpoint, self.state, live, self.group, _lenient(self.options))
+        plan.resized = self._is_resized(step)
+        plan.is_whole = False
+        with raise_on_all(self.group, step.step):
+            plan.check_rules()
+        read_together(checkpoint.images, plan.wants, self.group if self.group.size > 1 else None)
+        with raise_on_all(self.group, step.step):
+            plan.put()
+
+
+@contextmanager
+def _told(step: RecordedStep) -> Iterator[None]:
+    """Add the step to an error that says what is wrong with its record."""
+    try:
+        yield
+    except PASSED_OVER as error:
+        error.step = step.step
+        raise
+
+
+@contextmanager
+def _recorded(step: RecordedStep, key: str) -> Iterator[None]:
+    """FormatError if an optimizer cannot make a step with what was recorded of it; what devices and other
+    ranks have to say goes on as it is."""
+    try:
+        yield
+    except (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError) as error:
+        is_plain = type(error).__module__ == "builtins" and not isinstance(error, OSError)
+        if not is_plain or isinstance(error, NotImplementedError):
+            raise
+        what = f"step {step.step}: {key!r} cannot make it as it is recorded"
+        raise FormatError(f"{what}: {type(error).__name__}: {error}"[:500]) from error
+
+
+def _late(step: RecordedStep) -> set[str] | None:
+    """Names of tensors written after the step began, on any rank; None if nothing in it may read any."""
+    late = [record.late for _, record in step.records.values() if record.late is not None]
+    return set().union(*late) if late else None
+
+
+def _no_gradient(step: RecordedStep, key: str) -> FormatError:
+    """The error for replicas of which one makes a step without the gradients that another was to record."""
+    ranks = ", ".join(map(str, sorted(step.without(key))))
+    return FormatError(
+        f"step {step.step}: ranks made the step of {key!r} without ranks {ranks}, which record some of its "
+        "gradients for all"
+    )
+
+
+def _room_for_packed(checkpoint: Checkpoint) -> dict[str, np.ndarray[Any, Any]]:
+    return {
+        t.name: np.empty(t.shape, np.uint8)
+        for t in checkpoint.manifest.tensors
+        if t.state == PACKED and t.shape != (0,)
+    }
+
+
+def merged_groups(step: RecordedStep, key: str) -> Any:
+    """An optimizer's parameter groups at a step, over all ranks, encoded as extras are."""
+    ranks = step.applied()[key]
+    return merge_extras(key, [_tree(step.groups(key, r), a.hyper) for r, a in ranks.items()])
+
+
+def _lenient(options: RestoreOptions) -> RestoreOptions:
+    """These options for a record, which may lack tensors: it holds gradients, and no parameters."""
+    return RestoreOptions(strict=False, on_resize=options.on_resize, mesh=options.mesh)
+
+
+def _tree(groups: tuple[tuple[str, ...], ...], hyper: tuple[Any, ...]) -> Any:
+    body = [{"params": list(names), "hyper": h} for names, h in zip(groups, hyper)]
+    return {"$optimizer": {"groups": body, "state": {}}}
+
+
+def _make_step(optimizer: Any, blockwise: Blockwise) -> None:
+    """Make a step as `optimizer.step()` does, hooks and all."""
+
+    def made(_: Any) -> None:
+        if blockwise.is_possible():
+            blockwise.step()
+        else:
+            unhooked(optimizer)(optimizer)
+
+    if steps_by_itself(optimizer):
+        hooked(made)(optimizer)
+    else:
+        optimizer.step()
+
+
+class _amp:  # noqa: N801
+    """Sets, for a block, what a GradScaler leaves with an optimizer for its kernel."""
+
+    def __init__(self, optimizer: Any, found_inf: float | None, grad_scale: float | None) -> None:
+        self._optimizer = optimizer
+        self._values = {"found_inf": found_inf, "grad_scale": grad_scale}
+
+    def __enter__(self) -> None:
+        for name, value in self._values.items():
+            if value is not None:
+                device = self._optimizer.param_groups[0]["params"][0].device
+                setattr(self._optimizer, name, torch.tensor(value, device=device))
+
+    def __exit__(self, *_: Any) -> None:
+        for name, value in self._values.items():
+            if value is not None:
+                delattr(self._optimizer, name)

@@ -1,0 +1,182 @@
+"""Watches writes apart from the optimizers': to buffers, untrained parameters, weights and their states."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim import Optimizer
+
+from holdfast.live.state.arrays import raw_array
+from holdfast.live.state.customised import customised, own_tensors
+from holdfast.live.state.ignoring import trainable_marks
+from holdfast.live.state.kinds import PLAIN
+from holdfast.live.state.live import (
+    State,
+    is_optimizer,
+    is_stateful,
+    named_buffers,
+    named_parameters,
+    stages,
+)
+from holdfast.live.state.optimizers import tensors_in
+from holdfast.live.state.placed import memory_of
+from holdfast.live.state.trainable import frozen_in
+from holdfast.live.state.wrapped import stepping
+from holdfast.live.state.writes import Mark, Marks, corner, count_and_address
+
+SMALL_BYTES = 1 << 20
+MOST_SEEN = 64
+"""Weights of an optimizer whose elements are looked at, at each step."""
+
+Look = tuple[list[int], Marks, list[bytes]]
+
+
+def untrained(state: State) -> dict[str, torch.Tensor]:
+    """Parameters that no optimizer of the state has, by name: frozen ones, or an average of the weights."""
+    trained = {
+        id(p)
+        for value in state.values()
+        if isinstance(value, Optimizer)
+        for group in value.param_groups
+        for p in group["params"]
+    }
+    others: dict[str, torch.Tensor] = {}
+    for key, value in state.items():
+        for module in stages(value) or ():
+            if trainable_marks:
+                trained |= {id(p) for p in frozen_in(module).values()}  # in no step, either
+            for name, p in named_parameters(module):
+                if id(p) not in trained:
+                    others.setdefault(f"{key}.{name}", p)
+    return others
+
+
+def buffers(state: State) -> dict[str, torch.Tensor]:
+    """Buffers and tensors of the user's own, by name."""
+    named: dict[str, torch.Tensor] = {}
+    for key, value in state.items():
+        for module in stages(value) or ():
+            for name, buffer in named_buffers(module):
+                named.setdefault(f"{key}.{name}", buffer)
+            for name, tensor in own_tensors(customised(key, module)):
+                named.setdefault(f"{key}.{name}", tensor)
+        if stages(value) is None and not is_optimizer(value) and not is_stateful(value):
+            for path, tensor in tensors_in(value):
+                named[f"{key}.{path}" if path else key] = tensor
+    return named
+
+
+def small(tensors: dict[str, torch.Tensor]) -> set[str]:
+    """Names of small tensors, recorded at every step: batch norm's kernels write uncounted."""
+    return {n for n, t in tensors.items() if t.numel() * t.element_size() <= SMALL_BYTES}
+
+
+class HostElements:
+    """A few elements of an optimizer's weights on the host, or of some of many: they show writes that torch
+    does not count."""
+
+    def __init__(self) -> None:
+        self._views: dict[int, tuple[int, np.ndarray[Any, Any]]] = {}
+        """The place of each weight, and its elements, by its number."""
+
+    def look(self, weights: list[torch.Tensor]) -> list[bytes]:
+        """Return them as they are now."""
+        found = []
+        for number in range(0, len(weights), -(-len(weights) // MOST_SEEN) or 1):
+            local = memory_of(weights[number])
+            if type(local) not in PLAIN or not local.is_cpu or not local.numel():
+                continue
+            known = self._views.get(number)
+            if known is None or known[0] != local.data_ptr():
+                known = local.data_ptr(), corner(raw_array(local))  # which keeps that memory
+                self._views[number] = known
+            found.append(known[1].tobytes())
+        return found
+
+
+class Watch:
+    """Sees writes between two records, as far as they can be seen."""
+
+    def __init__(self) -> None:
+        self.changing: set[str] = set()
+        """Names of buffers and untrained parameters that have changed before: records hold them."""
+        self._untrained: dict[str, torch.Tensor] = {}
+        self._marks: dict[str, Mark] = {}
+        """Marks of what no optimizer changes, as it was at the last record, by name."""
+        self._optimizers: dict[str, Optimizer] = {}
+        self._seen: dict[str, Look] = {}
+        """Sizes of each optimizer's groups, and its weights and states as it left them."""
+        self._elements: defaultdict[str, HostElements] = defaultdict(HostElements)
+        self._is_shared = False
+        """True if two of the optimizers train one parameter."""
+
+    def begin(self, state: State) -> None:
+        """Records lead on from the state as it is now."""
+        self._untrained = untrained(state)
+        self._elements.clear()
+        self._mark(state)
+        self._optimizers = {k: v for k, v in state.items() if isinstance(v, Optimizer)}
+        params = [
+            id(p) for o in self._optimizers.values() for g in o.param_groups for p in g["params"]
+        ]
+        self._is_shared = len(params) > len(set(params))
+        self.accept_writes()
+
+    def accept_writes(self, key: str | None = None) -> None:
+        """Take writes up to now to weights and states of an optimizer (None: of all) as its own."""
+        for name in self._of(key):
+            self._seen[name] = self._look(name)
+
+    def is_edited(self, key: str | None = None) -> bool:
+        """True if somebody else has written to a weight or to a state of an optimizer (None: of any), or it
+        has others."""
+        return any(self._look(name) != self._seen[name] for name in self._of(key))
+
+    def _of(self, key: str | None) -> list[str]:
+        return list(self._optimizers) if key is None or self._is_shared else [key]
+
+    def tensors(self, state: State) -> dict[str, torch.Tensor]:
+        """All that no optimizer changes, by name."""
+        return {**self._untrained, **buffers(state)}
+
+    def expect(self, state: State) -> dict[str, torch.Tensor]:
+        """The `tensors` that records are to hold, as far as is known before they are made."""
+        self.changing |= small(buffers(state))
+        return {n: t for n, t in self.tensors(state).items() if n in self.changing}
+
+    def learn(self, names: set[str], state: State) -> None:
+        """Remember that these have changed in steps before."""
+        self.changing |= names & {**untrained(state), **buffers(state)}.keys()
+
+    def changed(self, state: State) -> set[str]:
+        """Names of what was written since the last record, as far as that can be known."""
+        before = self._marks
+        self._mark(state)
+        written = {
+            n for n, mark in self._marks.items() if n not in before or mark.differs(before[n])
+        }
+        return written | small(buffers(state))
+
+    def versions(self, state: State) -> dict[str, tuple[int, int]]:
+        """A count of writes to each tensor that no optimizer changes, and where it lies, by name."""
+        return {name: count_and_address(t) for name, t in self.tensors(state).items()}
+
+    def written_since(self, before: dict[str, tuple[int, int]], state: State) -> tuple[str, ...]:
+        now = self.versions(state)
+        return tuple(sorted(name for name, v in now.items() if before.get(name) != v))
+
+    def _mark(self, state: State) -> None:
+        self._marks = {name: Mark.sampled(t) for name, t in self.tensors(state).items()}
+
+    def _look(self, name: str) -> Look:
+        optimizer = self._optimizers[name]
+        groups = [g["params"] for g in optimizer.param_groups]
+        weights = [p for params in groups for p in params]
+        values: list[Any] = [*weights]
+        for states in stepping(optimizer).state.values():
+            values += states.values() if isinstance(states, dict) else [states]
+        elements = self._elements[name].look(weights)
+        return [len(params) for params in groups], Marks(values), elements

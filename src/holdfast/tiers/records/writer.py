@@ -1,0 +1,246 @@
+"""The writer: a process of its own for each rank, which takes records to storage.  Torch-free.
+
+It outlives the training process: what lies in the ring when that dies is written before it ends.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from holdfast.base.background import weigh_session, yield_to_training
+from holdfast.base.errors import Exists, OutOfSpace
+from holdfast.base.sizes import size_text
+from holdfast.base.wire import WireError
+from holdfast.core.codec.digest import CHUNK_BYTES, digest_chunks, hexdigest, num_chunks
+from holdfast.core.format.image import ALIGN
+from holdfast.core.store import LocalStore, Store, Writer, be_patient, open_store
+from holdfast.core.store.contract import check_blocks
+from holdfast.tiers.records import messages as w
+from holdfast.tiers.records.ring import Ring
+from holdfast.tiers.records.segment import (
+    Record,
+    SegmentHeader,
+    aligned,
+    encode_header,
+    read_header,
+    segment_key,
+)
+from holdfast.tiers.records.writer_registry import withdraw
+
+WRITE_BYTES = 8 << 20
+PAUSES_S = (0.1, 1.0, 5.0)
+"""Seconds before each further try to write a segment that nobody else has any more."""
+
+
+class SegmentWriter:
+    """Writes records of one order, which lie in slots of a ring, as segments to storage."""
+
+    def __init__(self, store: Store, order: w.Open, ring: Ring) -> None:
+        self.store = store
+        self.order = order
+        self.ring = ring
+
+    def digested(self, put: w.Put) -> w.Put:
+        """Complete the image in a slot by the digests of its chunks; return the record with theirs."""
+        view, record = self.ring.slot(put.slot), put.record
+        digests = np.empty(num_chunks(record.table, CHUNK_BYTES), "<u8")
+        digest_chunks(view[: record.table], digests)
+        view[record.table : record.bytes] = digests.tobytes()
+        done = msgspec.structs.replace(record, digest=hexdigest(digests.tobytes()))
+        return msgspec.structs.replace(put, record=done)
+
+    def write(self, batch: list[w.Put]) -> tuple[int, float]:
+        """Write a segment; return its bytes, and the seconds to open and finish the file."""
+        at, records = 0, []
+        for put in batch:
+            records.append(msgspec.structs.replace(put.record, at=at))
+            at += aligned(put.record.bytes)
+        header = msgspec.structs.replace(self.order.header, records=tuple(records))
+        head = encode_header(header)
+        key = segment_key(header.run, records[0].step, records[-1].step, header.rank)
+        size = len(head) + at
+        began = time.monotonic()
+        file = self.store.create(key, size)
+        opened = time.monotonic()
+        written = opened
+        try:
+            check_blocks(file, key, ALIGN, "keep records on a file system")
+            file.write(0, memoryview(head))
+            for put, record in zip(batch, records):
+                self._image(file, len(head) + record.at, self.ring.slot(put.slot), record)
+            written = time.monotonic()
+            file.finish()
+        except Exists:
+            file.abort()
+            self._check_same(key, header)
+        except BaseException:
+            file.abort()
+            raise
+        return size, opened - began + time.monotonic() - written
+
+    def check_room(self, batch: list[w.Put]) -> None:
+        """OutOfSpace if all ranks' records like these would take the room for the next full save."""
+        leave = max(put.leave_bytes for put in batch)
+        if not leave or not isinstance(self.store, LocalStore):
+            return
+        free, size = self.store.free_bytes(), sum(aligned(put.record.bytes) for put in batch)
+        if free is not None and free - size * self.order.header.world < leave:
+            raise OutOfSpace(
+                f"{size_text(free)} are free in {self.store.url}, which records leave to the next full "
+                f"save: {size_text(leave)}",
+                hint="free space; records begin again with the next full save",
+            )
+
+    def _check_same(self, key: str, header: SegmentHeader) -> None:
+        """Accept what a writer wrote that died before it said so; Exists if it is another."""
+        reader = self.store.open(key)
+        try:
+            found, _ = read_header(reader, key)
+        finally:
+            reader.close()
+        if found != header:
+            raise Exists("another record of this run and step is there", key=key)
+
+    @staticmethod
+    def _image(file: Writer, at: int, view: memoryview, record: Record) -> None:
+        size = aligned(record.bytes)
+        view[record.bytes : size] = bytes(size - record.bytes)
+        for start in range(0, size, WRITE_BYTES):
+            stop = min(start + WRITE_BYTES, size)
+            file.write(at + start, view[start:stop])
+
+
+class RecordWriter:
+    """Collects records and writes them in batches.  `parent`: the training process."""
+
+    def __init__(self, line: socket.socket, parent: int) -> None:
+        self._line = line
+        self._parent: list[int] = []
+        with suppress(OSError):  # an old kernel: the socket alone has to tell
+            self._parent = [os.pidfd_open(parent)]
+        self._is_orphan = os.getppid() != parent
+        """True if the training process died before this one had begun."""
+        self._alone = False
+        """True once the training process was found to be gone, or to listen no more."""
+
+    def run(self) -> None:
+        """Take records to storage until the training process closes its end, or dies."""
+        store: Store | None = None
+        message, fd = self._next()
+        while isinstance(message, w.Open) and fd is not None:
+            if store is None or store.url != message.root:
+                store = open_store(message.root)
+                be_patient(
+                    store, None
+                )  # nobody waits for this process: what it holds is lost with it
+            ring = Ring(message.slots, message.slot_bytes, fd)
+            order, (message, fd) = message, self._serve(SegmentWriter(store, message, ring))
+            ring.close()
+            if message is None:
+                withdraw(store, order.header.run, order.header.rank)
+
+    def _serve(self, segments: SegmentWriter) -> tuple[object, int | None]:
+        """Take records of one order to storage; return what comes after them: the next order, or None."""
+        batch: list[w.Put] = []
+        while True:
+            message, fd = self._next()
+            match message:
+                case w.Put():
+                    batch.append(segments.digested(message))
+                    if len(batch) >= segments.order.batch:
+                        self._write(segments, batch)
+                        batch = []
+                case w.Flush():
+                    self._write(segments, batch)
+                    batch = []
+                    self._say(w.Flushed())
+                case _:
+                    if message is None:
+                        self._alone = True
+                        weigh_session(0)  # the next attempt waits for what is left
+                    self._write(segments, batch)
+                    return message, fd
+
+    def _next(self) -> tuple[object, int | None]:
+        """The next message; None when the training process is gone, whoever else holds its socket."""
+        try:
+            here = self._line.fileno()
+            limit_s = 0 if self._is_orphan else None
+            ready, _, _ = select.select([here, *self._parent], [], [], limit_s)
+            if here not in ready:
+                return None, None
+            return w.receive(self._line, w.TO_WRITER)
+        except OSError:
+            return None, None
+
+    def _write(self, segments: SegmentWriter, batch: list[w.Put]) -> None:
+        """Write one segment of what has been collected, if anything; say so, or why not."""
+        if not batch:
+            return
+        began = time.monotonic()
+        slots = tuple(put.slot for put in batch)
+        try:
+            if not self._is_alone():  # else nobody makes up for them by a full save
+                segments.check_room(batch)
+            size, fixed_s = self._persist(segments, batch)
+        except Exception as error:
+            failure = WireError.of(error)
+            self._say(w.RecordsWrote(slots, error=failure))
+            if self._is_alone():
+                steps = f"{batch[0].record.step} to {batch[-1].record.step}"
+                with suppress(OSError):  # who read that may be gone as well
+                    print(
+                        f"holdfast: the records of steps {steps} are lost: {failure.message}",
+                        file=sys.stderr,
+                    )
+            return
+        took = time.monotonic() - began
+        self._say(w.RecordsWrote(slots, batch[-1].record.step, size, took, fixed_s))
+
+    def _persist(self, segments: SegmentWriter, batch: list[w.Put]) -> tuple[int, float]:
+        """Write a segment, and try again after errors if the training process is gone, which would
+        have begun anew with a full save."""
+        for pause_s in PAUSES_S:
+            try:
+                return segments.write(batch)
+            except Exception:
+                if not self._is_alone():
+                    raise
+                time.sleep(pause_s)
+        return segments.write(batch)
+
+    def _is_alone(self) -> bool:
+        """True if the training process is gone, or listens no more."""
+        if not self._alone:
+            gone, _, _ = select.select(self._parent, [], [], 0)
+            self._alone = self._is_orphan or bool(gone)
+        return self._alone
+
+    def _say(self, message: object) -> None:
+        if self._alone:
+            return
+        try:
+            w.send(self._line, message)
+        except OSError:
+            self._alone = True
+
+
+def main() -> int:
+    yield_to_training()
+    Path("/proc/self/comm").write_text("holdfast-writer")
+    line, parent = map(int, sys.argv[1:3])
+    RecordWriter(socket.socket(fileno=line), parent).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
