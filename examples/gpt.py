@@ -106,6 +106,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Bytes (batch, time) in, logits (batch, time, vocab) out; the embedding is also the output matrix."""
 
+    angles: Tensor
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.embed = nn.Embedding(shape.vocab, shape.dim)
@@ -147,7 +149,9 @@ def tensor_parallel_plan() -> dict[str, ParallelStyle]:
 def build(mesh: DeviceMesh | None = None, shape: Shape = Shape(), device: str = "cpu") -> nn.Module:
     """A model laid out over the mesh axes "dp" and "tp"; an axis absent or of size 1 changes nothing."""
     model = GPT(shape).to(device)
-    sizes = dict(zip(mesh.mesh_dim_names, mesh.shape)) if mesh is not None else {}
+    if mesh is None:
+        return model
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape))
     if (tp := sizes.get("tp", 1)) > 1:
         if shape.num_kv_heads % tp:
             raise ValueError(f"tp={tp} must divide the {shape.num_kv_heads} key/value heads")

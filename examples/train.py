@@ -16,7 +16,7 @@ import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -114,14 +114,15 @@ def clip(model: nn.Module, max_norm: float) -> None:
     by_mesh: dict[DeviceMesh | None, list[Tensor]] = defaultdict(list)
     for parameter in model.parameters():
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        by_mesh[mesh].append(parameter.grad)
+        if parameter.grad is not None:
+            by_mesh[mesh].append(parameter.grad)
     norms = [get_total_norm(gradients, foreach=False) for gradients in by_mesh.values()]
     norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     clip_grads_with_norm_(model.parameters(), max_norm, torch.stack(norms).norm(), foreach=False)
 
 
 def train_step(
-    model: nn.Module, optim: Optimizer, sched: LambdaLR, batch: tuple[Tensor, Tensor]
+    model: nn.Module, optim: Optimizer, sched: LambdaLR, batch: Sequence[Tensor]
 ) -> Tensor:
     inputs, targets = batch
     loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
@@ -181,7 +182,8 @@ def train(args: argparse.Namespace, num_processes: int) -> None:
         on_resize={"loader": "same"},  # holdfast: its position holds on any number of ranks
     )
     with ckpt:  # holdfast: waits at the end for a save under way
-        step = restored_from = ckpt.restore()  # holdfast: 0 if there is nothing yet
+        step: int = ckpt.restore()  # holdfast: 0 if there is nothing yet
+        restored_from = step
         place = {"layout": f"dp={dp} tp={args.tp}", "restored_from": restored_from}
         append(args.log_file, event="start", pids=process_ids(num_processes), **place)
         testify(args.witness, "restored", step, model, optim)

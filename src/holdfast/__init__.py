@@ -138,7 +138,7 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name == "torch":
             raise ModuleNotFoundError(
-                f"holdfast.{name} needs PyTorch: pip install 'holdfast[torch]'", name="torch"
+                f"holdfast.{name} needs PyTorch: pip install 'torch-holdfast[torch]'", name="torch"
             ) from error
         raise
 

@@ -25,6 +25,6 @@ def test_what_to_install_is_told(tmp_path: Path, what: str) -> None:
         capture_output=True, text=True, timeout=400, check=False,
         env=os.environ | {"HOLDFAST_MEMORY_DIR": str(tmp_path / "node"), "COLUMNS": "200"},
     )  # fmt: skip
-    assert done.returncode and "pip install 'holdfast[memory]'" in done.stdout + done.stderr
+    assert done.returncode and "pip install 'torch-holdfast[memory]'" in done.stdout + done.stderr
     if what != "checkpointer":
         assert "Traceback" not in done.stderr

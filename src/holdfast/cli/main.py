@@ -73,7 +73,7 @@ def _run(words: Sequence[str]) -> int:
         say_lines(overview())
         return 0 if words else 2
     if words[0] == "--version":
-        say(f"holdfast {__version__}")
+        say(f"holdfast {__version__}{_beside()}")
         return 0
     verb = words[0]
     if verb == LAUNCH:
@@ -94,6 +94,18 @@ def _run(words: Sequence[str]) -> int:
     options = parser.parse(words[1:])
     as_json = options.pop("as_json")
     return deliver(function(**options), as_json)
+
+
+def _beside() -> str:
+    """What a report of a fault needs besides the version; torch is not imported for it."""
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        torch = f"torch {version('torch')}"
+    except PackageNotFoundError:
+        torch = "no torch"
+    return f" (Python {platform.python_version()}, {torch}, {platform.platform()})"
 
 
 def _launch(words: Sequence[str]) -> int:

@@ -3,7 +3,7 @@
     open_store("/scratch/run")            a directory
     open_store("file:///scratch/run")     the same
     open_store("memory://name")           this process's memory, shared by name
-    open_store("s3://bucket/run")         a bucket (gs:// and az:// too): extra holdfast[object]
+    open_store("s3://bucket/run")         a bucket (gs:// and az:// too): extra torch-holdfast[object]
 
 `holdfast.testing.StoreTests` tells whether another answer is a right one.  `register` gives it a scheme, or
 a package that has it does so by an entry point, which processes in the background find as well:

@@ -1,6 +1,6 @@
 """Buckets as stores: S3 and all that speaks it, Google, Azure; by obstore.
 
-    ObjectStore("s3://bucket/runs/gpt")                       # extra holdfast[object]
+    ObjectStore("s3://bucket/runs/gpt")                       # extra torch-holdfast[object]
 
 What a bucket does differently from a disk, and how it is made the same:
 
@@ -78,7 +78,7 @@ try:
     )
 except ImportError:
     raise UsageError(
-        "buckets need the package obstore", hint="pip install 'holdfast[object]'"
+        "buckets need the package obstore", hint="pip install 'torch-holdfast[object]'"
     ) from None
 
 T = TypeVar("T")

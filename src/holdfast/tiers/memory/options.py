@@ -30,7 +30,7 @@ class Memory:
     itself at each snapshot, or every step's `"gradient"`, from which a replica on the host makes the state.
     `prove_every`: with `feed="gradient"`, one of so many durable saves is of the live state, with which the
     replica is compared; the others take of the device only what the replica has not.
-    `tls`: what goes from node to node is encrypted (needs `holdfast[tls]`); slower.
+    `tls`: what goes from node to node is encrypted (needs `torch-holdfast[tls]`); slower.
     """
 
     redundancy: str = "auto"

@@ -296,5 +296,5 @@ def check_can_serve() -> None:
     if importlib.util.find_spec("aiohttp") is None:
         raise UsageError(
             "snapshots in memory need the package aiohttp, with which the agent of a node serves others",
-            hint="pip install 'holdfast[memory]'",
+            hint="pip install 'torch-holdfast[memory]'",
         )

@@ -45,7 +45,7 @@ def _drawn() -> tuple[bytes, bytes]:
         from cryptography.hazmat.primitives.asymmetric import ec
     except ImportError:
         raise UsageError(
-            "TLS needs the package cryptography", hint="pip install 'holdfast[tls]'"
+            "TLS needs the package cryptography", hint="pip install 'torch-holdfast[tls]'"
         ) from None
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "holdfast agent")])
