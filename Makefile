@@ -10,7 +10,7 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE = 1
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes: they need not compile each time
 
-.PHONY: demo test soak unit gpu check docs format bench clean help
+.PHONY: demo test soak unit gpu check docs dist format bench clean help
 
 help:
 	@echo "make demo    train, kill, resume on other layouts; shows a table and demo-out/loss.png"
@@ -20,6 +20,7 @@ help:
 	@echo "make gpu     on a machine with a GPU, with its own torch: what holds there, in ten minutes"
 	@echo "make check   ruff, mypy, architecture, the site without warnings and dead links"
 	@echo "make docs    the site of docs/, in build/site"
+	@echo "make dist    wheel and sdist, checked, and the wheel tried in an empty environment"
 	@echo "make bench   benchmarks against torch.distributed.checkpoint and the raw device"
 
 $(READY): pyproject.toml constraints.txt
@@ -57,6 +58,9 @@ check: $(READY)
 docs: $(READY)
 	$(BIN)/python docs/make_site.py
 	$(BIN)/zensical build --clean --strict
+
+dist: $(READY)
+	$(BIN)/python .ci/dist.py
 
 format: $(READY)
 	$(BIN)/ruff format .
