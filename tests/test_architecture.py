@@ -365,9 +365,6 @@ def test_public_names_are_pinned() -> None:
 LONGEST_FUNCTION = 64
 HOMONYMS = {"Reader", "Writer"}
 """Names of several classes: those of a store, and of `holdfast.dcp`, whose names torch has chosen."""
-FRAGMENTS = re.compile(r"\s*(Of|By|What|Whether|How|As|Where|Which|Who|That|Those) ")
-MOST_FRAGMENTS = 50
-"""Docstrings that begin with a part of a sentence."""
 
 
 def test_no_function_is_long() -> None:
@@ -385,17 +382,3 @@ def test_the_name_of_a_class_means_one_thing() -> None:
         node.name for path in modules() for node in nodes(path) if isinstance(node, ast.ClassDef)
     )
     assert {name for name, number in classes.items() if number > 1} == HOMONYMS
-
-
-def test_docstrings_are_sentences() -> None:
-    begun = [
-        f"{path.relative_to(SRC)}:{one.lineno}"
-        for path in modules()
-        for node in nodes(path)
-        for one in (node.body if isinstance(getattr(node, "body", None), list) else ())
-        if isinstance(one, ast.Expr)
-        and isinstance(one.value, ast.Constant)
-        and isinstance(one.value.value, str)
-        and FRAGMENTS.match(one.value.value)
-    ]
-    assert len(begun) <= MOST_FRAGMENTS, begun

@@ -7,39 +7,34 @@ from typing import Any
 from holdfast.base.errors import FormatError
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.format.extras import MADE_OF
+from holdfast.live.restore.mismatches import Mismatch, Problems, differs
 from holdfast.live.state.live import Live
 
 
-def made_otherwise(
-    checkpoint: Checkpoint, live: Live, missing: list[str], told: list[str]
-) -> list[str]:
-    """Problems with tensors that were saved as several and are not made so here, or the other way round.
+def made_otherwise(checkpoint: Checkpoint, live: Live, problems: Problems) -> None:
+    """Find tensors that were saved as several and are not made so here, or the other way round.
 
-    What is said by such a line is not said otherwise: names leave `missing`, or are `owned`, and what was
-    `told` of their shapes is dropped.
+    Each difference is reported once: what was found of their parts is dropped, and the names of their parts
+    are `owned`.
     """
-    lines: list[str] = []
     extras = checkpoint.manifest.extras
     for name, inner in live.apart.items():
         mine = live.extras[name + MADE_OF]
         if name + MADE_OF in extras:
             new = _differences(checkpoint, live, name, _said(checkpoint, name), mine)
         elif checkpoint.manifest.find(name) is not None:
-            new = [f"{name}: saved as one tensor, here a {mine['class']}"]
+            new = [differs(name, f"saved as one tensor, here a {mine['class']}")]
         else:
             continue
         if new:
-            lines += new
-            told[:] = [line for line in told if line.partition(": ")[0] not in inner]
-            missing[:] = [one for one in missing if one not in inner]
+            problems.forget(inner)
+            problems.found += new
             live.owned |= _below(checkpoint, name)
-    for name in [one for one in missing if one + MADE_OF in extras]:
-        lines.append(
-            f"{name}: saved as a {_said(checkpoint, name)['class']}, here it is one tensor"
-        )
-        missing.remove(name)
+    for name in [one for one in problems.missing if one + MADE_OF in extras]:
+        said = f"saved as a {_said(checkpoint, name)['class']}, here it is one tensor"
+        problems.missing.remove(name)
+        problems.found.append(differs(name, said))
         live.owned |= _below(checkpoint, name)
-    return lines
 
 
 def _below(checkpoint: Checkpoint, name: str) -> set[str]:
@@ -58,24 +53,26 @@ def _said(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
 
 def _differences(
     checkpoint: Checkpoint, live: Live, name: str, said: dict[str, Any], mine: dict[str, Any]
-) -> list[str]:
+) -> list[Mismatch]:
     if said["class"] != mine["class"]:
-        return [f"{name}: saved as a {said['class']}, here a {mine['class']}"]
+        return [differs(name, f"saved as a {said['class']}, here a {mine['class']}")]
     if said["context"] != mine["context"]:
-        return [f"{name}: a {said['class']} saved with {said['context']}, here {mine['context']}"]
-    lines = []
+        why = f"a {said['class']} saved with {said['context']}, here {mine['context']}"
+        return [differs(name, why)]
+    found = []
     for part, lie in mine["parts"].items():
         then = said["parts"].get(part)
         if then is not None and then != lie:
-            lines.append(
-                f"{name}.{part}: saved {then or 'whole'}, here {lie or 'whole'}; no values for that "
-                "layout are bit for bit what was saved"
+            why = (
+                f"saved {then or 'whole'}, here {lie or 'whole'}; no values for that layout are bit for "
+                "bit what was saved"
             )
+            found.append(differs(f"{name}.{part}", why))
     for one in live.apart[name]:
         entry = checkpoint.manifest.find(one)
         t = live.tensors.get(one)
         if entry is not None and t is not None:
             saved = checkpoint.manifest.tensors[entry].dtype
             if saved != t.placed.dtype:  # cast=True is of values, which these are not by themselves
-                lines.append(f"{one}: saved as {saved}, here {t.placed.dtype}")
-    return lines
+                found.append(differs(one, f"saved as {saved}, here {t.placed.dtype}"))
+    return found

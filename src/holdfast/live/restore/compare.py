@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -21,7 +20,7 @@ from holdfast.core.checkpoint.peers import of_the_step
 from holdfast.core.format.extras import DCP_NAMES, MADE_OF
 from holdfast.core.group import Group
 from holdfast.core.layout import Axis, Mesh, common_mesh
-from holdfast.live.restore.positions import UNPROVED
+from holdfast.live.restore.mismatches import Mismatch, Problems, differs
 from holdfast.live.restore.targets import RestoreOptions, is_known
 from holdfast.live.state.customised import OWN
 from holdfast.live.state.live import Live, State
@@ -37,26 +36,6 @@ OTHER_NAMES = (
 )
 
 
-@dataclass
-class Problems:
-    """Differences between a checkpoint and the live state, as one rank sees them."""
-
-    lines: list[str] = field(default_factory=list)
-    """Texts for the user."""
-    missing: list[str] = field(default_factory=list)
-    """Names that the checkpoint lacks."""
-    unexpected: list[str] = field(default_factory=list)
-    """Names that the checkpoint has of a module and the live module has not."""
-    twice: dict[str, str] = field(default_factory=dict)
-    """Further names of tied weights that the checkpoint has as tensors, too, with the first names."""
-
-    def add(self, other: Problems) -> None:
-        """Take over what another look has found."""
-        self.lines += other.lines
-        self.missing += other.missing
-        self.unexpected += other.unexpected
-
-
 def compare(checkpoint: Checkpoint, live: Live, state: State, options: RestoreOptions) -> Problems:
     """Find what of this rank's live tensors does not match the checkpoint."""
     found = Problems()
@@ -69,11 +48,11 @@ def compare(checkpoint: Checkpoint, live: Live, state: State, options: RestoreOp
         entry, placed = entries[index], t.placed
         rows_differ = name in live.padded and _differ_in_rows(entry.shape, placed.shape)
         if entry.shape != placed.shape and not rows_differ:
-            found.lines.append(f"{name}: saved with shape {entry.shape}, here {placed.shape}")
+            said = f"saved with shape {entry.shape}, here {placed.shape}"
+            found.found.append(differs(name, said))
         elif entry.dtype != placed.dtype and not options.cast:
-            found.lines.append(
-                f"{name}: saved as {entry.dtype}, here {placed.dtype} (cast=True converts)"
-            )
+            said = f"saved as {entry.dtype}, here {placed.dtype} (cast=True converts)"
+            found.found.append(differs(name, said))
     if live.frozen or checkpoint.left_out:
         from holdfast.live.restore.frozen import compare_frozen
 
@@ -81,7 +60,7 @@ def compare(checkpoint: Checkpoint, live: Live, state: State, options: RestoreOp
     if live.apart or any(name + MADE_OF in checkpoint.manifest.extras for name in found.missing):
         from holdfast.live.restore.apart import made_otherwise
 
-        found.lines += made_otherwise(checkpoint, live, found.missing, found.lines)
+        made_otherwise(checkpoint, live, found)
     if live.aliases:
         from holdfast.live.restore.tied import saved_twice
 
@@ -101,31 +80,32 @@ def _differ_in_rows(saved: tuple[int, ...], here: tuple[int, ...]) -> bool:
 class _Compared(msgspec.Struct, frozen=True, array_like=True):
     """A rank's findings on their way to rank 0."""
 
-    lines: list[str]
+    found: list[Mismatch]
     missing: list[str]
     claimed: bytes
     axes: list[tuple[int, int, str | None]]
     error: WireError | None
     taken: list[str]
-    unexpected: list[str]
+    unexpected: list[Mismatch]
     matching_nothing: list[str]
     """Patterns of `only` by which nothing that this rank holds is loaded."""
     left_out: bytes = b""
     """One bit per parameter that the checkpoint lists as left out: this rank has it."""
     keys: list[str] = []
     """Keys of this rank's state."""
-    twice: list[str] = []
-    """Further names of tied weights that the checkpoint has as tensors, too, each with the first name."""
+    twice: dict[str, str] = {}
+    """Further names of tied weights that the checkpoint has as tensors, too, with the first names."""
 
 
 class _Together(msgspec.Struct, frozen=True, array_like=True):
     """All ranks' findings."""
 
-    problems: list[str]
+    problems: list[Mismatch]
     resized: bool
-    untouched: list[str]
-    having: dict[str, list[int]]
-    """The ranks that have a tied weight's further name under which it was saved, too, with the first."""
+    untouched: list[Mismatch]
+    having: list[tuple[str, str, list[int]]]
+    """Further names of tied weights under which they were saved, too, the first names, and the ranks that
+    have both."""
     damage: tuple[int, WireError] | None = None
     """A rank, and a fault of the step itself that it has found."""
 
@@ -141,7 +121,7 @@ def judge_together(
     """Raise StateMismatch on every rank if any has a problem, or what one has found wrong with the step;
     returns whether the mesh differs."""
     mine = _Compared(
-        problems.lines,
+        problems.found,
         problems.missing,
         _claimed(checkpoint, live),
         sorted({(a.stride, a.size, a.name) for t in live.tensors.values() for _, a in t.placed.cuts or ()},
@@ -152,7 +132,7 @@ def judge_together(
         _matching_nothing(checkpoint, live, options),
         _having(checkpoint, live),
         sorted(live.keys),
-        [f"{name} {first}" for name, first in problems.twice.items()],
+        problems.twice,
     )  # fmt: skip
     group.asked += 1
     answer = group.ask(
@@ -162,52 +142,52 @@ def judge_together(
         awaited=f"compared its state with step {checkpoint.step}",
     )
     together = decode_msgpack(answer, _Together)
-    lines, untouched = together.problems, together.untouched
-    if together.having and not lines:
+    found, untouched = together.problems, together.untouched
+    if together.having and not found:
         from holdfast.live.restore.tied import differing_together
 
-        found = differing_together(checkpoint, problems.twice, together.having, group)
-        found = [f"unexpected in the checkpoint: {line}" for line in found]
-        lines, untouched = (found, untouched) if options.strict else ([], [*found, *untouched])
-    if lines:
+        untied = differing_together(checkpoint, problems.twice, together.having, group)
+        found, untouched = (untied, untouched) if options.strict else ([], [*untied, *untouched])
+    if found:
         # until all have read it: rank 0, which holds the answer for them, may end at once
         with suppress(HoldfastError):  # a rank that is gone is not what is to be told
             group.any(True)
-    if error is not None and len(lines) == 1:
+    if error is not None and len(found) == 1:
         raise error
     if together.damage is not None:
         rank, found_there = together.damage
         raise found_there.error(rank=rank, step=checkpoint.step) from error
-    if lines:
-        raise _mismatch(checkpoint, live, lines)
+    if found:
+        raise _mismatch(checkpoint, live, found)
     tell_untouched(checkpoint, untouched, group)
     return together.resized
 
 
-def _mismatch(checkpoint: Checkpoint, live: Live, lines: list[str]) -> StateMismatch:
-    named = any(line.startswith(("missing", "unexpected")) for line in lines)
-    misspelled = all(line.startswith("only=") for line in lines)
-    unproved = [line for line in lines if line.endswith(UNPROVED)]
+def _mismatch(checkpoint: Checkpoint, live: Live, found: list[Mismatch]) -> StateMismatch:
+    kinds = {one.kind for one in found}
+    named = bool(kinds & {"missing", "unexpected"})
+    lines = [one.text for one in found]
     shown = lines[:50] + ([f"... and {len(lines) - 50} more"] if len(lines) > 50 else [])
     return StateMismatch(
         f"step {checkpoint.step} does not fit the live state:\n  " + "\n  ".join(shown),
         tuple(lines),
         step=checkpoint.step,
         hint=_refused(checkpoint, live)
-        or ("correct the pattern: `holdfast inspect` lists the names" if misspelled else "")
-        or (WAYS_OUT if len(unproved) == len(lines) else "")
+        or ("correct the pattern: `holdfast inspect` lists the names" * (kinds == {"pattern"}))
+        or WAYS_OUT * (kinds == {"order"})
         or "build the same model and optimizer"
         + (", or pass strict=False: it ignores missing and unexpected names" * named)
         + (OTHER_NAMES * (named and checkpoint.format == "huggingface"))
-        + (f"; for parameters without names: {WAYS_OUT}" * bool(unproved)),
+        + (f"; for parameters without names: {WAYS_OUT}" * ("order" in kinds)),
     )
 
 
-def tell_untouched(checkpoint: Checkpoint, lines: list[str], group: Group) -> None:
+def tell_untouched(checkpoint: Checkpoint, untouched: list[Mismatch], group: Group) -> None:
     """HoldfastWarning, once, of what a load leaves as it is: what is missing or not expected if it is not
     to be strict, and extra states that no module takes."""
-    if not lines or group.rank:
+    if not untouched or group.rank:
         return
+    lines = [one.text for one in untouched]
     emit("restore.untouched", step=checkpoint.step, names=lines)
     shown = lines[:MAX_UNTOUCHED]
     if len(lines) > len(shown):
@@ -236,40 +216,41 @@ def _combine(
 ) -> bytes:
     found = [decode_msgpack(a, _Compared) for a in answers]
     missing = list(dict.fromkeys(n for f in found for n in f.missing))
-    lines = list(dict.fromkeys(x for f in found for x in f.lines))
-    untouched: list[str] = []
+    problems = list(dict.fromkeys(x for f in found for x in f.found))
+    untouched: list[Mismatch] = []
     failed = {rank: f.error for rank, f in enumerate(found) if f.error is not None}
     if not failed:
         names = checkpoint.manifest.aliases.keys() | checkpoint.manifest.by_name.keys()
         untouched = [
-            f"missing in the checkpoint: {n}{_near(n, names) if i < MAX_HINTS else ''}"
+            Mismatch("missing", n, _near(n, names) if i < MAX_HINTS else "")
             for i, n in enumerate(missing)
         ]
-        more = dict.fromkeys(n for f in found for n in f.unexpected)
-        untouched += [f"unexpected in the checkpoint: {n}" for n in more]
+        untouched += dict.fromkeys(one for f in found for one in f.unexpected)
         untouched += _unexpected(checkpoint, found, live, options)
         untouched += _beside_states(checkpoint, live, options)
         untouched += _left_out_in_vain(checkpoint, found, live, options)
     if options.strict:
-        lines += untouched
+        problems += untouched
         untouched = []
     if not failed:
         # some kinds of one layer have states that others can do without
         extra = _unexpected_extras(checkpoint, found, live, options)
-        untouched += [line for line in extra if not options.strict or not line.endswith(OWN)]
-        lines += [line for line in extra if options.strict and line.endswith(OWN)]
-        lines += _idle_patterns(checkpoint, found, live.keys, options)
-    if not lines and len({(f.claimed, *f.keys) for f in found}) > 1:
+        untouched += [x for x in extra if not options.strict or not x.name.endswith(OWN)]
+        problems += [x for x in extra if options.strict and x.name.endswith(OWN)]
+        problems += _idle_patterns(checkpoint, found, live.keys, options)
+    if not problems and len({(f.claimed, *f.keys) for f in found}) > 1:
         from holdfast.live.saving.alone import tell_lacking
 
         tell_lacking(checkpoint.manifest, [f.claimed for f in found], [f.keys for f in found])
     axes = {a for f in found for a in f.axes}
     resized = _resized(checkpoint, axes, size, options.mesh)
-    having: dict[str, list[int]] = {}
+    ranks: dict[tuple[str, str], list[int]] = {}
     for rank, f in enumerate(found):
-        for both in f.twice:
-            having.setdefault(both, []).append(rank)
-    return msgspec.msgpack.encode(_Together(lines, resized, untouched, having, of_the_step(failed)))
+        for both in f.twice.items():
+            ranks.setdefault(both, []).append(rank)
+    having = [(name, first, some) for (name, first), some in ranks.items()]
+    together = _Together(problems, resized, untouched, having, of_the_step(failed))
+    return msgspec.msgpack.encode(together)
 
 
 def _having(checkpoint: Checkpoint, live: Live) -> bytes:
@@ -280,12 +261,12 @@ def _having(checkpoint: Checkpoint, live: Live) -> bytes:
 
 def _left_out_in_vain(
     checkpoint: Checkpoint, found: list[_Compared], live: Live, options: RestoreOptions
-) -> list[str]:
+) -> list[Mismatch]:
     """Parameters that were left out when the step was saved, and that no rank has."""
     masks = [np.unpackbits(np.frombuffer(f.left_out, np.uint8)) for f in found]
     having = np.bitwise_or.reduce(masks)
     return [
-        f"left out when saved, and not in the live model: {name}"
+        Mismatch("left out", name)
         for name, known in zip(checkpoint.left_out, having)
         if not known and name.split(".", 1)[0] in live.keys and options.wanted(name)
     ]
@@ -298,23 +279,23 @@ def _near(name: str, names: Iterable[str]) -> str:
 
 def _unexpected(
     checkpoint: Checkpoint, found: list[_Compared], live: Live, options: RestoreOptions
-) -> list[str]:
+) -> list[Mismatch]:
     """Saved tensors for which no rank has a place, under the keys that are being loaded."""
     bits = np.zeros(-(-len(checkpoint.manifest.tensors) // 8), np.uint8)
     for f in found:
         bits |= np.frombuffer(f.claimed, np.uint8)
     tensors = checkpoint.manifest.tensors
-    out: list[str] = []
+    out: list[Mismatch] = []
     for i in np.flatnonzero(np.unpackbits(bits, count=len(tensors)) == 0).tolist():
         name = tensors[i].name
         mine = name.split(".", 1)[0] in live.keys and options.wanted(name)
         if mine and name not in live.owned:
             hint = _near(name, live.tensors) if len(out) < MAX_HINTS else ""
-            out.append(f"unexpected in the checkpoint: {name}{hint}")
+            out.append(Mismatch("unexpected", name, hint))
     return out
 
 
-def _beside_states(checkpoint: Checkpoint, live: Live, options: RestoreOptions) -> list[str]:
+def _beside_states(checkpoint: Checkpoint, live: Live, options: RestoreOptions) -> list[Mismatch]:
     """Values that `dcp.save` has written of an optimizer, and that no live one has a place for: they lie
     deeper in a state, or beside states and groups."""
     saved = checkpoint.manifest.extras
@@ -322,19 +303,19 @@ def _beside_states(checkpoint: Checkpoint, live: Live, options: RestoreOptions) 
         return []
     trees = {key: saved.get(key) for key in live.keys}
     begins = tuple(f"{k}." for k, t in trees.items() if isinstance(t, dict) and "$optimizer" in t)
-    return [f"unexpected in the checkpoint: {name}" for name in saved if name.startswith(begins)]
+    return [Mismatch("unexpected", name) for name in saved if name.startswith(begins)]
 
 
 def _unexpected_extras(
     checkpoint: Checkpoint, found: list[_Compared], live: Live, options: RestoreOptions
-) -> list[str]:
+) -> list[Mismatch]:
     """Saved extras: what modules had besides their tensors, for which no rank has such a module."""
     if options.only is not None:
         return []
     taken = {name for f in found for name in f.taken}
     saved = dict.fromkeys([*checkpoint.manifest.extras, *checkpoint.manifest.per_rank])
     return [
-        f"unexpected in the checkpoint: {name}"
+        Mismatch("unexpected", name)
         for name in saved
         if name.endswith(("._extra_state", f".{OWN}"))
         and name.partition(".")[0] in live.keys
@@ -352,7 +333,7 @@ def _matching_nothing(checkpoint: Checkpoint, live: Live, options: RestoreOption
 
 def _idle_patterns(
     checkpoint: Checkpoint, found: list[_Compared], keys: set[str], options: RestoreOptions
-) -> list[str]:
+) -> list[Mismatch]:
     """Patterns of `only` by which no rank loads anything: misspelled, or of extras."""
     names = [n for n in checkpoint.names() if n.split(".", 1)[0] in keys]
     out = []
@@ -361,7 +342,7 @@ def _idle_patterns(
             hint = did_you_mean_pattern(pattern, names)
             given = ", ".join(map(repr, sorted(keys)))
             why = hint or f"the state that was handed over has {given}"
-            out.append(f"only={pattern!r} matches no tensor that is saved and in the state ({why})")
+            out.append(Mismatch("pattern", pattern, why))
     return out
 
 

@@ -148,18 +148,18 @@ class Fitting:
         told.setdefault(why, []).append(name)
         return is_right
 
-    def problems(self) -> list[str]:
-        """Lines on what the optimizer cannot go on with, one for all parameters alike in this."""
-        return self._lines(self._misfits)
+    def problems(self) -> list[tuple[str, str]]:
+        """The key, and what the optimizer cannot go on with, once for all parameters alike in this."""
+        return self._said(self._misfits)
 
-    def idle(self) -> list[str]:
-        """Lines on what is put back, though the optimizer itself has no use for any of it."""
-        return self._lines(self._idle)
+    def idle(self) -> list[tuple[str, str]]:
+        """The key, and what is put back, though the optimizer itself has no use for any of it."""
+        return self._said(self._idle)
 
-    def _lines(self, found: dict[str, list[str]]) -> list[str]:
+    def _said(self, found: dict[str, list[str]]) -> list[tuple[str, str]]:
+        more = {why: f" and {len(names) - 1} more parameters" for why, names in found.items()}
         return [
-            f"{self.key}: {why} ({names[0]}"
-            + (f" and {len(names) - 1} more parameters)" if len(names) > 1 else ")")
+            (self.key, f"{why} ({names[0]}{more[why] * (len(names) > 1)})")
             for why, names in found.items()
         ]
 

@@ -24,7 +24,6 @@ from holdfast.core.format import extras
 from holdfast.core.format.extras import DCP_NAMES, ORDER, referred
 from holdfast.core.group import Group
 from holdfast.core.layout import Box, whole
-from holdfast.live.restore.compare import Problems
 from holdfast.live.restore.filling import Claims, Filling
 from holdfast.live.restore.groups import (
     HOW,
@@ -33,6 +32,7 @@ from holdfast.live.restore.groups import (
     match_groups,
     moved_groups,
 )
+from holdfast.live.restore.mismatches import Mismatch, Problems, differs
 from holdfast.live.restore.nested import (
     LIVE,
     OBJECT,
@@ -144,97 +144,97 @@ class ExtrasRestorer:
         manifest, claims = self.checkpoint.manifest, self.claims
         for key, value in in_order(self.state).items():
             if self.options.strict:
-                self.problems.lines += self._lacking(f"{key}.engine", self._live.sources.of(value))
+                self.problems.found += self._lacking(f"{key}.engine", self._live.sources.of(value))
             if self.options.strict and key in manifest.extras:
-                self.problems.lines += claims.problems(key, value, manifest.extras[key])
+                self.problems.found += claims.problems(key, value, manifest.extras[key])
             if is_optimizer(value) and key in manifest.extras:
                 pairs = self._named_groups(value)
                 match_groups(key, manifest.extras[key], pairs)
                 self._note_homeless(self._homeless_in_states(key, value, pairs))
                 if self.options.strict:
-                    self.problems.lines += _all_unknown(key, manifest.extras[key], pairs)
+                    self.problems.found += _all_unknown(key, manifest.extras[key], pairs)
             if isinstance(value, (dict, list, tuple)) and key in manifest.extras:
                 found = self._nested[key] = nested(key, value, manifest.extras[key])
-                self.problems.lines += found.missing + (
+                self.problems.found += found.missing + (
                     found.homeless if self.options.strict else []
                 )
                 for slot in found.slots:
                     self._note_homeless(homeless_in(slot.path, slot.live.state_dict, slot.tree))
             if key in manifest.extras and is_object(value) and not is_optimizer(value):
-                self.problems.lines += not_its_state(key, value, manifest.extras[key])
+                self.problems.found += not_its_state(key, value, manifest.extras[key])
                 self._note_homeless(homeless_in(key, value.state_dict, manifest.extras[key]))
             if is_optimizer(value) and not self._has_common(value):
-                self.problems.lines += self._common_without_place(key, value)
+                self.problems.found += self._common_without_place(key, value)
             plain = stages(value) is None and not only_tensors(value)
             optional = getattr(value, "on_resize", None) == "fresh"
             if plain and key not in manifest.extras and key not in manifest.per_rank:
                 if not optional and self.options.strict:
                     hint = did_you_mean(key, [*manifest.extras, *manifest.per_rank])
-                    self.problems.lines.append(
-                        f"missing in the checkpoint: {key}{f' ({hint})' if hint else ''}"
-                    )
+                    near = f" ({hint})" if hint else ""
+                    self.problems.found.append(Mismatch("missing", key, near))
                 elif not optional:
                     self.problems.missing.append(key)
 
-    def _lacking(self, name: str, source: Source) -> list[str]:
-        """Problems of a framework with its counters, loss scalers and the like, if there are any."""
+    def _lacking(self, name: str, source: Source) -> list[Mismatch]:
+        """Differences of a framework with its counters, loss scalers and the like, if there are any."""
         tree = self.checkpoint.manifest.extras.get(name)
         if source.saves_rest or tree is None:
             return []
-        return [f"{name}.{text}" for text in source.lacking(self._decode(tree))]
+        return [differs("", f"{name}.{text}") for text in source.lacking(self._decode(tree))]
 
-    def _note_homeless(self, lines: list[str]) -> None:
+    def _note_homeless(self, homeless: list[Mismatch]) -> None:
         """States of objects that are not here: a problem or, if the load is not strict, told once."""
         if self.options.strict:
-            self.problems.lines += lines
+            self.problems.found += homeless
         else:
-            self.problems.unexpected += lines
+            self.problems.unexpected += homeless
 
     def _find_moved_groups(self) -> None:
         """Find objects that would give an optimizer's groups each other's rates at their next step."""
         saved = self.checkpoint.manifest.extras
         if self.checkpoint.format == "dcp" or DCP_NAMES in saved:
             return  # whose groups, if they were flattened, have no numbers
-        lines: list[str] = []
+        found: list[Mismatch] = []
         nested_ones = [(s.path, s.live) for one in self._nested.values() for s in one.slots]
         objects = [one for one in (*self.state.items(), *nested_ones) if is_object(one[1])]
         for key, optimizer in self.state.items():
             having = [path for path, one in objects if goes_by_number(one, optimizer)]
             if having and is_optimizer(optimizer) and key in saved:
                 if moved := moved_groups(key, saved[key], self._named_groups(optimizer)):
-                    lines.append(
-                        f"{key}: groups {moved} were saved by another number with other rates, and "
+                    why = (
+                        f"groups {moved} were saved by another number with other rates, and "
                         f"{', '.join(having)} goes by their number: give the groups in the order in which "
                         "they were saved"
                     )
+                    found.append(differs(key, why))
         if self.options.strict:
-            self.problems.lines += lines
-        elif lines and not self.group.rank:
-            warn_user("; ".join(lines))
+            self.problems.found += found
+        elif found and not self.group.rank:
+            warn_user("; ".join(one.text for one in found))
 
     def _homeless_in_states(
         self, key: str, optimizer: Any, pairs: list[list[tuple[str, torch.Tensor]]]
-    ) -> list[str]:
-        """Problems: objects' states that were saved in an optimizer's states, where there is no object."""
+    ) -> list[Mismatch]:
+        """Objects' states that were saved in an optimizer's states, where there is no object."""
         saved, source = (
             self.checkpoint.manifest.extras[key]["$optimizer"],
             self._live.sources.of(optimizer),
         )
-        lines: list[str] = []
+        found: list[Mismatch] = []
         for name, p in (one for params in pairs for one in params if not source.by_master):
             inner, tensor = holder_of(optimizer, p, source.master(p))
             states = {} if inner is None else inner.state.get(tensor, {})
             for state, tree in saved.get("state", {}).get(name, {}).items():
-                lines += homeless_in(f"{key}.{name}.{state}", partial(states.get, state), tree)
-        return lines
+                found += homeless_in(f"{key}.{name}.{state}", partial(states.get, state), tree)
+        return found
 
     def _has_common(self, optimizer: Any) -> bool:
         """True if an optimizer can have state that belongs to no parameter, and that is saved."""
         plain = isinstance(optimizer, Optimizer) and not isinstance(optimizer, Several)
         return plain and self._live.sources.of(optimizer).saves_rest
 
-    def _common_without_place(self, key: str, optimizer: Any) -> list[str]:
-        """A problem if state that belongs to no parameter was saved, by whichever rank."""
+    def _common_without_place(self, key: str, optimizer: Any) -> list[Mismatch]:
+        """A difference if state that belongs to no parameter was saved, by whichever rank."""
         name, manifest = common_name(key), self.checkpoint.manifest
         trees = [manifest.extras[name]] if name in manifest.extras else []
         trees += self._of_all(name) if name in manifest.per_rank else []
@@ -272,12 +272,15 @@ class ExtrasRestorer:
                 if name in manifest.extras:
                     from holdfast.live.state.made import unloadable
 
-                    self.problems.lines += unloadable(key, own, self._readable(key, own, tree))
+                    lost = unloadable(key, own, self._readable(key, own, tree))
+                    self.problems.found += [differs(one, why) for one, why in lost]
             for name, entries in made.items():
                 tree = self._saved_of(name) if name in saved else {}
                 more = [name.removesuffix(OWN) + entry for entry in tree if entry not in entries]
                 self.problems.unexpected += [
-                    n for n in more if n not in live.owned and options.wanted(n)
+                    Mismatch("unexpected", n)
+                    for n in more
+                    if n not in live.owned and options.wanted(n)
                 ]
 
     def _readable(self, key: str, own: Own, tree: dict[str, Any]) -> dict[str, Any]:
@@ -650,7 +653,7 @@ class ExtrasRestorer:
         """Put saved values into the user's own containers; tensors there are loaded, and objects stay."""
         inside = nested(key, live, tree)
         if inside.missing:
-            raise StateMismatch("; ".join(inside.missing))
+            raise StateMismatch("; ".join(one.text for one in inside.missing))
         inside.put(self._decode)
         found = self._decode(inside.tree, live)
         if isinstance(live, dict) and isinstance(found, dict) and not self._filling.has(live):
@@ -725,8 +728,10 @@ def _with_paths(live: Any) -> Iterable[tuple[str, torch.Tensor]]:
     return tensors_in(live) if live is not None else ()
 
 
-def _all_unknown(key: str, tree: Any, pairs: list[list[tuple[str, torch.Tensor]]]) -> list[str]:
-    """A problem if no parameter of a live optimizer is one of the saved optimizer's."""
+def _all_unknown(
+    key: str, tree: Any, pairs: list[list[tuple[str, torch.Tensor]]]
+) -> list[Mismatch]:
+    """A difference if no parameter of a live optimizer is one of the saved optimizer's."""
     saved = [name for group in tree["$optimizer"]["groups"] for name in group["params"]]
     live = [name for group in pairs for name, _ in group]
     if not saved or not live or set(saved) & set(live):
@@ -736,7 +741,8 @@ def _all_unknown(key: str, tree: Any, pairs: list[list[tuple[str, torch.Tensor]]
         if saved[0].startswith("state.")
         else ""
     )
-    return [f"{key}: no parameter in common: {saved[0]}, ... there and {live[0]}, ... here{why}"]
+    both = f"{saved[0]}, ... there and {live[0]}, ... here"
+    return [differs(key, f"no parameter in common: {both}{why}")]
 
 
 def put_groups(
@@ -793,13 +799,13 @@ def _checked(name: str, common: Any) -> dict[str, Any]:
     return common
 
 
-def _of_no_part(key: str, names: list[str], live: Any) -> str:
-    """Text of a problem: no place for state of an optimizer that belongs to no parameter."""
+def _of_no_part(key: str, names: list[str], live: Any) -> Mismatch:
+    """The difference: no place for state of an optimizer that belongs to no parameter."""
     why = f"a {type(live).__name__} has no place for it: load it into the plain optimizer that it is of"
     if isinstance(live, Several):
         number = len(live.parts)
         why = f"whose it is of the {number} optimizers here is not known: hand them over one by one"
-    return f"{key}: state that belongs to no parameter was saved ({', '.join(names)}); {why}"
+    return differs(key, f"state that belongs to no parameter was saved ({', '.join(names)}); {why}")
 
 
 def restore_common_state(optimizer: Optimizer, saved: dict[str, Any] | None) -> None:

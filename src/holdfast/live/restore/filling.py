@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from holdfast.base.errors import warn_user
+from holdfast.live.restore.mismatches import Mismatch
 from holdfast.live.restore.nested import below, children, is_object, item, rebuilt
 from holdfast.live.state.live import LiveTensor, is_loader, is_stateful
 
@@ -193,12 +194,12 @@ class Claims:
             if other != path and not _agree(before, other, saved, path):
                 yield path, other, value
 
-    def problems(self, key: str, live: Any, tree: Any) -> list[str]:
-        """Problems: values of the state itself that are one, and were saved with different values."""
+    def problems(self, key: str, live: Any, tree: Any) -> list[Mismatch]:
+        """Differences: values of the state itself that are one, and were saved with different values."""
         if is_loader(live):  # which may draw each time that it is asked
             return []
         return [
-            f"{other} and {path} are one {type(value).__name__} here, and were saved with different values"
+            Mismatch("one object", f"{other} and {path}", type(value).__name__)
             for path, other, value in self.differing(key, live, tree)
             if "." not in path + other and not _is_bare(value)
         ]

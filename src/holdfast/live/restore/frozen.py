@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from holdfast.core.checkpoint.opened import Checkpoint
-from holdfast.live.restore.compare import Problems
+from holdfast.live.restore.mismatches import Problems, differs
 from holdfast.live.restore.targets import RestoreOptions, is_known
 from holdfast.live.state.live import Live
 
@@ -12,30 +12,31 @@ def compare_frozen(
     checkpoint: Checkpoint, live: Live, options: RestoreOptions, found: Problems
 ) -> None:
     """Find what is frozen (`trainable_only`) here and was not when the step was saved, or the other way."""
-    left, lines = checkpoint.left_out, []
+    left = checkpoint.left_out
     for name in [n for n in found.missing if n in left] if options.strict else ():
         found.missing.remove(name)
-        lines.append(
-            f"{name}: not saved, for it was frozen and left out: holdfast.trainable_only(model) leaves it "
-            "out here, too, if it needs no gradient"
+        said = (
+            "not saved, for it was frozen and left out: holdfast.trainable_only(model) leaves it out here, "
+            "too, if it needs no gradient"
         )
+        found.found.append(differs(name, said))
     for name, here in live.frozen.items():
         if not options.wanted(name):
             continue
         if name in left:
             (dtype, shape), (own, lies) = left[name], here
             if shape != lies or (dtype != own and not options.cast):
-                lines.append(
-                    f"{name}: left out as {dtype} {shape} when saved, and frozen as {own} {lies} here"
-                )
+                said = f"left out as {dtype} {shape} when saved, and frozen as {own} {lies} here"
+                found.found.append(differs(name, said))
         elif not options.strict:
             found.missing += [] if is_known(checkpoint, name) else [name]
         elif is_known(checkpoint, name):
             live.owned.add(name)
-            lines.append(
-                f"{name}: saved, and left out here: it needs no gradient (to load it, mark the model by "
+            said = (
+                "saved, and left out here: it needs no gradient (to load it, mark the model by "
                 "trainable_only() afterwards)"
             )
+            found.found.append(differs(name, said))
         else:
-            lines.append(f"{name}: missing in the checkpoint, which does not list it as left out")
-    found.lines += lines
+            said = "missing in the checkpoint, which does not list it as left out"
+            found.found.append(differs(name, said))

@@ -24,6 +24,7 @@ from holdfast.core.format import extras
 from holdfast.core.layout import Box
 from holdfast.live.restore.expected import Fitting
 from holdfast.live.restore.groups import Pairs
+from holdfast.live.restore.mismatches import Mismatch, differs
 from holdfast.live.restore.targets import RestoreOptions, saved_states, target_of
 from holdfast.live.sources import Group, Master, Source
 from holdfast.live.state.live import Live, State, is_optimizer, outline_tensor
@@ -53,7 +54,7 @@ class MasterChange:
     numbers: dict[str, list[str]] = field(default_factory=dict)
     """Names of saved tensors, by state, which must all be one number."""
     drop: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    problems: list[Mismatch] = field(default_factory=list)
 
     @property
     def have(self) -> dict[str, Any]:
@@ -158,10 +159,11 @@ def _plan(
     first = params[0][0]
     for name, *_ in params:
         if wanted[name] != wanted[first]:
-            change.problems.append(
-                f"{key}.{name}: states {sorted(wanted[name])} beside {sorted(wanted[first])} of "
-                f"{first}, but {change.framework} keeps one flat state for both"
+            why = (
+                f"states {sorted(wanted[name])} beside {sorted(wanted[first])} of {first}, but "
+                f"{change.framework} keeps one flat state for both"
             )
+            change.problems.append(differs(f"{key}.{name}", why))
             return
     whole_shapes = [whole_shape(master) for *_, master in params]
     for state in sorted(wanted[first]):
@@ -176,9 +178,8 @@ def _plan(
         elif shapes == whole_shapes:
             _place(checkpoint, live, change, state, all_names)
         else:
-            change.problems.append(
-                f"{names[0]}: saved with shape {shapes[0]}; a flat state has the parameter's"
-            )
+            why = f"saved with shape {shapes[0]}; a flat state has the parameter's"
+            change.problems.append(differs(names[0], why))
     if options.only is None:
         _plain(checkpoint, change)
         kept = {*wanted[first], *change.made}
@@ -231,10 +232,11 @@ def _plain(checkpoint: Checkpoint, change: MasterChange) -> None:
         if isinstance(number, PLAIN):
             change.set_number(state, number)
         else:
-            change.problems.append(
-                f"{change.key}.{change.params[0][0]}.{state}: neither a tensor nor a number, and "
-                f"{change.framework} keeps one flat state for all parameters of a group"
+            why = (
+                f"neither a tensor nor a number, and {change.framework} keeps one flat state for all "
+                "parameters of a group"
             )
+            change.problems.append(differs(f"{change.key}.{change.params[0][0]}.{state}", why))
 
 
 def _number(tree: Any) -> Any:
@@ -278,10 +280,9 @@ def read_numbers(checkpoint: Checkpoint, changes: list[MasterChange]) -> None:
                 change.set_number(state, found[0])
 
 
-def _differ(change: MasterChange, state: str, values: list[Any]) -> str:
+def _differ(change: MasterChange, state: str, values: list[Any]) -> Mismatch:
     number = next(i for i, value in enumerate(values) if value != values[0])
     first, other = change.params[0][0], change.params[number][0]
-    return (
-        f"{change.key}.{other}.{state} is {values[number]}, that of {first} {values[0]}: "
-        f"{change.framework} keeps one for both (put them into parameter groups of their own)"
-    )
+    which = f"{change.key}.{other}.{state} is {values[number]}, that of {first} {values[0]}"
+    why = f"{change.framework} keeps one for both (put them into parameter groups of their own)"
+    return differs(which, why)

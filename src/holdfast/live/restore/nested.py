@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from holdfast.base.errors import UsageError
 from holdfast.core.format import extras
+from holdfast.live.restore.mismatches import Mismatch, differs
 from holdfast.live.state.live import State, is_loader, is_stateful, loaded_states, stages
 from holdfast.live.state.own_errors import naming
 
@@ -42,10 +43,10 @@ class Nested:
     tree: Any = None
     """The saved tree with `{"$live": Slot}` in the place of each object's state."""
     slots: list[StateSlot] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    """Problems: objects here that the checkpoint does not have."""
-    homeless: list[str] = field(default_factory=list)
-    """Problems: objects' states that were saved, where there is no object here."""
+    missing: list[Mismatch] = field(default_factory=list)
+    """Objects here that the checkpoint does not have."""
+    homeless: list[Mismatch] = field(default_factory=list)
+    """Objects' states that were saved, where there is no object here."""
     tensors: set[str] = field(default_factory=set)
     """The tensors that the states refer to, by name."""
 
@@ -115,14 +116,14 @@ def with_tensors(path: str, tree: Any, put: Callable[[str, Any], Any]) -> Any:
     return rebuilt(tree, path, lambda part, one: with_tensors(part, one, put))
 
 
-def homeless_in(path: str, ask: Callable[[], Any], tree: Any) -> list[str]:
-    """Problems: saved states of objects for which `with_live` would find none."""
-    lines: list[str] = []
+def homeless_in(path: str, ask: Callable[[], Any], tree: Any) -> list[Mismatch]:
+    """Saved states of objects for which `with_live` would find none."""
+    found: list[Mismatch] = []
     for live in _asked(ask) if _has_objects(tree) else ():
         inside = nested(path, live, tree)
         deeper = (homeless_in(s.path, s.live.state_dict, s.tree) for s in inside.slots)
-        lines += [*inside.homeless, *chain.from_iterable(deeper)]
-    return lines
+        found += [*inside.homeless, *chain.from_iterable(deeper)]
+    return found
 
 
 def _has_objects(tree: Any) -> bool:
@@ -144,8 +145,8 @@ def nested(key: str, live: Any, tree: Any) -> Nested:
     return found
 
 
-def not_its_state(key: str, live: Any, tree: Any) -> list[str]:
-    """A problem if what was saved is no dict, and the object that is a value of the state has one.
+def not_its_state(key: str, live: Any, tree: Any) -> list[Mismatch]:
+    """A difference if what was saved is no dict, and the object that is a value of the state has one.
 
     Nothing marks the states of such objects, and a state may be a number or a list.  So the object is
     asked, but only then: its state_dict() may draw, or fail before its first load.
@@ -158,8 +159,8 @@ def not_its_state(key: str, live: Any, tree: Any) -> list[str]:
     return []
 
 
-def _no_state(path: str, live: Any) -> str:
-    return f"{path}: no state of an object was saved, and here is a {type(live).__name__}"
+def _no_state(path: str, live: Any) -> Mismatch:
+    return differs(path, f"no state of an object was saved, and here is a {type(live).__name__}")
 
 
 def _walk(live: Any, tree: Any, path: str, into: Nested) -> Any:
@@ -173,9 +174,8 @@ def _walk(live: Any, tree: Any, path: str, into: Nested) -> Any:
         into.tensors |= set(extras.referred(slot.tree))
         return {LIVE: slot}
     if is_saved:
-        into.homeless.append(
-            f"{path}: the state of an object was saved, and here is a {type(live).__name__}"
-        )
+        why = f"the state of an object was saved, and here is a {type(live).__name__}"
+        into.homeless.append(differs(path, why))
         return tree
     inside = dict(children(live, path))
     seen: set[str] = set()
@@ -188,7 +188,7 @@ def _walk(live: Any, tree: Any, path: str, into: Nested) -> Any:
     for part, one in inside.items():
         if part not in seen:
             into.missing += [
-                f"missing in the checkpoint: {where}, a {type(other).__name__}"
+                Mismatch("missing", where, f", a {type(other).__name__}")
                 for where, other in objects(one, part)
             ]
     return new

@@ -32,6 +32,7 @@ from holdfast.core.checkpoint.reading import read_alone
 from holdfast.core.checkpoint.rows import Want
 from holdfast.core.format import extras
 from holdfast.core.layout import Box
+from holdfast.live.restore.mismatches import Mismatch
 from holdfast.live.restore.targets import target_of
 from holdfast.live.state.arrays import raw_array
 from holdfast.live.state.live import Live
@@ -71,16 +72,16 @@ class Lying:
 
 def two_values(
     checkpoint: Checkpoint, live: Live, arrays: Sequence[tuple[str, np.ndarray[Any, Any], Any]]
-) -> list[str]:
-    """Problems: pairs of tensors and arrays in one memory of which different values were saved.  Reads
+) -> list[Mismatch]:
+    """Differences: pairs of tensors and arrays in one memory of which different values were saved.  Reads
     these alone.  `arrays`: those of plain values, each with what was saved of it."""
-    lines: list[str] = []
+    found: list[Mismatch] = []
     with uncollected():
         groups = list(_groups(checkpoint, live, arrays))
     for group in groups:
         if len({one.saved for one in group}) > 1:
-            lines += _differing(checkpoint, group)
-    return sorted(dict.fromkeys(lines))
+            found += _differing(checkpoint, group)
+    return sorted(dict.fromkeys(found), key=lambda one: one.name)
 
 
 def _groups(
@@ -117,8 +118,8 @@ def _groups(
         yield from [group] if len(group) > 1 else []
 
 
-def _differing(checkpoint: Checkpoint, group: list[Lying]) -> list[str]:
-    """Problems of parts whose memory overlaps."""
+def _differing(checkpoint: Checkpoint, group: list[Lying]) -> list[Mismatch]:
+    """Differences of parts whose memory overlaps."""
     group = [one for one in group if one.tree is None or _decoded(one) is not None]
     values = [
         torch.empty(one.local.shape, dtype=one.local.dtype) if one.tree is None else _decoded(one)
@@ -138,7 +139,7 @@ def _differing(checkpoint: Checkpoint, group: list[Lying]) -> list[str]:
         for view, value in zip(views, values):
             view.copy_(value)
         lost = [i for i, value in enumerate(values) if not _same(views[i], value)]
-        return [_line(group, views, values, i) for i in lost]
+        return [_taken(group, views, values, i) for i in lost]
     return []
 
 
@@ -153,20 +154,18 @@ def _decoded(array: Lying) -> torch.Tensor | None:
     return None
 
 
-def _line(
+def _taken(
     group: list[Lying], views: list[torch.Tensor], values: list[torch.Tensor], lost: int
-) -> str:
-    """A problem of the part that lost its values, with the first one that takes them from it."""
+) -> Mismatch:
+    """The difference of the part that lost its values, with the first one that takes them from it."""
     other = lost
     for other in range(lost + 1, len(group)):
         views[lost].copy_(values[lost])
         views[other].copy_(values[other])
         if not _same(views[lost], values[lost]):
             break
-    return (
-        f"{group[lost].name} and {group[other].name} share memory here, and different values were saved of "
-        "them (give each memory of its own: clone() one of them, or copy.deepcopy() what was shared)"
-    )
+    both = f"{group[lost].name} and {group[other].name}"
+    return Mismatch("one memory", both)
 
 
 def _same(view: torch.Tensor, value: torch.Tensor) -> bool:

@@ -21,22 +21,20 @@ import torch
 
 from holdfast.base.errors import warn_user
 from holdfast.core.checkpoint.opened import Checkpoint
+from holdfast.live.restore.mismatches import Mismatch
 from holdfast.live.restore.targets import RestoreOptions
 from holdfast.live.state.live import State, is_optimizer, sources_in
 from holdfast.live.state.optimizers import all_param_names, named_groups
 from holdfast.live.state.positions import IS_POSITION, alike, is_in_saved_order, shown_alike
 
-UNPROVED = ": that they come in the order in which they were saved cannot be proved"
-"""The end of a problem of such parameters."""
-
 
 def by_order(
     checkpoint: Checkpoint, state: State, options: RestoreOptions
-) -> tuple[Checkpoint, list[str]]:
+) -> tuple[Checkpoint, list[Mismatch]]:
     """The checkpoint, with parameters of optimizers that go by position under their names here, and
-    problems: orders that nothing proves."""
+    differences: orders that nothing proves."""
     renamed: dict[str, dict[str, str]] = {}
-    problems: list[str] = []
+    problems: list[Mismatch] = []
     values: dict[str, str] = {}
     for key, saved, live, positions, plain in _unnamed(checkpoint, state):
         if not _is_wanted(checkpoint, key, options):
@@ -58,12 +56,12 @@ def by_order(
         if found and not _is_known(
             checkpoint, key, state, {n: mine[n] for n in mine if n in positions}
         ):
-            line = f"{key}: nothing names these parameters, and {shown_alike(found)}"
+            why = f"nothing names these parameters, and {shown_alike(found)}"
             befores = [old.get(n, n) for names in found.values() for n in names]
             if options.strict and not _is_older(checkpoint, key, befores):
-                problems.append(line + UNPROVED)
+                problems.append(Mismatch("order", key, why))
             else:
-                warn_user(f"{line}: they are taken in their order", notice="positions")
+                warn_user(f"{key}: {why}: they are taken in their order", notice="positions")
     if not renamed:
         return checkpoint, problems
     from holdfast.live.restore.former import NewNames, Renamed

@@ -7,6 +7,7 @@ All ranks that have such a weight compare it together, so that it is read once f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice
 from zlib import crc32
 
@@ -23,6 +24,7 @@ from holdfast.core.checkpoint.rows import RAW, ArrayTarget, Want
 from holdfast.core.format.dtypes import DTYPES
 from holdfast.core.format.manifest import TensorEntry
 from holdfast.core.group import Group
+from holdfast.live.restore.mismatches import Mismatch
 from holdfast.live.state.live import Live
 from holdfast.live.state.several import SHOWN
 
@@ -65,28 +67,34 @@ def saved_twice(checkpoint: Checkpoint, live: Live) -> dict[str, str]:
 
 
 def differing_together(
-    checkpoint: Checkpoint, twice: dict[str, str], having: dict[str, list[int]], group: Group
-) -> list[str]:
-    """Return, on every rank, the further names, with the first, whose saved values differ.  `twice`: this
-    rank's, the first names by further ones; `having`: the ranks that have a further name and a first one.
-    Collective; reads in blocks of bounded size, and raises on all what fails on one."""
+    checkpoint: Checkpoint,
+    twice: dict[str, str],
+    having: Sequence[tuple[str, str, list[int]]],
+    group: Group,
+) -> list[Mismatch]:
+    """Return, on every rank, the further names whose saved values differ from those of the first ones.
+    `twice`: this rank's, the first names by further ones; `having`: a further name, a first one, and the
+    ranks that have both.  Collective; reads in blocks of bounded size, and raises on all what fails on
+    one."""
     found = []
+    ranks_of = {(name, first): ranks for name, first, ranks in having}
     with raise_on_all(group, checkpoint.step):
         for name, first in twice.items():
-            ranks = having[f"{name} {first}"]
+            ranks = ranks_of[name, first]
             share = (ranks.index(group.rank) + crc32(name.encode())) % len(ranks)
             why = _difference(checkpoint, first, name, share, len(ranks))
-            found += [f"{name} (here it is {first}, but {why})"] if why else []
+            said = f" (here it is {first}, but {why})"
+            found += [Mismatch("unexpected", name, said)] if why else []
     group.asked += 1
     answer = group.ask(
         f"ties/{group.asked}",
         msgspec.msgpack.encode(found),
         lambda answers: msgspec.msgpack.encode(
-            list(dict.fromkeys(line for a in answers for line in decode_msgpack(a, list[str])))
+            list(dict.fromkeys(x for a in answers for x in decode_msgpack(a, list[Mismatch])))
         ),
         awaited=f"compared the tied weights of step {checkpoint.step}",
     )
-    return decode_msgpack(answer, list[str])
+    return decode_msgpack(answer, list[Mismatch])
 
 
 def _difference(checkpoint: Checkpoint, first: str, name: str, share: int, shares: int) -> str:

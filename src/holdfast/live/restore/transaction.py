@@ -31,9 +31,10 @@ from holdfast.core.checkpoint.rows import Want
 from holdfast.core.format.manifest import TensorEntry
 from holdfast.core.group import Group
 from holdfast.core.layout import whole
-from holdfast.live.restore.compare import Problems, compare, judge_together
+from holdfast.live.restore.compare import compare, judge_together
 from holdfast.live.restore.extras import ExtrasRestorer
 from holdfast.live.restore.materialising import materialise
+from holdfast.live.restore.mismatches import Mismatch, Problems, differs
 from holdfast.live.restore.one_memory import two_values
 from holdfast.live.restore.overlapping import Aside, read_overlapping
 from holdfast.live.restore.positions import by_order
@@ -180,20 +181,20 @@ def _prepare(
             _tell_unfit(problems, live, options)
             extras = ExtrasRestorer(checkpoint, state, live, group, options)
         problems.add(extras.problems)
-        problems.lines += unproved
-        asides = {} if problems.lines else read_overlapping(checkpoint, live)
+        problems.found += unproved
+        asides = {} if problems.found else read_overlapping(checkpoint, live)
         arrays = extras.claims.arrays
-        problems.lines += [] if problems.lines else two_values(checkpoint, live, arrays)
+        problems.found += [] if problems.found else two_values(checkpoint, live, arrays)
     except Exception as error:
-        problems.lines.append(str(error))
+        problems.found.append(Mismatch("error", "", str(error)))
         _read_numbers(checkpoint, state, [], group)
-        problems.lines += [line for change in masters for line in change.problems]
+        problems.found += [one for change in masters for one in change.problems]
         judge_together(checkpoint, live, problems, error, group, options)
         raise
     _read_numbers(checkpoint, state, masters, group)
-    problems.lines += [line for change in masters for line in change.problems]
+    problems.found += [one for change in masters for one in change.problems]
     extras.resized = judge_together(checkpoint, live, problems, None, group, options)
-    options.kept.extend([*problems.missing, *live.problems])
+    options.kept.extend([*problems.missing, *(key for key, _ in live.problems)])
     with raise_on_all(group, checkpoint.step):
         extras.check_rules()
     with raise_on_all(group, checkpoint.step):
@@ -302,13 +303,14 @@ def _tell_unfit(problems: Problems, live: Live, options: RestoreOptions) -> None
     """Tell of states with which an optimizer cannot go on, which are left out if the load is not strict,
     and of those that it will have and not look at."""
     if options.strict:
-        problems.lines += live.problems
-    for lines, what in (
+        problems.found += [differs(key, why) for key, why in live.problems]
+    for unfit, what in (
         (live.problems if not options.strict else [], "states of another optimizer are left out"),
         (live.idle, "states are put back that their optimizer has no use for"),
     ):
-        if lines:
-            warn_user(f"{what}: {'; '.join(lines)}")
+        if unfit:
+            said = "; ".join(f"{key}: {why}" for key, why in unfit)
+            warn_user(f"{what}: {said}")
 
 
 def _put_extras(plan: ExtrasRestorer, seen: State, given: State) -> None:

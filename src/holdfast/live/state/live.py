@@ -130,10 +130,10 @@ class Live:
     """Largest size of tensors in the state_dict of an object that go into the extras, in bytes."""
     rules: dict[str, str] = field(default_factory=dict)
     """Declared fate of an extra when the number of ranks changes; `ask` for undeclared loaders."""
-    problems: list[str] = field(default_factory=list)
-    """In a restore: why optimizers cannot go on with what was saved."""
-    idle: list[str] = field(default_factory=list)
-    """In a restore: which states optimizers will have, but have no use for themselves."""
+    problems: list[tuple[str, str]] = field(default_factory=list)
+    """In a restore: keys of optimizers that cannot go on with what was saved, and why."""
+    idle: list[tuple[str, str]] = field(default_factory=list)
+    """In a restore: keys of optimizers, and which states they will have, but have no use for themselves."""
     unfit: set[int] = field(default_factory=set)
     """In a restore that is not strict: by id, parameters whose saved states are left out for that."""
     before: Mapping[str, LiveTensor] = field(default_factory=dict)

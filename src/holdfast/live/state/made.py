@@ -31,9 +31,10 @@ from holdfast.live.state.quantised import has_quant_states, put_quant_states
 from holdfast.live.state.wrappers import Names
 
 
-def unloadable(key: str, own: Own, saved: Mapping[str, Any]) -> list[str]:
-    """Problems with made values that were saved otherwise than the module has them, where it has no way to
-    load them and does not make them from tensors that will be filled.  Writes nothing."""
+def unloadable(key: str, own: Own, saved: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Names of made values that were saved otherwise than the module has them, and why they cannot be put
+    back: it has no way to load them and does not make them from tensors that will be filled.  Writes
+    nothing."""
     if _loads_itself(own.part) or has_quant_states(own.part):
         return []
     names = {entry: f"{key}.{own.name(entry)}" for entry in saved}
@@ -41,8 +42,11 @@ def unloadable(key: str, own: Own, saved: Mapping[str, Any]) -> list[str]:
     if not lost or _reads_tensors(own):
         return []
     return [
-        f"{names[entry]}: saved with another value than this {type(own.part).__name__} has, which has no "
-        f"way to load it (build it with the same settings, or holdfast.ignore({key}, {own.name(entry)!r}))"
+        (
+            names[entry],
+            f"saved with another value than this {type(own.part).__name__} has, which has no way to load "
+            f"it (build it with the same settings, or holdfast.ignore({key}, {own.name(entry)!r}))",
+        )
         for entry in lost
     ]
 

@@ -48,9 +48,10 @@ from holdfast.core.checkpoint.rows import ArrayTarget, Want, plan_rows
 from holdfast.core.group import Group
 from holdfast.core.layout import Box
 from holdfast.core.store import Store
-from holdfast.live.restore.compare import Problems, judge_together
+from holdfast.live.restore.compare import judge_together
 from holdfast.live.restore.extras import ExtrasRestorer, decode_value, put_groups
 from holdfast.live.restore.former import are_former
+from holdfast.live.restore.mismatches import Problems
 from holdfast.live.restore.targets import RestoreOptions, is_known, only_tensors, target_of
 from holdfast.live.saving.merging import merge_extras
 from holdfast.live.state.agreed import Agreement
