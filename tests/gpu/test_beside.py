@@ -14,7 +14,7 @@ from torch import nn
 
 import holdfast
 from gpu.devices import DEVICE, needs_device, occupy, other_device
-from holdfast.errors import HoldfastWarning
+from holdfast.errors import HoldfastError, HoldfastWarning
 from holdfast.live.state import devices, graphs, lending, movers, snapshot
 from holdfast.live.state.rng import Rng
 
@@ -216,6 +216,38 @@ def test_gradients_whose_copy_comes_late(tmp_path: Path, stays: bool) -> None:
         with torch.no_grad():
             model.weight.zero_()
         assert ckpt.restore() == 7
+    assert torch.equal(model.weight, expected)
+
+
+@pytest.mark.parametrize("writes", ["another's", "own"])
+def test_gradients_that_are_written_to_before_they_are_copied(tmp_path: Path, writes: str) -> None:
+    """Where somebody else has their memory they are not lent; where nobody has, a write to them is seen."""
+    model, optimizer = trained()
+    state = {"model": model, "optim": optimizer}
+    options = {"every": holdfast.Every(durable=100, delta=1), "on_error": "raise"}
+
+    def recorded(ckpt: holdfast.Checkpointer) -> None:
+        for step in range(1, 10):
+            busy("records")
+            optimizer.zero_grad()
+            model(torch.full((4, 64), float(step), device=DEVICE)).square().mean().backward()
+            mine = [p.grad for p in model.parameters()]
+            others = [grad.data for grad in mine] if writes == "another's" else []
+            optimizer.step()
+            ckpt.step(step)
+            for grad in others or mine:
+                grad.zero_()
+
+    with holdfast.Checkpointer(tmp_path, state, delta=holdfast.Delta(), **options) as ckpt:
+        if writes == "own":
+            with pytest.raises(HoldfastError, match="gradients were written to"):
+                recorded(ckpt)
+            return
+        recorded(ckpt)
+        expected = model.weight.detach().clone()
+        with torch.no_grad():
+            model.weight.zero_()
+        assert ckpt.restore() == 9
     assert torch.equal(model.weight, expected)
 
 
