@@ -53,6 +53,7 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest --quiet tests/test_architecture.py tests/docs/test_site.py
+	$(BIN)/python .ci/shape.py
 	$(MAKE) --no-print-directory docs
 
 docs: $(READY)
