@@ -114,6 +114,31 @@ def test_the_copy_waits_for_a_step_on_a_stream_that_nobody_has_joined_yet(tmp_pa
     check_saved(tmp_path, 1, copies(net, optimizer))
 
 
+@pytest.mark.parametrize("where", ["load", "restore"])
+def test_a_restore_is_in_turn_with_a_stream_of_the_training(tmp_path: Path, where: str) -> None:
+    """Behind what the stream was given before, and before what it is given next."""
+    model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(4)]).to(DEVICE)  # for several threads
+    expected = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
+    with holdfast.Checkpointer(tmp_path, {"model": model}) as ckpt:
+        ckpt.save(1).wait(60)
+    stream = torch.Stream(torch.device(DEVICE))
+    with (
+        torch.cuda.stream(stream) if DEVICE.startswith("cuda") else stream,
+        torch.no_grad(),
+        holdfast.Checkpointer(tmp_path, {"model": model}) as ckpt,
+    ):
+        occupy(0.3)
+        for p in model.parameters():
+            p.fill_(7)
+        assert (
+            ckpt.restore() if where == "restore" else holdfast.load(tmp_path, {"model": model})
+        ) == 1
+        found = {name: p.clone() for name, p in model.named_parameters()}
+        for p in model.parameters():
+            p.zero_()
+        assert all(torch.equal(found[name].cpu(), value) for name, value in expected.items())
+
+
 @in_a_graph
 @pytest.mark.parametrize("captured", ["before", "after"])
 def test_steps_in_a_graph_come_after_the_copy(tmp_path: Path, captured: str) -> None:
