@@ -117,7 +117,9 @@ def test_the_copy_waits_for_a_step_on_a_stream_that_nobody_has_joined_yet(tmp_pa
 @pytest.mark.parametrize("where", ["load", "restore"])
 def test_a_restore_is_in_turn_with_a_stream_of_the_training(tmp_path: Path, where: str) -> None:
     """Behind what the stream was given before, and before what it is given next."""
-    model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(4)]).to(DEVICE)  # for several threads
+    model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(4)]).to(
+        DEVICE
+    )  # for several threads
     expected = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
     with holdfast.Checkpointer(tmp_path, {"model": model}) as ckpt:
         ckpt.save(1).wait(60)

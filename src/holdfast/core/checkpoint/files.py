@@ -6,9 +6,10 @@ Their readers stay open from one read to the next: a file system then reads ahea
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from typing import Protocol
 
 from holdfast.base.errors import Corrupt, HoldfastError, NotFound, Unavailable
 from holdfast.base.events import count
@@ -130,6 +131,16 @@ TABLES_BYTES = 32 << 20
 """Most bytes of digest tables to keep: those of a terabyte."""
 
 
+class BlockMemory(Protocol):
+    """Memory that blocks of files are read into, and copied out of to where their bytes go."""
+
+    def block(self, size: int) -> AbstractContextManager[memoryview]:
+        """A context with at least `size` bytes of the calling thread, which hold anything."""
+
+    def finish(self) -> None:
+        """Block until all has been copied out."""
+
+
 class Files:
     """Verified ranges of a step's files.  Thread-safe; the digest tables used last are kept."""
 
@@ -140,6 +151,8 @@ class Files:
         self.verify = verify
         self.readers = OpenReaders(store)
         self.store_reads = reads_of(store)
+        self.block_memory: Callable[[], BlockMemory] | None = None
+        """Makes what blocks are read into, where they go on to devices."""
         self._tables: dict[str, DigestTable] = {}
         """Tables by file path, in order of use: the one used last comes last."""
         self._reading: dict[str, threading.Lock] = {}

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -114,24 +115,42 @@ class Scratch(threading.local):
         return self.view
 
 
+class _HostBlocks:
+    """Blocks that are copied out of before the next one is read."""
+
+    def __init__(self) -> None:
+        self._scratch = Scratch()
+
+    @contextmanager
+    def block(self, size: int) -> Iterator[memoryview]:
+        yield self._scratch.get(size)
+
+    def finish(self) -> None:
+        return
+
+
 def run_blocks(
     files: Files, blocks: list[Block], indexes: dict[str, RowIndex], threads: int
 ) -> None:
     """Read, verify and place every block; the first error ends it."""
     size = files.manifest.chunk_bytes
     most = block_chunks(files) * size
-    scratch = Scratch()
+    blocks_of = files.block_memory() if files.block_memory is not None else _HostBlocks()
 
     def one(block: Block) -> None:
         if block.memory is not None:
             files.chunks(block.file, block.first, block.stop, block.memory)
             return
-        view = files.chunks(block.file, block.first, block.stop, scratch.get(most))
-        at = block.first * size
-        for row in indexes[block.file.path].touching(at, at + len(view)):
-            row.place(view, at)
+        with blocks_of.block(most) as memory:
+            view = files.chunks(block.file, block.first, block.stop, memory)
+            at = block.first * size
+            for row in indexes[block.file.path].touching(at, at + len(view)):
+                row.place(view, at)
 
-    in_threads(one, blocks, threads)
+    try:
+        in_threads(one, blocks, threads)
+    finally:
+        blocks_of.finish()
 
 
 def read_together(files: Files, wants: list[Want], peers: Peers | None) -> None:

@@ -12,7 +12,6 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -26,6 +25,7 @@ from holdfast.core.format.manifest import TensorEntry
 from holdfast.core.layout import Mesh
 from holdfast.live.restore.expected import Fitting
 from holdfast.live.restore.groups import memory_orders, plain_states
+from holdfast.live.restore.landing import copy_in
 from holdfast.live.sources import Master
 from holdfast.live.state.arrays import array_of
 from holdfast.live.state.customised import OWN, add_own, customised, ignored_of, refuse_own
@@ -85,9 +85,8 @@ class TorchTarget:
         return None
 
     def put(self, at: tuple[slice, ...], values: Array) -> None:
-        source = torch.from_numpy(np.array(values)).view(self.dtype)
         with writing(self.tensor):
-            self.tensor[at].copy_(source)
+            copy_in(self.tensor[at], self.dtype, values)
 
 
 def target_of(local: torch.Tensor, dtype: str, name: str) -> Target:

@@ -200,6 +200,10 @@ def _prepare(
     with raise_on_all(group, checkpoint.step):
         wants, padded = _wanted(checkpoint, live, asides)
     peers = group if group.size > 1 else None
+    if devices := devices_in(live):
+        from holdfast.live.restore.landing import LockedBlocks
+
+        checkpoint.images.block_memory = partial(LockedBlocks, devices)
     read = plan_together(checkpoint.images, wants + extras.wants, peers)
     begin = partial(_begin, [*changes, *masters], padded)
     return _Prepared(live, begin, read, asides, partial(_put_extras, extras, state, given))
