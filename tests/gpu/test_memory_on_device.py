@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import holdfast
-from gpu.devices import DEVICE
+from gpu.devices import DEVICE, occupy
 from holdfast.core.codec.stripes import copy, rs
 from holdfast.live.state import movers, snapshot
 from holdfast.live.state.carrying import CarriedCopies
@@ -175,6 +175,19 @@ def test_what_is_carried_over_is_of_the_moment(
         check(run, expected)
 
 
+@torch.no_grad()
+def come_late(tensors: list[torch.Tensor]) -> None:
+    """Let the values of tensors be there only when the device has done something else first."""
+    values = [tensor.clone() for tensor in tensors]
+    for tensor in tensors:
+        tensor.zero_()
+    if not tensors[0].is_cpu:
+        torch.accelerator.synchronize(tensors[0].device)
+        occupy(0.3)
+    for tensor, value in zip(tensors, values):
+        tensor.copy_(value)
+
+
 @pytest.mark.parametrize("make", [copy, rs])
 def test_a_guard_is_made_from_the_replica(device: str, make: Any) -> None:
     """On a stream of its own, and from where its rest was set aside."""
@@ -185,6 +198,7 @@ def test_a_guard_is_made_from_the_replica(device: str, make: Any) -> None:
         expected = replicas.expected(stripes, me)
         kept = memoryview(bytearray(b"\xaa" * stripes.kept_bytes))
         guard = replicas.guard(stripes, me)
+        come_late([t.placed.local for t in live.tensors.values()])
         ready = Moment(devices_in(live))
         guard.fill(kept, None, 0, ready)
         assert np.array_equal(kept, expected)
