@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from gpu.devices import DEVICE, needs_device, occupy
 from holdfast.dcp import Reader, Writer
+from holdfast.integrations.dcp.writer import Prepared
 
 pytestmark = needs_device
 
@@ -62,3 +64,15 @@ def test_values_of_the_call(tmp_path: Path, how: str, on_the_side: bool) -> None
     )
     for name, t in again.state_dict().items():
         assert torch.equal(t.cpu(), expected[name])
+
+
+def test_what_is_staged_is_of_the_call(tmp_path: Path) -> None:
+    """As Megatron-Core asks for, whose process writes it later."""
+    tensor = torch.ones(1 << 20, device=DEVICE)
+    occupy(0.3)
+    tensor.add_(1)
+    nothing: Any = None
+    prepared = Prepared(0, nothing, {}, [], (), nothing, [tensor])
+    (staged,) = prepared.staged().tensors
+    tensor.zero_()
+    assert staged.is_cpu and torch.equal(staged, torch.full((1 << 20,), 2.0))
