@@ -19,9 +19,10 @@ from torch.distributed.fsdp import fully_shard
 import holdfast
 from gpu.devices import DEVICE, occupy
 from holdfast.core.codec.stripes import copy, rs
-from holdfast.live.state import movers, snapshot
+from holdfast.live.state import devices, movers, replicas, snapshot
 from holdfast.live.state.carrying import CarriedCopies
 from holdfast.live.state.devices import Moment, devices_in
+from holdfast.live.state.sampling import Sampler
 from memory.agents import kill
 from memory.test_replica_guard import Replicas, Stepping, trained
 
@@ -207,6 +208,30 @@ def test_a_guard_is_made_from_the_replica(device: str, make: Any) -> None:
         guard.fill(kept, carried, 0, ready)
         assert np.array_equal(kept, expected)
         replicas = Replicas(live, 3)  # a step further
+
+
+@pytest.mark.parametrize("how", ["sample", "whole"])
+def test_replicas_are_compared_as_they_were_at_the_call(device: str, how: str) -> None:
+    """The values of another thread's streams are waited for."""
+
+    def seen(*, late: bool) -> Any:
+        live, _ = trained(device)
+        placement = Replicas(live, 3).plan.placement
+        local = [t.placed.local for t in live.tensors.values()]
+        streams = [torch.Stream(torch.device(device))] if device != "cpu" else []
+        with devices.on_streams(streams):  # a training's own
+            if late:
+                come_late(local)
+            ready = Moment(devices_in(live))
+        if how == "whole":
+            return replicas._digests(live.tensors, {}, placement, 0, apart=False)
+        sampler = Sampler()
+        sampler.arrange(replicas.replicated(live.tensors, placement, 0, apart=False), live.tensors)
+        return sampler.take(live.tensors, {}, ready)
+
+    expected = seen(late=False)
+    assert expected and (how == "whole" or expected[1])
+    assert seen(late=True) == expected
 
 
 def test_snapshots_from_gradients(folder: Path, device: str) -> None:
