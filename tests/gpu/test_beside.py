@@ -219,6 +219,27 @@ def test_gradients_whose_copy_comes_late(tmp_path: Path, stays: bool) -> None:
     assert torch.equal(model.weight, expected)
 
 
+def test_rounded_gradients_whose_copy_comes_late(tmp_path: Path) -> None:
+    """Whether they are as declared is known when they are copied, and that is waited for."""
+    weight = nn.Parameter(torch.zeros(64, 64, device=DEVICE))
+    holdfast.compression.rounded([weight], torch.bfloat16)
+    optimizer = torch.optim.SGD([weight], lr=0.125)
+    state = {"weight": {"w": weight}, "optim": optimizer}
+    options = {"every": holdfast.Every(durable=100, delta=1), "on_error": "raise"}
+    with holdfast.Checkpointer(tmp_path, state, delta=holdfast.Delta(), **options) as ckpt:
+        for step in range(1, 8):
+            busy("records")
+            optimizer.zero_grad(set_to_none=False)
+            (weight * float(step)).sum().backward()
+            optimizer.step()
+            ckpt.step(step)
+        expected = weight.detach().clone()
+        with torch.no_grad():
+            weight.zero_()
+        assert ckpt.restore() == 7
+    assert torch.equal(weight, expected)
+
+
 @pytest.mark.parametrize("writes", ["another's", "own"])
 def test_gradients_that_are_written_to_before_they_are_copied(tmp_path: Path, writes: str) -> None:
     """Where somebody else has their memory they are not lent; where nobody has, a write to them is seen."""
