@@ -89,6 +89,27 @@ _ELSEWHERE = {
 }
 """Public modules that are in a room of the house."""
 
+_FORMER = {
+    "checkpointer": "holdfast.session.checkpointer",
+    "delta": "holdfast.tiers.records",
+    "format": "holdfast.core.format",
+    "group": "holdfast.core.group",
+    "interop": "holdfast.formats.read",
+    "memory": "holdfast.tiers.memory",
+    "once": "holdfast.session.once",
+    "patience": "holdfast.base.patience",
+    "restore": "holdfast.live.restore",
+    "roots": "holdfast.live.roots",
+    "run": "holdfast.launch",
+    "saving": "holdfast.live.saving",
+    "state": "holdfast.live.state",
+    "threads": "holdfast.base.threads",
+    "uploading": "holdfast.tiers.mirror",
+    "wire": "holdfast.base.wire",
+    "writers": "holdfast.formats.write",
+}
+"""Names of before there were rooms, for scripts that were written against them; nothing here uses them."""
+
 __all__ = [
     "Auto",
     "Box",
@@ -167,9 +188,10 @@ class _PublicModules(MetaPathFinder):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         package, _, rest = name.partition(".")
         first, dot, inner = rest.partition(".")
-        if package != __name__ or first not in _ELSEWHERE:
+        home = _ELSEWHERE.get(first) or _FORMER.get(first)
+        if package != __name__ or home is None:
             return None
-        return ModuleSpec(name, _AtHome(_ELSEWHERE[first] + dot + inner))
+        return ModuleSpec(name, _AtHome(home + dot + inner))
 
 
 sys.meta_path.insert(0, _PublicModules())
