@@ -362,6 +362,27 @@ def test_public_names_are_pinned() -> None:
         assert getattr(holdfast, name) is not None
 
 
+def test_public_modules_are_those_of_the_rooms() -> None:
+    """Under a short name, or one of before, there is the same module, and below it, too."""
+    script = """
+import importlib, sys
+import holdfast
+for name, home in (holdfast._ELSEWHERE | holdfast._FORMER).items():
+    assert importlib.import_module(f"holdfast.{name}") is importlib.import_module(home), name
+    assert sys.modules[home].__spec__.name == home
+from holdfast.store import local
+assert local is sys.modules["holdfast.core.store.local"]
+try:
+    importlib.import_module("holdfast.store.nothing")
+except ModuleNotFoundError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and "nothing" in done.stdout, done.stderr
+
+
 LONGEST_FUNCTION = 64
 HOMONYMS = {"Reader", "Writer"}
 """Names of several classes: those of a store, and of `holdfast.dcp`, whose names torch has chosen."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -417,7 +418,9 @@ def test_plan_by_rules_that_do_not_fit(root: Path, tmp_path: Path) -> None:
 
 def test_usage() -> None:
     code, out, _ = call("--version")
-    assert code == 0 and out.startswith("holdfast ")
+    assert code == 0 and re.fullmatch(
+        r"holdfast \S+ \(Python \S+, (no torch|torch \S+), \S+\)\n", out
+    )
     code, _, err = call("inspekt", "x")
     assert code == 2 and "did you mean 'inspect'" in err
     code, _, err = call("ls", "x", "--jsno")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,21 @@ def test_a_restore_is_in_turn_with_a_stream_of_the_training(tmp_path: Path, wher
         for p in model.parameters():
             p.zero_()
         assert all(torch.equal(found[name].cpu(), value) for name, value in expected.items())
+
+
+def test_a_restore_that_finds_damage_leaves_no_copy_behind(tmp_path: Path) -> None:
+    """The device still copies what was read before, while the damage is met; then all is NaN, for good."""
+    model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(4)]).to(DEVICE)
+    holdfast.save(tmp_path, {"model": model}, step=1)
+    (image,) = tmp_path.rglob("*.safetensors")
+    data = bytearray(image.read_bytes())
+    data[len(data) // 2] ^= 1
+    image.write_bytes(data)
+    with pytest.raises(holdfast.HoldfastError):
+        holdfast.load(tmp_path, {"model": model})
+    torch.accelerator.synchronize(torch.device(DEVICE))
+    time.sleep(0.2)
+    assert all(bool(p.isnan().all()) for p in model.parameters())
 
 
 @in_a_graph

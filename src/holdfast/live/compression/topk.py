@@ -2,7 +2,7 @@
 
 Of each parameter's gradient, with what earlier steps kept back added to it, a rank sends the elements of
 largest magnitude and keeps the rest for later steps (deep gradient compression, Lin et al. 2018, section 2;
-LowDiff's compressor, PAPERS.md 3.2, has no such memory).  All ranks add up what all have sent, in the order
+LowDiff's compressor has no such memory).  All ranks add up what all have sent, in the order
 of ranks, so gradients are equal on all of them bit for bit, whatever DDP's buckets are.
 
     ranks 0 and 1 send   w[3] = 8, w[5] = 2     and   w[3] = 4, w[9] = 6

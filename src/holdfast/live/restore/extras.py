@@ -155,9 +155,8 @@ class ExtrasRestorer:
                     self.problems.found += _all_unknown(key, manifest.extras[key], pairs)
             if isinstance(value, (dict, list, tuple)) and key in manifest.extras:
                 found = self._nested[key] = nested(key, value, manifest.extras[key])
-                self.problems.found += found.missing + (
-                    found.homeless if self.options.strict else []
-                )
+                self.problems.found += found.missing
+                self._note_homeless(found.homeless)
                 for slot in found.slots:
                     self._note_homeless(homeless_in(slot.path, slot.live.state_dict, slot.tree))
             if key in manifest.extras and is_object(value) and not is_optimizer(value):
@@ -180,14 +179,17 @@ class ExtrasRestorer:
         tree = self.checkpoint.manifest.extras.get(name)
         if source.saves_rest or tree is None:
             return []
-        return [differs("", f"{name}.{text}") for text in source.lacking(self._decode(tree))]
+        lacking = source.lacking(self._decode(tree))
+        return [Mismatch("said", name, f"{name}.{text}") for text in lacking]
 
     def _note_homeless(self, homeless: list[Mismatch]) -> None:
         """States of objects that are not here: a problem or, if the load is not strict, told once."""
         if self.options.strict:
             self.problems.found += homeless
         else:
-            self.problems.unexpected += homeless
+            self.problems.unexpected += [
+                Mismatch("unexpected", one.name, f": {one.said}") for one in homeless
+            ]
 
     def _find_moved_groups(self) -> None:
         """Find objects that would give an optimizer's groups each other's rates at their next step."""

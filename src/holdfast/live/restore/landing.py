@@ -47,6 +47,10 @@ class _LockedBlock:
         if self._locked is not None:
             self._locked.undo()
 
+    def __del__(self) -> None:
+        """A thread that was left behind, since storage did not answer it, may have used it later."""
+        self.wait()
+
 
 class LockedBlocks:
     """Blocks of the threads that read a step for some devices.  `BlockMemory`."""

@@ -17,7 +17,7 @@ _TEXTS = {
     "one object": "{name} are one {said} here, and were saved with different values",
     "order": "{name}: {said}: that they come in the order in which they were saved cannot be proved",
     "pattern": "only={name!r} matches no tensor that is saved and in the state ({said})",
-    "error": "{said}",
+    "said": "{said}",
 }
 """The line that a user reads, by kind."""
 
@@ -27,7 +27,7 @@ class Mismatch(msgspec.Struct, frozen=True, array_like=True):
 
     kind: str
     """`order`: parameters without names, in an order that nothing proves; `pattern`: one of `only=` by
-    which nothing is loaded; `error`: what looking for mismatches has raised."""
+    which nothing is loaded; `said`: a whole line, of a framework or an error."""
     name: str
     """The tensor, extra, key or pattern that it is about; two of them where they are one here."""
     said: str = ""

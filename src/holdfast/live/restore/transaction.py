@@ -186,7 +186,7 @@ def _prepare(
         arrays = extras.claims.arrays
         problems.found += [] if problems.found else two_values(checkpoint, live, arrays)
     except Exception as error:
-        problems.found.append(Mismatch("error", "", str(error)))
+        problems.found.append(Mismatch("said", "", str(error)))
         _read_numbers(checkpoint, state, [], group)
         problems.found += [one for change in masters for one in change.problems]
         judge_together(checkpoint, live, problems, error, group, options)

@@ -1,6 +1,6 @@
 """Records that are damaged in the root, and sound in the home behind it.
 
-Both homes have the same bytes under one key (`uploading.records`), so a file of records that proves damaged
+Both homes have the same bytes under one key (`mirror.records`), so a file of records that proves damaged
 in the root is taken from the home behind, from then on and by all ranks.  A header proves damaged when the
 log is surveyed, a record not before it is replayed: to look at all bytes of both would be to read the log
 twice.

@@ -1,7 +1,7 @@
 """Optimizers without ZeRO: all of their state is in the model file, by number and not by name.
 
-Names follow from the model where only one assignment fits (`interop.byindex`); parameters of a shape that
-no state has are taken for frozen.  What cannot be named keeps its number: `optim.state.3.exp_avg`.
+Names follow from the model where only one assignment fits (`formats.read.byindex`); parameters of a shape
+that no state has are taken for frozen.  What cannot be named keeps its number: `optim.state.3.exp_avg`.
 DeepSpeed's 16-bit optimizers flatten whole groups; there the model's own tensors, which are views of the
 flat arrays, tell what lies where.
 """
