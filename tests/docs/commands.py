@@ -173,7 +173,9 @@ def installing(wanted: str) -> dict[str, str]:
     ]
     assert wanted.startswith(".")
     assert set(re.findall(r"\[(\w+)\]", wanted)) <= set(extras), extras
-    return {"PIP_NO_DEPS": "1", "PIP_TARGET": str(Path("installed").absolute())}
+    target = str(Path("installed").absolute())
+    # "0" is pip's way to say so by the environment: what builds is here, too
+    return {"PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_TARGET": target}
 
 
 def check_installed(target: Path) -> None:
