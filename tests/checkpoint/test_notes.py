@@ -70,21 +70,38 @@ def test_a_save_in_flight_is_pinned(tmp_path) -> None:
     assert holdfast.steps(url) == [2, 5]
 
 
+class Held:
+    """A store that lets the saves of some steps write only when they may."""
+
+    def __init__(self, path, monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
+        self.gates = {f"{step:010}": threading.Event() for step in steps}
+        self.failing: set[int] = set()
+        self.store = Faulty(open_store(str(path)), self._hold)
+        monkeypatch.setattr("holdfast.live.roots.open_store", lambda url: self.store)
+
+    def _hold(self, op: str, key: str) -> Exception | None:
+        for step, gate in self.gates.items():
+            if op == "create" and step in key:
+                assert gate.wait(300)
+                return StoreError("the disk is gone") if int(step) in self.failing else None
+        return None
+
+    def let(self, step: int, *, fail: bool = False) -> None:
+        if fail:
+            self.failing.add(step)
+        self.gates[f"{step:010}"].set()
+
+    @property
+    def labels(self) -> dict[str, int | None]:
+        return notes.read_notes(self.store).labels
+
+
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_label_of_a_save_in_flight_keeps_the_former_step(
     tmp_path, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until the save is committed; if it fails, the label names that step again, and says so."""
-    gate = threading.Event()
-
-    def hold(op: str, key: str) -> Exception | None:
-        if op == "create" and "0000000200" in key:
-            assert gate.wait(300)
-            return StoreError("the disk is gone") if fails else None
-        return None
-
-    store = Faulty(open_store(str(tmp_path)), hold)
-    monkeypatch.setattr("holdfast.live.roots.open_store", lambda url: store)
+    """The label moves when the save is committed; if that fails, it stays, and says so."""
+    held = Held(tmp_path, monkeypatch, 200)
     keep = holdfast.Keep(last=1)
     with holdfast.Checkpointer(
         str(tmp_path), {"x": torch.ones(3)}, keep=keep, on_error="warn"
@@ -93,121 +110,141 @@ def test_a_label_of_a_save_in_flight_keeps_the_former_step(
         ckpt.pin(100, "best")
         save = ckpt.save(200)
         ckpt.pin(200, "best")
-        assert notes.read_notes(store).pinned == {200: ["best"], 100: ["best (before 200)"]}
-        gate.set()
+        assert held.labels == {"best": 100}
+        held.let(200, fail=fails)
         if fails:
             with pytest.raises(HoldfastError):
                 save.wait(300)
-            ckpt._tiers.durable.settle(60)
-            with pytest.warns(holdfast.HoldfastWarning, match="'best' names step 100 again"):
+            told = "the label 'best' does not move to step 200, whose save failed or was left out"
+            with pytest.warns(holdfast.HoldfastWarning, match=told):
                 ckpt.wait()
         else:
             save.wait(300)
+        expected = 100 if fails else 200
+        assert held.labels == {"best": expected}
         ckpt.save(300).wait(300)
         ckpt._tiers.durable.settle(60)
-        expected = 100 if fails else 200
         assert holdfast.steps(str(tmp_path)) == [expected, 300]
-        assert notes.read_notes(store).live_labels == {"best": expected}
+        assert held.labels == {"best": expected}
 
 
 def test_a_label_stays_where_another_save_of_its_step_is_left_out(
     tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, holds = threading.Event(), threading.Event()
-
-    def hold(op: str, key: str) -> None:
-        if op == "create" and "0000000200" in key and holds.is_set():
-            assert gate.wait(300)
-
-    store = Faulty(open_store(str(tmp_path)), hold)
-    monkeypatch.setattr("holdfast.live.roots.open_store", lambda url: store)
+    held = Held(tmp_path, monkeypatch, 200)
     state = {"x": torch.ones(3)}
     with holdfast.Checkpointer(str(tmp_path), state, every=100, when_busy="skip") as ckpt:
         ckpt.save(100).wait(300)
         ckpt.pin(100, "best")
-        holds.set()
         first = ckpt.save(200)
         ckpt.pin(200, "best")
         ckpt.step(200)  # which is left out
         ckpt._tiers.saver.settle(60)
         ckpt._tiers.durable.steps.worker.settle(60)
-        gate.set()
+        held.let(200)
         first.wait(300)
         ckpt.wait()
-        assert notes.read_notes(store).labels == {"best": 200}
+        assert held.labels == {"best": 200}
 
 
-@pytest.mark.parametrize("had_one", [True, False])
-def test_a_label_of_a_save_that_never_ended(root: Store, had_one: bool) -> None:
-    """Another run's step of that number does not get it."""
-    saved(root, [100])
-    if had_one:
-        notes.pin(root, 100, "best")
-    notes.pin(root, 200, "best", coming=[200])
-    with holdfast.Checkpointer(root.url, {"x": torch.ones(3)}) as ckpt:
-        assert ckpt.restore() == 100
-        ckpt.save(200).wait(300)
-        again = "names step 100 again" if had_one else "is taken away"
-        with pytest.warns(holdfast.HoldfastWarning, match=f"step 200 had .* {again}"):
+@pytest.mark.parametrize("is_taken_away", [True, False])
+def test_a_label_that_moves_or_goes_meanwhile(
+    tmp_path, is_taken_away: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(tmp_path, monkeypatch, 200)
+    with holdfast.Checkpointer(str(tmp_path), {"x": torch.ones(3)}) as ckpt:
+        for step in (100, 150):
+            ckpt.save(step).wait(300)
+        ckpt.pin(100, "best")
+        ckpt.save(200)
+        ckpt.pin(200, "best")
+        if is_taken_away:
+            ckpt.unpin("best")
+        else:
+            ckpt.pin(150, "best")
+        held.let(200)
+        ckpt.wait()
+    assert held.labels == {"best": None if is_taken_away else 150}
+
+
+def test_labels_are_written_with_the_commit(root: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written for a label before; several go in one write; one that cannot be is told."""
+    writes = list[str]()
+
+    def fail(op: str, key: str) -> Exception | None:
+        if op == "put" and key.endswith(("manifest.json", "notes.json")):
+            writes.append(key.rpartition("/")[2])
+            if len(writes) == 4:
+                return StoreError("the disk is gone")
+        return None
+
+    store = Faulty(root, fail)
+    monkeypatch.setattr("holdfast.live.roots.open_store", lambda url: store)
+    with holdfast.Checkpointer(root.url, {"x": torch.ones(1 << 20)}) as ckpt:
+        steps = ckpt._tiers.durable.steps
+        with steps.committing:
+            save = ckpt.save(1)
+            for label in ("best", "first"):
+                ckpt.pin(1, label)
+        save.wait(300)
+        assert writes == ["manifest.json", "notes.json"]
+        assert notes.read_notes(root).labels == {"best": 1, "first": 1}
+        with steps.committing:
+            save = ckpt.save(2)
+            ckpt.pin(2, "best")
+        save.wait(300)
+        with pytest.warns(holdfast.HoldfastWarning, match="not labelled 'best': the disk"):
             ckpt.wait()
-    assert notes.read_notes(root).live_labels == ({"best": 100} if had_one else {})
+    assert notes.read_notes(root).labels == {"best": 1, "first": 1}
+    assert holdfast.steps(root.url) == [1, 2]
 
 
-def test_a_process_that_dies_between_a_commit_and_its_labels(root: Store) -> None:
-    """The label names the new step, and the one before stays, too, until the label is given again."""
+def left_by_an_earlier_version(store: Store) -> None:
+    """It gave a label to a save under way, and was killed."""
+    notes.pin(store, 100, "best")
+    early = {"best": 200, "best (before 200)": 100}
+    notes.change(store, lambda n: notes.with_labels(n, early))
+
+
+def test_a_label_that_an_earlier_version_gave_to_a_save_that_never_ended(
+    root: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run's step of that number does not get it; one that is given to that meanwhile stays."""
+    saved(root, [100, 150])
+    left_by_an_earlier_version(root)
+
+    def watch(op: str, key: str) -> None:
+        """Pin the step from outside as soon as it is committed."""
+        if op == "get" and key == notes.NOTES_KEY and 200 in holdfast.steps(root.url):
+            if "seen" not in notes.read_notes(root).labels:
+                notes.pin(root, 200, "seen")
+
+    store = Faulty(root, watch)
+    monkeypatch.setattr("holdfast.live.roots.open_store", lambda url: store)
+    with holdfast.Checkpointer(root.url, {"x": torch.ones(3)}, keep=holdfast.Keep(last=1)) as ckpt:
+        assert ckpt.restore() == 150
+        ckpt.save(200).wait(300)
+        with pytest.warns(holdfast.HoldfastWarning, match="step 200 had .*'best'.* is taken away"):
+            ckpt.wait()
+    assert notes.read_notes(root).live_labels == {"best (before 200)": 100, "seen": 200}
+    assert {100, 200} <= set(holdfast.steps(root.url))
+
+
+def test_a_label_that_an_earlier_version_did_not_come_to_write(root: Store) -> None:
+    """It names the new step, and the second one keeps the step before until it is taken away."""
     saved(root, [100])
-    notes.pin(root, 100, "best")
-    notes.pin(root, 200, "best", coming=[200])
-    saved(root, [200])  # by a process that knows of no labels: they are as after a death
+    left_by_an_earlier_version(root)
+    saved(root, [200])
     with holdfast.Checkpointer(root.url, {"x": torch.ones(3)}, keep=holdfast.Keep(last=1)) as ckpt:
         assert ckpt.restore() == 200
         ckpt.save(300).wait(300)
         ckpt._tiers.durable.settle(60)
         assert holdfast.steps(root.url) == [100, 200, 300]
-        ckpt.pin(200, "best")
-        assert notes.read_notes(root).labels == {"best": 200}
+        assert notes.read_notes(root).pinned == {100: ["best (before 200)"], 200: ["best"]}
+        ckpt.unpin("best (before 200)")
         ckpt.save(400).wait(300)
         ckpt._tiers.durable.settle(60)
         assert holdfast.steps(root.url) == [200, 400]
-
-
-@pytest.mark.parametrize("saved_in_between", [True, False])
-def test_a_label_of_two_saves_in_flight(root: Store, saved_in_between: bool) -> None:
-    saved(root, [100])
-    notes.pin(root, 100, "best")
-    notes.pin(root, 200, "best", coming=[200])
-    notes.pin(root, 300, "best", coming=[200, 300])
-    if saved_in_between:
-        saved(root, [200])
-    assert not notes.conclude(root, 200, ["best"], is_saved=saved_in_between)
-    before = 200 if saved_in_between else 100
-    assert notes.read_notes(root).labels == {"best": 300, "best (before 300)": before}
-    notes.conclude(root, 300, ["best"], is_saved=False)
-    assert notes.read_notes(root).labels == {"best": before}
-    (told,) = notes.conclude(root, before, ["best"], is_saved=False)
-    assert told == f"step {before} was not saved: the label 'best' is taken away"
-
-
-def test_a_label_that_moves_to_and_fro(root: Store) -> None:
-    saved(root, [50])
-    notes.pin(root, 50, "best")
-    for step in (100, 200, 100):
-        notes.pin(root, step, "best", coming=[100, 200])
-    (told,) = notes.conclude(root, 100, ["best"], is_saved=False)
-    assert told == "step 100 was not saved: the label 'best' names step 50 again"
-    assert notes.conclude(root, 200, ["best"], is_saved=False) == []
-    assert notes.read_notes(root).labels == {"best": 50}
-
-
-def test_a_label_that_moves_or_goes_keeps_nothing(root: Store) -> None:
-    saved(root, [100, 150])
-    notes.pin(root, 100, "best")
-    notes.pin(root, 200, "best", coming=[200])
-    notes.pin(root, 150, "best")
-    assert notes.read_notes(root).live_labels == {"best": 150}
-    notes.pin(root, 200, "best", coming=[200])
-    assert notes.unpin(root, "best")
-    assert notes.read_notes(root).live_labels == {}
 
 
 def test_what_is_not_there_is_not_pinned(root: Store) -> None:

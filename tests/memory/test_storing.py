@@ -177,6 +177,7 @@ def test_files_labels_and_calls_of_saves_by_way_of_memory(run: Callable[..., Run
     opened = holdfast.open(one.root)
     assert (opened.step, dict(opened.files)) == (1, {"config.json": b"{}"})
     assert opened.metrics == {"loss": 0.5}
+    assert read_notes(open_store(str(one.root))).labels == {"best": 1}
 
 
 @pytest.mark.parametrize("node", [IMAGE_BYTES * 5 // 2], indirect=True)

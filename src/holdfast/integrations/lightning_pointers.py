@@ -21,7 +21,7 @@ from holdfast.base.errors import FormatError, HoldfastError, warn_user
 from holdfast.base.wire import decode_json
 from holdfast.core.checkpoint.claiming import newest_claim
 from holdfast.core.checkpoint.names import manifest_key, read_head
-from holdfast.core.checkpoint.notes import read_notes, unpin
+from holdfast.core.checkpoint.notes import pin, read_notes, unpin
 from holdfast.core.codec.digest import hexdigest
 from holdfast.core.store import open_store
 from holdfast.formats.looking import run_of
@@ -116,15 +116,16 @@ def settle_left(folder: Any) -> None:
             continue
         step = pointer["step"]
         try:
-            saved = read_head(open_store(pointer["root"]), step, manifest_key(step))
+            store = open_store(pointer["root"])
+            saved = read_head(store, step, manifest_key(step))
+            if saved is None or (saved.is_proved and saved.run != pointer.get("run", saved.run)):
+                unpin_path(pointer["root"], path)
+                remove_pointer(path)
+            elif saved.is_proved:
+                pin(store, step, f"{label_of(path)}{step}")  # the run may have been killed before
+                write_pointer(path, {**pointer, "run": saved.run})
         except HoldfastError as error:
             warn_user(f"{path} names step {step}, of which nothing can be told now: {error}")
-            continue
-        if saved is None or (saved.is_proved and saved.run != pointer.get("run", saved.run)):
-            unpin_path(pointer["root"], path)
-            remove_pointer(path)
-        elif saved.is_proved:
-            write_pointer(path, {**pointer, "run": saved.run})
 
 
 def is_last(path: str) -> bool:

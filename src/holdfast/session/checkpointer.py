@@ -437,9 +437,10 @@ class Checkpointer:
         """Let `label` name a step, and no longer another one.  A step that a label names stays, whatever
         `keep` says and whoever tidies up.
 
-        A step that is being saved stays from its commit on.  Where its save has failed, or storage does,
-        that is reported as a failed save is (`on_error`); of a step that `step` and `save` have not come to
-        yet it is NotFound.  Collective; blocks for a few requests to storage.
+        To a step that is being saved the label moves when that is committed.  If the save fails, or the
+        process is killed before, it stays where it was.  Where the save has failed already, or storage
+        does, that is reported as a failed save is (`on_error`); of a step that `step` and `save` have not
+        come to yet it is NotFound.  Collective; blocks for a few requests to storage.
         """
         with self._saves.in_vain.told(lambda: f"the label {label!r} names no step {step}", step):
             self._noting().pin(step, label)

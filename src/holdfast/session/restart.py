@@ -334,15 +334,16 @@ class Restart:
         """
         if self.tiers.group.rank != 0:
             return None
-        from holdfast.live.saving import labels
         from holdfast.live.saving.attaching import attached_to
+        from holdfast.live.saving.noting import adopt_labels
 
         try:
             step = self._elsewhere()
             if step is None:
                 return None
             metrics, files = attached_to(step, declared, warn)
-            labels.adopt(self.tiers.durable.steps, step.manifest.step)
+            if all(saved.step != step.manifest.step for saved in self.survey.durable):
+                adopt_labels(self.tiers.durable.steps, step.manifest.step)
             return make(metrics or None, files or None)
         except HoldfastError as error:
             warn(f"the restored step is saved anew, and may lack labels, metrics or files: {error}")

@@ -116,10 +116,6 @@ class Known:
         """Bytes of a full step, as the last one had; 0 if that is not known."""
         self.has_notes = False
         """True if this process has noted anything of the steps, or seen that there are notes."""
-        self.given: set[tuple[str, int, int]] = set()
-        """Labels that this process has given to steps on their way, each with the run and the step."""
-        self.orphans: dict[int, list[str]] | None = None
-        """Labels by steps that are not there, as the first commit has found them."""
         self.stated: dict[int, tuple[int, object]] = {}
         """What `pruning` has read in manifests, by step, with its run."""
         self._saved: dict[int, Saved] = {}

@@ -10,13 +10,13 @@ to show it: where nothing is noted, it costs no request.
 * *must*: a step that a label names is not deleted, and nothing is deleted while the notes cannot be read;
 * *must*: metrics are noted with the run of the step: another run's step of that number has not got them.
 
+* *must*: a label is not written before its step is committed: `live.saving.labels` keeps it until then.
+
 A label that was taken away stays as null, so that it goes in the home behind the root, too.
 
-A label that moves to a step on its way keeps the former one until that is committed, by a second label:
-
-    pin(200, "best")     {"best":200,"best (before 200)":100}
-    committed            {"best":200}
-    failed               {"best":100}                also if another run saves a step 200 of its own later
+Earlier versions wrote a label before its step was committed, and kept the step before by a second label,
+`{"best":200,"best (before 200)":100}`.  Where a process died and left them so, both are as any other label:
+the second one keeps its step, and the first one goes if another save of step 200 is committed.
 """
 
 from __future__ import annotations
@@ -30,19 +30,18 @@ from typing import Annotated, Any
 import msgspec
 
 from holdfast.base.arguments import MAX_STEP, number_of, shown, text_of, unfit
-from holdfast.base.errors import Corrupt, Exists, FormatError, HoldfastError, NotFound, Unavailable
+from holdfast.base.errors import Corrupt, Exists, FormatError, NotFound, Unavailable
 from holdfast.base.wire import decode_json
 from holdfast.core.checkpoint.names import (
     NOTES_KEY,
     RootKeys,
     describe,
     manifest_key,
-    parse_attempt,
     read_head,
     step_numbers,
 )
 from holdfast.core.codec.digest import hexdigest
-from holdfast.core.format.manifest import CONTROL, Manifest
+from holdfast.core.format.manifest import CONTROL
 from holdfast.core.store import Store, get_small
 from holdfast.core.store.contract import SMALL_BYTES
 
@@ -177,35 +176,14 @@ def _short_text(value: Any, call: str, name: str, what: str) -> str:
     return text
 
 
-def pin(
-    store: Store,
-    step: int,
-    label: str,
-    *,
-    coming: Collection[int] = (),
-    second_look_s: float = 0.0,
-) -> None:
-    """Let `label` name a step, and no other one.  NotFound if there is no such step, and it is not
-    `coming`.
+def pin(store: Store, step: int, label: str, *, second_look_s: float = 0.0) -> None:
+    """Let `label` name a committed step, and no other one.  NotFound if there is no such step.
 
     Called while nobody deletes steps in this process.  `second_look_s`: of other processes nobody knows
     what they are deleting, so look once more after that time.
     """
-
-    def edit(notes: Notes) -> Notes:
-        former = notes.labels.get(label)
-        if not is_coming:
-            return with_labels(notes, {label: step, **dict.fromkeys(_kept_for(notes, label), None)})
-        moves = former not in (None, step) and _before(label, step) not in notes.live_labels
-        own = {_before(label, step): former} if moves else {}
-        return with_labels(notes, {label: step, **own})
-
-    is_coming = step in coming and not is_there(store, step)
-    if step not in coming:
-        check_there(store, step)
-    change(store, edit)
-    if step in coming:
-        return
+    check_there(store, step)
+    change(store, lambda n: with_labels(n, {label: step}))
     if second_look_s:
         time.sleep(second_look_s)
     try:
@@ -215,124 +193,33 @@ def pin(
         raise
 
 
-_BEFORE = re.compile(r"(.*) \(before \d+\)")
-
-
-def _before(label: str, step: int) -> str:
-    """The label of the step that `label` named before it moved to one on its way."""
-    return f"{label} (before {step})"
-
-
-def _kept_for(notes: Notes, label: str) -> list[str]:
-    """The labels that keep steps which `label` named before."""
-    matches = ((other, _BEFORE.fullmatch(other)) for other in notes.live_labels)
-    return [other for other, match in matches if match and match[1] == label]
-
-
-def _former(store: Store, notes: Notes, label: str, step: int) -> int | None:
-    """The committed step that `label` named before it moved to `step`, maybe by way of others that were on
-    their way, too."""
-    seen, former = {step}, notes.labels.get(_before(label, step))
-    while former is not None and former not in seen and not is_there(store, former):
-        seen.add(former)
-        former = notes.labels.get(_before(label, former))
-    return None if former in seen else former
-
-
-def is_there(store: Store, step: int) -> bool:
-    """True if a step is committed."""
-    try:
-        store.size(manifest_key(step))
-    except NotFound:
+def unpin(store: Store, label: str) -> bool:
+    """Take a label away; False if there was none of that name."""
+    if label not in read_notes(store).live_labels:
         return False
+    change(store, lambda n: with_labels(n, {label: None}))
     return True
 
 
-def conclude(store: Store, step: int, labels: Collection[str], *, is_saved: bool) -> list[str]:
-    """Let labels name a step for good that they were given to on its way; or, if it `is_saved` not, what
-    they named before.  Return what the user is to be told."""
-    found: list[str] = []
-
-    def edit(notes: Notes) -> Notes:
-        found.clear()
-        changes: dict[str, int | None] = {}
-        for label in labels:
-            is_here, former = notes.labels.get(label) == step, _former(store, notes, label, step)
-            kept = _kept_for(notes, label)
-            if is_saved:
-                changes |= dict.fromkeys(kept if is_here else [_before(label, step)], None)
-                continue
-            changes |= {k: former for k in (label, *kept) if notes.labels.get(k) == step}
-            changes[_before(label, step)] = None
-            found.extend([f"the label {label!r} {_again(former)}"] if is_here else [])
-        return with_labels(notes, changes)
-
-    change(store, edit)
-    return [f"step {step} was not saved: {'; '.join(found)}"] if found else []
-
-
-def _again(former: int | None) -> str:
-    return "is taken away" if former is None else f"names step {former} again"
-
-
-def unpin(store: Store, label: str) -> bool:
-    """Take a label away; False if there was none of that name."""
-    there: list[bool] = []
-
-    def edit(notes: Notes) -> Notes:
-        there[:] = [notes.labels.get(label) is not None]
-        gone = dict.fromkeys([label, *_kept_for(notes, label)], None)
-        return with_labels(notes, gone) if there[0] else notes
-
-    change(store, edit)
-    return there[0]
-
-
-def release(
-    store: Store,
-    by: Manifest,
-    replaced: str | None,
-    spare: Collection[tuple[str, int, int]],
-    *,
-    only: Collection[str] | None = None,
+def name_committed(
+    store: Store, step: int, given: Collection[str], stale: Collection[str] | None
 ) -> list[str]:
-    """Take away the labels of a step whose attempt `replaced` was another run's, or of which another run's
-    save never ended (None), but for `spare`: labels, each with the run and the step that it was given to.
-    `only`: no others than these.  Return what the user is to be told."""
-    former = None if replaced is None else parse_attempt(replaced)
-    if replaced is not None and (former is None or former[0] == by.run):
-        return []
-    of = f"step {by.step}" if former is None else f"step {by.step} of run {former[0]}"
-    found: dict[str, int | None] = {}
+    """Let the labels `given` name a step that has just been committed.  Take the `stale` ones away, which
+    named another state of its number; None: all others that name it.  Return those taken away."""
+    taken: list[str] = []
 
     def edit(notes: Notes) -> Notes:
-        named = (k for k in notes.pinned.get(by.step, ()) if only is None or k in only)
-        given = [k for k in named if (k, by.run, by.step) not in spare]
-        found.clear()
-        found.update((k, _former(store, notes, k, by.step)) for k in given)
-        kept = [other for k in given for other in _kept_for(notes, k)]
-        return with_labels(notes, {**dict.fromkeys(kept, None), **found})
+        others = set(notes.pinned.get(step, ())).difference(given)
+        taken[:] = sorted(others if stale is None else others.intersection(stale))
+        return with_labels(notes, {**dict.fromkeys(given, step), **dict.fromkeys(taken, None)})
 
-    try:
-        change(store, edit)
-    except HoldfastError as error:
-        return [f"{of} is replaced; its labels are not known: {error}"]
-    return [
-        f"{of} had the label {label!r}, and was saved anew by run {by.run}: the label {_again(step)}"
-        for label, step in found.items()
-    ]
+    change(store, edit)
+    return taken
 
 
 def with_labels(notes: Notes, labels: Mapping[str, int | None]) -> Notes:
-    """The notes with some labels changed.  Those that kept a step until a save ended are not remembered."""
-    found = {**notes.labels, **labels}
-    gone = [k for k, step in found.items() if step is None and _is_for_another(k, found)]
-    return msgspec.structs.replace(notes, labels={k: s for k, s in found.items() if k not in gone})
-
-
-def _is_for_another(label: str, labels: Mapping[str, int | None]) -> bool:
-    """True for a label that keeps the step which another one named before."""
-    return (match := _BEFORE.fullmatch(label)) is not None and match[1] in labels
+    """The notes with some labels changed."""
+    return msgspec.structs.replace(notes, labels={**notes.labels, **labels})
 
 
 def check_there(store: Store, step: int) -> None:
@@ -405,9 +292,8 @@ def carry(
 
     With `replace` labels that were taken away go there as well: it is the same run's other home.
     """
-    own = {k: step for k, step in source.labels.items() if not _is_for_another(k, source.labels)}
-    wanted = {label: step for label, step in own.items() if step in steps}
-    gone = {label for label, step in own.items() if step is None} if replace else set()
+    wanted = {label: step for label, step in source.labels.items() if step in steps}
+    gone = {label for label, step in source.labels.items() if step is None} if replace else set()
     measured = {step: m for step, m in source.metrics.items() if step in steps}
     left: list[str] = []
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from holdfast.base.arguments import step_of
+from holdfast.base.errors import HoldfastError
 from holdfast.core.checkpoint import notes
+from holdfast.core.checkpoint.names import parse_attempt
 from holdfast.core.group import Group
+from holdfast.live.saving.operation import SaveOperation
 from holdfast.live.saving.steps import RootSteps
 
 
@@ -30,18 +34,24 @@ class Noting:
 
     def pin(self, step: Any, label: Any) -> None:
         step, label = step_of(step, "Checkpointer.pin"), notes.label_of(label, "Checkpointer.pin")
-        if step in self._coming:
-            self._steps.known.given.add((label, self._coming[step], step))
         self._on_rank0(lambda: self._pin(step, label))
 
     def _pin(self, step: int, label: str) -> None:
         steps = self._steps
-        with steps.committing:  # so that no save of it ends meanwhile
-            notes.pin(steps.store, step, label, coming=tuple(steps.under_way.values()))
+        notes.read_notes(steps.store)  # notes that cannot be read are told at the call
+        if not steps.labels.give(label, step):
+            with steps.committing:  # so that nobody deletes it meanwhile
+                notes.pin(steps.store, step, label)
+                steps.labels.forget(label)
 
     def unpin(self, label: Any) -> None:
         label = notes.label_of(label, "Checkpointer.unpin")
-        self._on_rank0(lambda: notes.unpin(self._steps.store, label))
+        self._on_rank0(lambda: self._unpin(label))
+
+    def _unpin(self, label: str) -> None:
+        with self._steps.committing:  # so that no commit writes it meanwhile
+            self._steps.labels.forget(label)
+            notes.unpin(self._steps.store, label)
 
     def measure(self, step: Any, values: Mapping[str, Any]) -> None:
         step = step_of(step, "Checkpointer.metrics")
@@ -58,3 +68,46 @@ class Noting:
             return b""
 
         self._group.from_rank0(done)
+
+
+# -- around a commit, on rank 0 -------------------------------------------------------------------
+
+
+def write_labels(
+    steps: RootSteps, op: SaveOperation, run: int, given: list[str], before: list[str] | None
+) -> None:
+    """Let a step that `run` has just committed have the labels that it was `given`.  Those that its number
+    had `before` stay only if it replaced a save of this run: else they name a state that is gone, or never
+    was.
+
+    Called while `committing` is held.  No save fails because of labels: the user is told instead.
+    """
+    step, replaced = op.step, op.outcome.replaced
+    former = None if replaced is None else parse_attempt(replaced)
+    is_same_run = replaced is not None and (former is None or former[0] == run)
+    stale = [] if is_same_run else before
+    if not given and stale == []:
+        return
+    try:
+        taken = notes.name_committed(steps.store, step, given, stale)
+    except Exception as error:
+        if given:
+            names = ", ".join(map(repr, given))
+            steps.news.append(f"step {step} is saved, and is not labelled {names}: {error}")
+        else:
+            steps.tell_once(
+                "labels", f"step {step} is saved, and what its labels are is not known: {error}"
+            )
+        return
+    of = f"step {step}" if former is None else f"step {step} of run {former[0]}"
+    steps.news += [
+        f"{of} had the label {label!r}, and was saved anew by run {run}: the label is taken away"
+        for label in taken
+    ]
+
+
+def adopt_labels(steps: RootSteps, step: int) -> None:
+    """Let a step that is about to be saved anew, as it was, keep the labels that its number has."""
+    with suppress(HoldfastError):  # which the commit tells
+        for label in notes.read_notes(steps.store).pinned.get(step, ()):
+            steps.labels.give(label, step, is_coming=True)

@@ -28,6 +28,7 @@ from holdfast.core.checkpoint.room import lacking
 from holdfast.core.checkpoint.tidying import Keep, discard, sweep
 from holdfast.core.format.manifest import Manifest
 from holdfast.core.store import LocalStore, Store
+from holdfast.live.saving.labels import PendingLabels
 from holdfast.live.saving.operation import SaveOperation
 
 
@@ -59,8 +60,10 @@ class RootSteps:
         """Messages that the user is to be told."""
         self.was_full = False
         """True if the disk had no room for the last save."""
-        self._is_blind = False
-        self._has_told_of_others = False
+        self.labels = PendingLabels()
+        """The labels of steps that are being saved; the notes have those of committed ones."""
+        self._told: set[str] = set()
+        """What the user has been told, and is not told again."""
 
     @property
     def is_saving(self) -> bool:
@@ -71,15 +74,16 @@ class RootSteps:
         """Let nothing of the operation's step be tidied away until `let_go`."""
         with self._lock:
             self.under_way[op.number] = op.step
+        self.labels.begin(op.number, op.step)
 
     def let_go(self, op: SaveOperation, error: BaseException | None) -> None:
         """Say that the operation has ended."""
         with self._lock:
             self.under_way.pop(op.number, None)
-        if self._rank == 0 and self.known.given and (op.save.skipped or error is not None):
-            from holdfast.live.saving import labels
-
-            self._later(labels.left_out, self, op)
+        for label in self.labels.end(op.number, op.step):
+            self.news.append(
+                f"the label {label!r} does not move to step {op.step}, whose save failed or was left out"
+            )
 
     def commit(self, op: SaveOperation, make: Callable[[], Manifest]) -> dict[int, WireError]:
         """Make a step exist, all the files of which are written.  On rank 0; returns its error, by rank.
@@ -90,25 +94,37 @@ class RootSteps:
             manifest = make()
             with self.committing:
                 self.known.begin(op.step)
-                op.outcome.replaced = commit(self.store, manifest, self.claim)
+                before = self._labels_of(op.step)
+                op.outcome.replaced = replaced = commit(self.store, manifest, self.claim)
                 self.known.add(manifest)
-                if self.claim and (op.outcome.replaced is not None or self.known.has_notes):
-                    from holdfast.live.saving import labels
+                given = self.labels.commit(op.number, op.step)
+                if self.claim and (replaced is not None or self.known.has_notes):
+                    from holdfast.live.saving.noting import write_labels
 
-                    labels.committed(self, op, manifest)
-                if self.claim and op.outcome.replaced is not None:
-                    self._tell_of_others(op.step, op.outcome.replaced, self.claim.run)
+                    write_labels(self, op, self.claim.run, given, before)
+                if self.claim and replaced is not None:
+                    self._tell_of_others(op.step, replaced, self.claim.run)
         except Exception as error:
             op.outcome.is_uncertain = isinstance(error, (Unavailable, Deadline))
             return {0: WireError.of(error, "commit")}
         return {}
 
+    def _labels_of(self, step: int) -> list[str] | None:
+        """Return the labels that name a step's number now; None if nobody knows."""
+        if not self.known.has_notes:
+            return None
+        from holdfast.core.checkpoint.notes import read_notes
+
+        try:
+            return read_notes(self.store).pinned.get(step, [])
+        except HoldfastError:
+            return None
+
     def _tell_of_others(self, step: int, replaced: str, run: int) -> None:
         """Tell, once, that a run which went on from no step has replaced another one's."""
         of, _ = parse_attempt(replaced) or (None, 0)
-        if of == run or self.line or self._has_told_of_others:
+        if of == run or self.line:
             return
-        self._has_told_of_others = True
         told = notice_text(
             "other-run",
             f"step {step} of {'another save' if of is None else f'run {of}'} is replaced by step {step} of "
@@ -116,7 +132,13 @@ class RootSteps:
             "comes; to keep both, give this run a root of its own",
         )
         if told is not None:
-            self.news.append(told)
+            self.tell_once("others", told)
+
+    def tell_once(self, what: str, text: str) -> None:
+        """Have the user told, unless that was told before."""
+        if what not in self._told:
+            self._told.add(what)
+            self.news.append(text)
 
     def discard(self, op: SaveOperation, attempt: str) -> None:
         """Delete the files of an attempt that has failed, if possible, and if it is certain that it is not
@@ -206,7 +228,5 @@ class RootSteps:
                 self.store, self._keep, spare=spare, owns=owns, lock=self.committing, keys=keys
             )
         except FormatError as error:
-            if not self._is_blind:
-                self.news.append(f"no step is deleted: {error}")
-            self._is_blind = True
+            self.tell_once("damaged notes", f"no step is deleted: {error}")
             return []
