@@ -21,7 +21,7 @@ help:
 	@echo "make check   ruff, mypy, architecture, the site without warnings and dead links"
 	@echo "make docs    the site of docs/, in build/site"
 	@echo "make dist    wheel and sdist, checked, and the wheel tried in an empty environment"
-	@echo "make bench   benchmarks against torch.distributed.checkpoint and the raw device"
+	@echo "make bench   measure what is claimed, in five hours; which claims hold, and which no longer do"
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -73,12 +73,12 @@ gpu:
 	  { echo "make gpu: $(PYTHON) has no torch that sees a CUDA device; set PYTHON=/path/to/python"; exit 1; }
 	@$(PYTHON) -c 'import ml_dtypes, msgspec, rich, xxhash' 2>/dev/null || \
 	  $(PYTHON) -m pip install ml_dtypes msgspec rich xxhash
-	PYTHONPATH=src $(PYTHON) bench/gpu.py
+	PYTHONPATH=src $(PYTHON) -m bench.claims.gpu
 	@$(PYTHON) -c 'import pytest' 2>/dev/null || $(PYTHON) -m pip install pytest
 	PYTHONPATH=src $(PYTHON) -m pytest -q -m "" tests/gpu
 
 bench: $(READY) $(STRANGERS)
-	$(BIN)/python bench/run_all.py
+	$(BIN)/python -m bench
 
 clean:
 	rm -rf $(VENV) demo-out build dist .pytest_cache .mypy_cache .ruff_cache

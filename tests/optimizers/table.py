@@ -1,4 +1,4 @@
-"""Optimizers and layouts in docs/strangers.md, from the record of `bench/optimizer_matrix.py`."""
+"""Optimizers and layouts in docs/strangers.md, from the record of `bench/claims/optimizer_matrix.py`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def section() -> str:
         "Trained for two steps on one process, DDP, FSDP2, tensor parallelism, both, and pipeline stages; "
         "saved, and loaded by fresh objects on three layouts each. *Equal*: all that was gathered is the "
         "same bit for bit, on the same layout two steps later, too. Cells that the optimizer itself cannot "
-        "train are left out (`bench/optimizer_matrix.py`)."
+        "train are left out (`bench/claims/optimizer_matrix.py`)."
     )
     rows = ["| | equal | refused | wrong | crash | needs CUDA |", "|---|---|---|---|---|---|"]
     for saver, words in SAVERS.items():

@@ -1,4 +1,4 @@
-"""The simulator beside real trainings that were killed: the record of bench/goodput.py.
+"""The simulator beside real trainings that were killed: the record of bench/claims/goodput.py.
 
 It is given what was measured before and apart (a step alone, what a save takes) or is not the tiers' doing
 (when processes died, and how long it took until they trained again), and has to find how far the training

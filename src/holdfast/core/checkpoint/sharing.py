@@ -36,7 +36,7 @@ from holdfast.core.format.manifest import FileEntry
 
 WINDOW_BYTES = 8 << 20
 """Bytes read per rank and round.  Small windows cost few first touches of fresh pages, which can be
-slow; large ones cost fewer rounds.  bench/load_resharded.py shows the whole."""
+slow; large ones cost fewer rounds.  bench/claims/load_resharded.py shows the whole."""
 FAR_WINDOW_BYTES = 32 << 20
 """The same for a store that takes long to begin to answer."""
 

@@ -3,7 +3,7 @@
 It states what the step holds (tensors, extras), how every tensor is cut over the mesh, and which files
 hold the bytes, with the digest of each file's digest table.  It says nothing rank by rank that follows
 from the shardings, so it stays small: 45,000 tensors on 4,096 ranks take 5.8 MB
-(bench/plan_scale.py).
+(bench/claims/plan_scale.py).
 
 The first bytes are always `{"holdfast":1,"step":N,"run":R,` (readers that only list steps need no
 more) and the last ones `,"digest":"<XXH3-64 of everything before this comma>"}`.

@@ -24,7 +24,7 @@ reader wants.
     ([[4, 0]], [64])
 
 Everything is in numpy arrays with one row per piece: 45,000 tensors on 4,096 ranks are planned in a
-fraction of a second (bench/plan_scale.py).  Tensors of fewer dims are padded with trailing ones.
+fraction of a second (bench/claims/plan_scale.py).  Tensors of fewer dims are padded with trailing ones.
 """
 
 from __future__ import annotations

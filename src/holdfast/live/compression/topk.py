@@ -204,7 +204,7 @@ def largest(values: torch.Tensor, k: int) -> torch.Tensor:
     """Places of the k elements of largest magnitude, in any order.
 
     On a CPU a sample tells below what magnitude none of them can be, and few elements are left to choose
-    from: a quarter of the time of `torch.topk` over all (bench/topk.py).
+    from: a quarter of the time of `torch.topk` over all.
     """
     size = values.abs()
     if size.device.type == "cpu" and len(size) > MANY and k < len(size) // 8:

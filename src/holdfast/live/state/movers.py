@@ -38,7 +38,7 @@ from holdfast.live.state.writes import corner, write_count
 
 SMALL_BYTES = 16 << 20
 """Size of a state that is copied at the call as a whole: with less, the copy takes no longer than what is
-arranged for one beside the training (`bench/at_call.py`)."""
+arranged for one beside the training (`bench/claims/at_call.py`)."""
 
 Corners = dict[tuple[str, int], bytes]
 """A few elements of parts of tensors, by name and number of the part."""
