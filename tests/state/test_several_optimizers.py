@@ -273,38 +273,51 @@ class Ascending(torch.optim.Optimizer):
             list(map(keep, group["params"]))
 
 
-class Unselfish(torch.optim.Optimizer):
-    """The same, with another name for itself."""
-
-    def __init__(this, base: torch.optim.Optimizer, own_groups: bool) -> None:  # noqa: N805
-        this.base = base
-        groups: Any = [p for g in base.param_groups for p in g["params"]]
-        super().__init__(groups if own_groups else base.param_groups, {})
-
-    @torch.no_grad()
-    def step(this, closure: Any = None) -> None:  # noqa: N805
-        this.climb()
-        this.base.step()
-
-    def climb(this) -> None:  # noqa: N805
-        for group in this.param_groups:
-            for p in group["params"]:
-                this.state[p]["old"] = p.clone()
-
-
 @pytest.mark.parametrize("own_groups", [False, True])
-@pytest.mark.parametrize("kind", [Ascending, Unselfish])
-def test_an_optimizer_that_will_have_states_is_refused_from_the_start(
-    tmp_path: Path, kind: Any, own_groups: bool
+def test_an_optimizer_around_another_is_refused_once_it_has_states_of_its_own(
+    tmp_path: Path, own_groups: bool
 ) -> None:
-    net, outer = build(lambda net: kind(AdamW(net.parameters()), own_groups), 0)
-    around = rf"'optim': a {kind.__name__} around a AdamW \(\.base\)"
-    message = rf"{around}, .*it has states of its own, too"
-    refused(outer, net, message, tmp_path / "before")
-    net(torch.ones(4)).sum().backward()
-    outer.step()
+    """Before, all that there is of the two is saved, and comes back."""
+
+    def fresh(seed: int) -> tuple[Net, Any]:
+        return build(lambda net: Ascending(AdamW(net.parameters(), lr=0.1), own_groups), seed)
+
+    def weights(net: Net, outer: Any) -> list[torch.Tensor]:
+        for _ in range(3):
+            outer.zero_grad()
+            net(torch.ones(4)).square().mean().backward()
+            outer.step()
+        return [p.detach() for p in net.parameters()]
+
+    net, outer = fresh(0)
+    outer.base.param_groups[0]["lr"] = 0.2
+    holdfast.save(tmp_path / "at first", {"model": net, "optim": outer}, step=1)
+    again, other = fresh(1)
+    holdfast.load(tmp_path / "at first", {"model": again, "optim": other})
+    assert other.base.param_groups[0]["lr"] == 0.2
+    assert all(map(torch.equal, weights(again, other), weights(net, outer)))
+    message = r"'optim': a Ascending around a AdamW \(\.base\), .*it has states of its own, too"
     refused(outer, net, message, tmp_path / "after")
-    holdfast.save(tmp_path, {"model": net, "optim": outer, "inner": outer.base}, step=1)
+    both = {"model": net, "optim": outer, "inner": outer.base}
+    holdfast.save(tmp_path / "both", both, step=1)
+    again, other = fresh(1)
+    with pytest.raises(StateMismatch, match="states saved are old; those of AdamW are exp_avg"):
+        holdfast.load(tmp_path / "both", {"model": again, "optim": other})
+    holdfast.load(tmp_path / "both", {"model": again, "optim": other, "inner": other.base})
+    assert all(map(torch.equal, weights(again, other), weights(net, outer)))
+
+
+def test_states_of_its_own_that_come_between_two_saves_of_a_run(tmp_path: Path) -> None:
+    net, outer = build(lambda net: Ascending(AdamW(net.parameters()), own_groups=False), 0)
+    with holdfast.Checkpointer(tmp_path, {"model": net, "optim": outer}) as ckpt:
+        ckpt.save(0).wait()
+        train(net, outer, 0, 1)
+        for step in (1, 2):
+            with pytest.raises(UsageError, match="it has states of its own, too"):
+                ckpt.save(step).wait()
+        ckpt.state["inner"] = outer.base
+        ckpt.save(3).wait()
+    assert holdfast.steps(tmp_path) == [0, 3]
 
 
 class Watching(Container):

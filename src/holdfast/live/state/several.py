@@ -9,18 +9,17 @@ of the part that has the parameter.  A checkpoint says nothing of the division: 
 parameters, and it loads into one optimizer, or into other parts, just as well.
 
 That holds only where the parts have each of the container's parameters once and the container has nothing
-of its own.  Where it does not, states would be lost without a word, and so it is refused by name.  The
-user's state is left as it is: `as_seen` gives another dict, in which such a value is a `Several`, or the
-only part itself.
+of its own.  Where it does not, states would be lost without a word, and so it is refused by name.  SAM has
+its first states after its first step.  Nothing tells that before, and nothing is lost before: every save
+and every load asks anew.
+
+The user's state is left as it is: `as_seen` gives another dict, in which such a value is a `Several`, or
+the only part itself.
 """
 
 from __future__ import annotations
 
-import dis
-import inspect
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
-from types import CodeType
 from typing import Any
 
 import torch
@@ -229,7 +228,7 @@ def optimizers_in(value: Any, label: str = "") -> Iterator[tuple[str, Any]]:
 def _why_not(optimizer: Any, inner: dict[str, Any]) -> str:
     """Why the optimizers inside one are not all of it; empty if they are."""
     states = optimizer.state.values()
-    if any(v if isinstance(v, dict) else True for v in states) or _keeps_states(type(optimizer)):
+    if any(v if isinstance(v, dict) else True for v in states):
         return "it has states of its own, too"
     groups = [group for one in inner.values() for group in one.param_groups]
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -243,27 +242,6 @@ def _why_not(optimizer: Any, inner: dict[str, Any]) -> str:
         if own and not any(group is one for one in groups):
             return f"its groups have {own[0]!r} of their own"
     return ""
-
-
-def _keeps_states(kind: type) -> bool:
-    """True if a method of the class, or of one between it and torch's `Optimizer`, uses `self.state`.
-
-    SAM has its first states after its first step; it is refused before, as it would be then.
-    """
-    own = (one for one in kind.__mro__ if one not in Optimizer.__mro__)
-    methods = (inspect.unwrap(m) for one in own for m in vars(one).values() if callable(m))
-    codes = (m.__code__ for m in methods if inspect.isfunction(m))
-    return any(_uses_state(code, code.co_varnames[0]) for code in codes if code.co_argcount)
-
-
-def _uses_state(code: CodeType, own: str) -> bool:
-    """True if `self.state` is in a function, or in one that is inside it.  `own`: how it calls `self`."""
-    for before, then in pairwise(dis.get_instructions(code)):
-        # one instruction may load two names, the last of which is on top
-        names = before.argval if isinstance(before.argval, tuple) else (before.argval,)
-        if names[-1:] == (own,) and then.argval == "state" and then.opname.endswith("_ATTR"):
-            return True
-    return any(_uses_state(inner, own) for inner in code.co_consts if isinstance(inner, CodeType))
 
 
 def _refused(where: str, optimizer: Any, lost: dict[str, Any], why: str) -> UsageError:
