@@ -52,6 +52,7 @@ NOTICES: dict[str, str] = {
     "generators-outside": "random number generators in attributes, whose states no state_dict() has",
     "gradients": "a step is saved while gradients are accumulated, and they are used later",
     "held-long": "training was held for more than a second by a save",
+    "hooked-parameters": "hooks at gradients of parameters that no optimizer of the state has",
     "load-writes": "an object writes to weights or optimizer states while it is loaded",
     "merged-adapters": "a step is saved while adapters are merged into the weights",
     "never-changes": "nothing of the state changes",

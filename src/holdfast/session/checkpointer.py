@@ -382,6 +382,7 @@ class Checkpointer:
     def _collect(self) -> Live:
         memory = self._tiers.memory
         with self._beginning.collecting():
+            self._noticing.check_in_backward()
             live = self._state.collect()
             return live if memory is None else memory.arranged(live)
 

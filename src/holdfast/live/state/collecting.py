@@ -122,9 +122,10 @@ def collect(
     live = Live(keys=set(state), before=before or {})
     given, state = state, as_seen(state)
     if not before and any(map(_has_hooks, state.values())):
-        from holdfast.live.state.in_hooks import check_in_backward, tell_hooks
+        from holdfast.live.state.in_hooks import check_in_backward, tell_gradient_hooks, tell_hooks
 
-        check_in_backward(given, state)
+        check_in_backward(given)
+        tell_gradient_hooks(given)
         tell_hooks(state)
     sources = sources_in(state)
     live.trained = _trained(state, sources)

@@ -17,28 +17,36 @@ to say it.
         p.register_post_accumulate_grad_hook(step_now)
 
 They have moments as any other, and hang at the parameters: a script that hands over its model alone loses
-them.  torch's own way (`_apply_optimizer_in_backward`) leaves them in an attribute of the parameter.  A
-hook of the script reaches them by its closure, the globals that it names or the object that it is bound to.
-A hook counts if it names `step`, and an optimizer if the parameter is one of its own.
+them.  Nothing is guessed of what a hook does.  What is known:
+
+* `_apply_optimizer_in_backward` of torch leaves its optimizers in an attribute of the parameter;
+* a `Checkpointer` sees every optimizer step, and torch says of each whether it is made in a backward pass
+  (`StepCounts`).  So an optimizer counts from its first step on;
+* `holdfast.save` has seen no step, nor has the first save of a `Checkpointer` that was made after them.
+  There a parameter with such a hook that no optimizer of the state has is told.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from functools import partial
-from types import CodeType, FunctionType, MethodType, ModuleType
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from holdfast.base.errors import UsageError, warn_user
-from holdfast.live.state.live import State, stages
-from holdfast.live.state.several import SHOWN, inner_optimizers, optimizers_in, parts_of
+from holdfast.live.state.live import State, is_of_framework, stages
+from holdfast.live.state.outside import few
+from holdfast.live.state.several import (
+    SHOWN,
+    as_seen,
+    inner_optimizers,
+    optimizers_in,
+    parts_of,
+)
 from holdfast.live.state.wrapped import bare, stepping
 
 # -- communication hooks -----------------------------------------------------------------------------
@@ -88,131 +96,73 @@ def _has(state: State, kept: Any) -> bool:
 # -- optimizers that step in backward ----------------------------------------------------------------
 
 
-Lost = list[tuple[str, Any]]
-"""Names of parameters, each with an optimizer."""
+def check_in_backward(state: State, stepped: Iterable[Any] = ()) -> None:
+    """UsageError for optimizers that step in backward and are not in the state, where a module with their
+    parameters is.  `stepped`: those that were seen to step there."""
+    parameters = list(_parameters(state))
+    hung = [one for *_, p in parameters for one in getattr(p, "_in_backward_optimizers", ())]
+    candidates = {id(one): one for one in (*hung, *stepped)}
+    if not candidates:
+        return
+    known = set(map(id, _optimizers_of(state)))
+    owners: dict[int, list[str]] = {}
+    for one in candidates.values():
+        # steps of one that was made around another are that one's
+        if known.isdisjoint(map(id, (one, *inner_optimizers(one).values()))):
+            for p in _params_of(one):
+                owners.setdefault(id(p), []).append(type(one).__name__)
+    lost: dict[str, list[str]] = {}
+    for key, name, p in parameters:
+        lost.setdefault(key, []).extend(f"{kind} of {name}" for kind in owners.get(id(p), ()))
+    for key, names in lost.items():
+        if names:
+            raise UsageError(
+                f"{key!r} is trained in backward by optimizers that are not in the state, and whose "
+                f"states would be lost: {few(names, SHOWN)}",
+                hint="hand them over in a list: {'optim': [optimizer_of[p] for p in model.parameters()]} "
+                "(torch's own are in p._in_backward_optimizers); for the weights alone hand over "
+                "model.state_dict()",
+            )
 
 
-def check_in_backward(given: State, seen: State) -> None:
-    """UsageError for optimizers that step in backward and that are not in the state, where a module with
-    their parameters is.  `seen`: the state with containers of optimizers as one."""
-    known = _known(given) | _known(seen)
-    for key, value in seen.items():
-        modules = [value] if isinstance(value, nn.Module) else value
-        for module in modules if isinstance(modules, (list, tuple)) else ():
-            if not isinstance(module, nn.Module):
-                continue
-            at_parameters = "[o for p in model.parameters() for o in p._in_backward_optimizers]"
-            _refuse(key, _at_parameters(module, known), at_parameters)
-            _refuse(key, _in_hooks(module, known), "[optimizer_of[p] for p in model.parameters()]")
-
-
-def _refuse(key: str, lost: Lost, way: str) -> None:
-    if lost:
-        names = ", ".join(f"{type(one).__name__} of {name}" for name, one in lost[:SHOWN])
-        more = f" and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
-        raise UsageError(
-            f"{key!r} is trained in backward by optimizers that are not in the state, and whose "
-            f"states would be lost: {names}{more}",
-            hint=f"hand them over in a list: {{'optim': {way}}}; for the weights alone hand over "
-            "model.state_dict()",
+def tell_gradient_hooks(state: State) -> None:
+    """HoldfastWarning for parameters with hooks behind their gradients, which may step optimizers, that no
+    optimizer of the state has."""
+    if is_of_framework(state):
+        return
+    served = {id(p) for one in _optimizers_of(state) for p in _params_of(one)}
+    names = [
+        f"{key}.{name}"
+        for key, name, p in _parameters(state)
+        if getattr(p, "_post_accumulate_grad_hooks", None) and id(p) not in served
+    ]
+    if names:
+        warn_user(
+            f"{few(names)}: hooks are called behind their gradients, and no optimizer of the state has "
+            "these parameters; if the hooks step optimizers, the states of those are not saved: hand them "
+            "over, too",
+            notice="hooked-parameters",
         )
 
 
-def _known(state: State) -> set[int]:
-    """Ids of the optimizers of a state: its values, parts of them, and what its objects have."""
-    known: set[int] = set()
-    for value in state.values():
+def _parameters(state: State) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """Yield key, name and parameter for all modules of a state."""
+    for key, value in state.items():
+        for module in stages(value) or ():
+            yield from ((key, name, p) for name, p in module.named_parameters())
+
+
+def _params_of(optimizer: Any) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _optimizers_of(state: State) -> Iterator[Any]:
+    """Yield the optimizers of a state: its values, parts of them, and what its objects have."""
+    for value in (*state.values(), *as_seen(state).values()):
         optimizers = [one for _, one in optimizers_in(value)]
         if isinstance(value, Optimizer):
             optimizers += parts_of(value).values()
         if hasattr(value, "__dict__"):
             optimizers += inner_optimizers(value).values()
-        known |= {id(one) for outer in optimizers for one in (outer, bare(outer), stepping(outer))}
-    return known
-
-
-def _at_parameters(module: nn.Module, known: set[int]) -> Lost:
-    """Optimizers that torch has hung at the parameters, and that are not known."""
-    return [
-        (name, one)
-        for name, p in module.named_parameters()
-        for one in getattr(p, "_in_backward_optimizers", ())
-        if id(one) not in known
-    ]
-
-
-def _in_hooks(module: nn.Module, known: set[int]) -> Lost:
-    """Optimizers that parameters' hooks step; none of a parameter of which they get at a known one,
-    for the others may lie there unused."""
-    hooked = [(name, p, _hooks(p)) for name, p in module.named_parameters() if _hooks(p)]
-    reached = _Reached()
-    for hook in (hook for _, _, hooks in hooked for hook in hooks):
-        reached.follow(hook)
-    owners: dict[int, list[Any]] = {}
-    for one in reached.optimizers.values() if reached.steps else ():
-        for p in (p for group in one.param_groups for p in group["params"]):
-            owners.setdefault(id(p), []).append(one)
-    served = {p for p, some in owners.items() if any(id(one) in known for one in some)}
-    return [
-        (name, one) for name, p, _ in hooked for one in owners.get(id(p), ()) if id(p) not in served
-    ]
-
-
-def _hooks(p: torch.Tensor) -> list[Any]:
-    return list((getattr(p, "_post_accumulate_grad_hooks", None) or {}).values())
-
-
-class _Reached:
-    """Collects what hooks get at: by id, for hooks of many parameters mostly have the same."""
-
-    def __init__(self) -> None:
-        self.optimizers: dict[int, Any] = {}
-        self.steps = False
-        """True if a function among them names `step`."""
-        self._met: dict[int, Any] = {}
-        """Values that were met, by id; kept alive, for an id may be given to another one."""
-
-    def follow(self, value: Any) -> None:
-        """Follow a hook, or what one holds."""
-        if id(value) in self._met:
-            return
-        self._met[id(value)] = value
-        self.optimizers |= {id(one): one for _, one in optimizers_in(value)}
-        if isinstance(value, partial):
-            held = [value.func, *value.args, *value.keywords.values()]
-        elif isinstance(value, MethodType):
-            held = [value.__func__, value.__self__]
-        elif isinstance(value, FunctionType):
-            self.steps |= "step" in _names(value.__code__)
-            held = [*_cells(value), *_globals(value)]
-        elif isinstance(value, (type, ModuleType, Optimizer)) or not hasattr(value, "__dict__"):
-            held = []
-        else:
-            self.optimizers |= {id(one): one for one in inner_optimizers(value).values()}
-            call = vars(type(value)).get("__call__")
-            held = [call] if isinstance(call, FunctionType) else []
-        for one in held:
-            self.follow(one)
-
-
-def _cells(function: FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
-
-
-def _globals(function: FunctionType) -> Iterator[Any]:
-    """Globals that a function names; functions of other modules are none of the script's."""
-    known = function.__globals__
-    for name in _names(function.__code__):
-        value = known.get(name)
-        if not isinstance(value, FunctionType) or value.__globals__ is known:
-            yield value
-
-
-def _names(code: CodeType) -> set[str]:
-    """Globals and attributes that a function names, or one that is inside it."""
-    inner = (one for one in code.co_consts if isinstance(one, CodeType))
-    return set(code.co_names).union(*map(_names, inner))
+        for outer in optimizers:
+            yield from (outer, bare(outer), stepping(outer))

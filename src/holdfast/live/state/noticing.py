@@ -89,6 +89,13 @@ class Noticing:
         elif names := list(merged_in(self._merging)):
             self._notices.once("merged-adapters", merged_text(names))
 
+    def check_in_backward(self) -> None:
+        """UsageError for optimizers that were seen to step in backward, and that the state lacks."""
+        if stepped := self._counts.stepped_in_backward():
+            from holdfast.live.state.in_hooks import check_in_backward
+
+            check_in_backward(self._state, stepped)
+
     def has_trained(self) -> bool:
         """True if the state was trained since it was restored, as steps of optimizers tell."""
         return has_trained(self._state, self._counts)

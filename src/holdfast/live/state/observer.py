@@ -58,6 +58,9 @@ from holdfast.live.state.graphs import is_capturing
 
 Name = TypeVar("Name", bound=Hashable)
 
+NO_BACKWARD = -1
+"""What torch calls the backward pass that a thread is in, if it is in none."""
+
 
 class Order(IntEnum):
     """Subscribers in the order in which they are called before a step, behind all hooks of others."""
@@ -238,6 +241,8 @@ class StepCounts:
         self._earlier: dict[int, weakref.ref[Any]] = {}
         self._had_compiled = False
         """The same of the time between `forget` and the last `clear`."""
+        self._in_backward: dict[int, weakref.ref[Any]] = {}
+        """The optimizers that have stepped in a backward pass since `forget`, by id."""
         self._also = also
         self._handle: Handle = register_optimizer_step_post_hook(self._ended)
 
@@ -250,12 +255,19 @@ class StepCounts:
             self.found[id(optimizer)] = known[0], known[1] + 1
         else:
             self.found[id(optimizer)] = weakref.ref(optimizer), 1
+        if torch._C._current_graph_task_id() != NO_BACKWARD:
+            self._in_backward[id(optimizer)] = self.found[id(optimizer)][0]
         self._also(optimizer)
 
     def by_optimizer(self) -> list[tuple[Any, int]]:
         """Optimizers that there still are, and the numbers of their steps."""
         pairs = [(ref(), number) for ref, number in list(self.found.values())]
         return [(one, number) for one, number in pairs if one is not None]
+
+    def stepped_in_backward(self) -> list[Any]:
+        """Optimizers that there still are and that have stepped in a backward pass since `forget`."""
+        ever = [ref() for ref in list(self._in_backward.values())]
+        return [one for one in ever if one is not None]
 
     def clear(self) -> None:
         """Begin to count anew."""
@@ -269,6 +281,7 @@ class StepCounts:
         """Begin anew, with a state that was restored."""
         self.clear()
         self._earlier, self._had_compiled = {}, False
+        self._in_backward = {}
 
     def since_forget(self) -> tuple[list[Any], bool]:
         """Optimizers that there still are and that have stepped since `forget`; True if a compiled step
