@@ -211,6 +211,38 @@ def test_no_pickle() -> None:
             assert name.split(".")[0] not in ("pickle", "dill", "cloudpickle"), f"{path}:{line}"
 
 
+NEVER_LOOKED_AT = {
+    "ast", "dis", "opcode", "getsource", "getsourcelines", "getclosurevars", "get_objects",
+    "get_referents", "get_referrers", "__closure__", "cell_contents", "__code__", "co_code",
+    "co_consts", "co_freevars", "co_names", "co_varnames", "f_builtins", "f_locals", "gi_frame",
+}  # fmt: skip
+LOOKED_AT = {
+    "__defaults__": {"launch/registers.py"},
+    "__globals__": {"live/state/blockwise.py"},
+    "_current_frames": {"launch/recovery.py", "launch/signs.py"},
+    "_getframe": {"base/errors.py", "base/patience.py", "live/state/observer.py"},
+    "f_globals": {"base/errors.py"},
+}
+"""What shows the inside of a function or of a call, and the modules that may look there: decision 182."""
+
+
+def test_nobody_guesses_at_scripts() -> None:
+    """What a function of the user's does is told by facts, not by what it is made of."""
+    users: dict[str, set[str]] = {}
+    for path in modules():
+        names = {part for name, _ in imports(path) for part in name.split(".")}
+        for node in nodes(path):
+            if isinstance(node, ast.Attribute):
+                names.add(node.attr)
+            elif isinstance(node, ast.alias):
+                names.add(node.name)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                names.add(node.value)  # of getattr()
+        for name in names & (NEVER_LOOKED_AT | LOOKED_AT.keys()):
+            users.setdefault(name, set()).add(str(path.relative_to(SRC / "holdfast")))
+    assert users == LOOKED_AT
+
+
 BESIDE_THE_CORE = (
     "holdfast.cli", "holdfast.formats.converting", "holdfast.formats.read", "holdfast.formats.rules",
     "holdfast.formats.write", "holdfast.integrations", "holdfast.live.compression", "holdfast.policy",

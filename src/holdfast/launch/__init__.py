@@ -18,5 +18,6 @@ A script without a recoverable function is started again as a whole, from the fo
                 (`torch_rendezvous`, `meeting_state`, `etcd_store`, `door`, `sockets`) and what they say
                 there in a `round`
     workers     the processes of a node, over their `channel`; `hangs` says when they make no progress
-    recovery    in a worker: leaving and entering; `cutting` and `leftovers` are what it does between
+    recovery    in a worker: leaving and entering; `cutting`, `leftovers` and `registers` are what it does
+                between
 """

@@ -6,26 +6,20 @@ next attempt.  So before the function is entered again,
 * settings of torch and of Python, and the generators of random numbers, are what they were when it was
   entered first (`Settings`).  An exception that arrives between the two halves of a `with` leaves one half;
 * registers and caches that know process groups, meshes or ranks of the attempt before are emptied
-  (`forget_groups`).  The next attempt's groups have the same names, its meshes compare equal, but ranks may
-  have changed;
+  (`registers.py`);
 * processes that it began by `multiprocessing`, such as those of a DataLoader, are ended (`end_children`).
 
 Module globals of the script are its own: what of the attempt before they still hold is told (`Globals`).
-Only modules that have been imported are looked at.  Names of other packages' insides may be missing in
-another version of theirs; what is not there needs no reset.
 """
 
 from __future__ import annotations
 
-import inspect
 import multiprocessing
 import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from functools import partial
-from itertools import count
 from multiprocessing.process import BaseProcess
 from types import ModuleType
 from typing import Any, TypeVar
@@ -37,59 +31,14 @@ from torch.optim import optimizer as optimizers
 from torch.utils import _device
 from torch.utils import _python_dispatch as dispatch
 
-from holdfast.launch.cutting import abort_on_devices
+from holdfast.launch.registers import say
 
 T = TypeVar("T")
 Setting = tuple[Callable[[], Any], Callable[[Any], object]]
 """How it is read and written."""
 
-_counts = count(1000, 1000)
-"""More than a function makes groups."""
-
 END_S = 1.0
 """Seconds that processes have to end, before they are killed."""
-
-_ZERO = "deepspeed.runtime.zero"
-_CALLED = (
-    ("torch", "clear_autocast_cache"),
-    ("torch._dynamo", "reset"),  # compiled code has the rank and the size of the world in it
-    ("torch._subclasses.fake_tensor", "FakeTensorMode.cache_clear"),  # DTensor's; else it grows
-    ("torch._C", "_clear_DTensor_sharding_propagator_cache"),
-    ("torch.distributed.tensor._redistribute", "_gen_transform_infos.cache_clear"),
-    ("torch.distributed.tensor._redistribute", "clear_redistribute_planner_cache"),
-    ("torch.distributed.tensor._collective_utils", "MeshTopoInfo.build_from_mesh.cache_clear"),
-    ("torch.distributed.device_mesh", "_mesh_resources.mesh_stack.clear"),
-    ("torch.distributed.device_mesh", "_mesh_resources.child_to_root_mapping.clear"),
-    ("torch.distributed.device_mesh", "_mesh_resources.root_to_flatten_mapping.clear"),
-    ("torch.distributed.device_mesh", "_mesh_resources.flatten_name_to_root_dims.clear"),
-    ("torch.distributed._symmetric_memory", "_group_name_to_store.clear"),
-    ("torch.distributed._symmetric_memory", "_group_name_to_workspace_tensor.clear"),
-    ("accelerate.state", "AcceleratorState._reset_state"),
-    ("accelerate.state", "GradientState._reset_state"),
-    ("accelerate.state", "PartialState._reset_state"),
-    ("deepspeed.utils.groups", "_release_process_group_references"),
-    (f"{_ZERO}.parameter_offload", "FWD_MODULE_STACK.clear"),
-    ("megatron.core.parallel_state", "destroy_model_parallel"),
-    ("megatron.core.num_microbatches_calculator", "unset_num_microbatches_calculator"),
-    ("megatron.core.rerun_state_machine", "destroy_rerun_state_machine"),
-)
-"""What empties a register or a cache: its module, and its path there."""
-_SET: tuple[tuple[str, str, Any], ...] = (
-    ("torch.distributed.tensor._random", "_rng_tracker", None),
-    ("torch.nn.parallel.distributed", "DistributedDataParallel._active_ddp_module", None),
-    ("deepspeed.comm.comm", "cdb", None),
-    ("deepspeed.comm.comm", "nccl_backend", None),
-    ("deepspeed.comm.comm", "mpi_backend", None),
-    ("deepspeed.comm.comm", "ccl_backend", None),
-    ("deepspeed.comm.comm", "hccl_backend", None),
-    (f"{_ZERO}.partition_parameters", "zero_init_context", 0),
-    (f"{_ZERO}.partition_parameters", "top_level_context", None),
-    (f"{_ZERO}.partition_parameters", "Init.param_id", 0),
-    (f"{_ZERO}.partition_parameters", "Init.num_persisted_parameters", 0),
-    (f"{_ZERO}.partition_parameters", "Init.num_persisted_elements", 0),
-    (f"{_ZERO}.partition_parameters", "Init.apply_param_persistence", False),
-)
-"""Globals that hold a group, or number what is built, and what they are in a new process."""
 
 
 class Leftovers:
@@ -178,7 +127,7 @@ class Settings:
 
 
 def _settings() -> Iterator[Setting]:
-    yield torch.is_grad_enabled, torch._C._set_grad_enabled
+    yield torch.is_grad_enabled, torch.set_grad_enabled
     yield torch.get_default_dtype, torch.set_default_dtype
     yield _attribute(
         torch._GLOBAL_DEVICE_CONTEXT, "device_context"
@@ -244,100 +193,6 @@ def _global_hooks() -> Iterator[dict[int, Any]]:
                 yield value
 
 
-def forget_groups() -> None:
-    """End all process groups, and empty what knows of them, of meshes and of ranks."""
-    import torch.distributed as dist
-
-    if dist.is_available():
-        _end_groups()
-    for name, path in _CALLED:
-        _attempt(name, path, lambda owner, last: getattr(owner, last)())
-    for name, path, value in _SET:
-        _attempt(name, path, partial(_set, value))
-    _forget_shardings()
-    _number_modules_anew()
-
-
-def _end_groups() -> None:
-    """All groups, also those of a world whose making was broken off: it has used up a name."""
-    import torch.distributed as dist
-    from torch.distributed import distributed_c10d as c10d
-
-    if dist.is_initialized():
-        try:
-            abort_on_devices()  # what is under way there may wait for a rank that is gone
-            dist.destroy_process_group()
-        except Exception as error:
-            _say(f"{error} while the process group was ended")
-    world = c10d._world
-    c10d._update_default_pg(None)
-    for register in (
-        world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config,
-        world.pg_to_tag, world.tags_to_pg, world.pg_coalesce_state,
-    ):  # fmt: skip
-        register.clear()
-    c10d._unregister_all_process_groups()
-    world.group_count = 0
-
-
-def name_groups_otherwise() -> None:
-    """Give groups that are made from now on names that none has had: the function has returned, and may be
-    called again.
-
-    torch counts them from 0 once the ones before are destroyed.  A group of the same name finds the keys of
-    the one before in the attempt's store: its ranks connect to where the others are no more, and some wait
-    for ever.
-    """
-    import torch.distributed as dist
-    from torch.distributed import distributed_c10d as c10d
-
-    with suppress(AttributeError):
-        if not dist.is_initialized() and not c10d._world.group_count:
-            c10d._world.group_count = next(_counts)
-
-
-def _forget_shardings() -> None:
-    """DTensor's rules as they were applied before: each has a mesh, and each thread has its own."""
-    tensor = sys.modules.get("torch.distributed.tensor._api")
-    if tensor is None:
-        return
-    with suppress(AttributeError):
-        propagator = tensor.DTensor._op_dispatcher.sharding_propagator
-        kind = type(propagator.propagate_op_sharding)
-        propagator.propagate_op_sharding = kind(propagator.propagate_op_sharding_non_cached)
-        propagator._propagate_tensor_meta_cached.cache_clear()
-
-
-def _set(value: Any, owner: Any, name: str) -> None:
-    setattr(owner, name, value)
-
-
-def _number_modules_anew() -> None:
-    """ZeRO-3 numbers modules in a default argument, and its ranks compare their numbers."""
-    offload = sys.modules.get(f"{_ZERO}.parameter_offload")
-    if offload is None:
-        return
-    with suppress(AttributeError):
-        register = offload.DeepSpeedZeRoOffload._register_deepspeed_module
-        for default in inspect.unwrap(register).__defaults__ or ():
-            if isinstance(default, list):
-                default[:] = [0]
-
-
-def _attempt(module: str, path: str, act: Callable[[Any, str], object]) -> None:
-    """Do something to what a path leads to, if the module is imported and has it."""
-    owner: Any = sys.modules.get(module)
-    *outer, last = path.split(".")
-    for name in outer:
-        owner = getattr(owner, name, None)
-    if not hasattr(owner, last):
-        return
-    try:
-        act(owner, last)
-    except Exception as error:
-        _say(f"{module}.{path} could not be reset: {error!r}")
-
-
 class Globals:
     """Module globals of the script that hold something of an attempt: groups, meshes, models, tensors."""
 
@@ -352,7 +207,7 @@ class Globals:
             if key in self._told or self._before.get(key) == id(value):
                 continue
             self._told.add(key)
-            _say(
+            say(
                 f"the global `{name}` of {module} still holds a {type(value).__name__} of the attempt that "
                 "has ended: its memory is free when it is set anew, and a group or mesh must be made anew"
             )
@@ -382,7 +237,3 @@ def _of_the_script() -> Iterator[ModuleType]:
         inside = file.startswith(root) and "site-packages" not in file[len(root) :]
         if name == "__main__" or inside:
             yield module
-
-
-def _say(text: str) -> None:
-    print(f"holdfast: {text}", file=sys.stderr, flush=True)

@@ -106,7 +106,7 @@ def recoverable(function: Callable[P, T]) -> Callable[P, T]:
         launched = _launched
         if launched is None or launched.has_begun:
             if launched is not None and launched.is_over:
-                from holdfast.launch.leftovers import name_groups_otherwise
+                from holdfast.launch.registers import name_groups_otherwise
 
                 name_groups_otherwise()
             return function(*args, **kwargs)
@@ -171,7 +171,8 @@ class _Launched:
 
     def run(self, function: Callable[[], T]) -> T:
         """Call the function, again and again until all ranks are done; return what it returned."""
-        from holdfast.launch.leftovers import Leftovers, name_groups_otherwise
+        from holdfast.launch.leftovers import Leftovers
+        from holdfast.launch.registers import name_groups_otherwise
 
         refuse_a_group()
         share_heaps()
@@ -457,7 +458,7 @@ def drop() -> None:
     """
     if "torch" not in sys.modules:
         return
-    from holdfast.launch.leftovers import forget_groups
+    from holdfast.launch.registers import forget_groups
 
     forget_groups()
     gc.collect()
