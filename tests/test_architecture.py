@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import holdfast
+
 SRC = Path(__file__).parent.parent / "src"
 
 ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -39,14 +41,19 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("tuning_store", "tiers"),
         ("frozen_numbers", "late", "survey"),
         ("beginning", "ending", "once", "restart", "sigterm", "steering"),
-        ("checkpointer",),
+        ("attempts", "checkpointer"),
+        ("planned",),
     ),
     "launch": (),
+    "extend": (),
     "integrations": (),
     "testing": (),
     "cli": (),
 }
-"""The rooms of the house, each of which may use those before it; and the layers within, lowest first."""
+"""The rooms of the house, each of which may use those before it; and the layers within, lowest first.
+`extend` is one module, the door."""
+PUBLIC = {"holdfast", *(f"holdfast.{name}" for name in holdfast.__all__)}
+"""Names that users have, which integrations import as users do: from the root."""
 FLOOR = {room: number for number, room in enumerate(ROOMS)}
 
 TORCH_FREE = (
@@ -117,17 +124,49 @@ def test_imports_go_down() -> None:
         for name, line in imports(path):
             if not name.startswith("holdfast.") or name.split(".")[1:3] == me.split(".")[1:3]:
                 continue
+            if name in PUBLIC and me.startswith("holdfast.integrations."):
+                continue
             mine, theirs = place(me), place(name)
             if theirs >= mine and not (theirs[0] == mine[0] and not ROOMS[me.split(".")[1]]):
                 bad.append(f"{path.relative_to(SRC)}:{line}: imports {name}")
     assert not bad, "\n".join(bad)
 
 
+def test_integrations_go_through_the_door() -> None:
+    """They use names that users have, their own folder, and `holdfast.extend`; of a Checkpointer, what is
+    public."""
+    bad = []
+    for path in (SRC / "holdfast" / "integrations").rglob("*.py"):
+        for name, line in imports(path):
+            own = f"{name}.".startswith(("holdfast.extend.", "holdfast.integrations."))
+            if name.split(".")[0] == "holdfast" and not (own or name in PUBLIC):
+                bad.append(f"{path.relative_to(SRC)}:{line}: imports {name}")
+        for node in nodes(path):
+            if isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr):
+                if ast.unparse(node.value).endswith(("ckpt", "checkpointer")):
+                    bad.append(f"{path.relative_to(SRC)}:{node.lineno}: {ast.unparse(node)}")
+    assert not bad, "\n".join(bad)
+
+
+def test_the_door_is_small_and_says_what_it_has() -> None:
+    from holdfast import extend
+
+    assert extend.__all__ == sorted(extend.__all__) and len(extend.__all__) <= 40
+    (doc,) = (extend.__doc__,)
+    listed = re.findall(r"\b(\w+)\b", " ".join(re.findall(r"^ {20}.{16}(.*)$", doc, re.MULTILINE)))
+    assert sorted(listed) == extend.__all__
+    for name in extend.__all__:
+        assert name == "TOP_NAMES" or getattr(extend, name).__doc__, (
+            f"{name} says nothing of itself"
+        )
+
+
 def test_the_house_has_few_rooms() -> None:
     found = {p.relative_to(SRC / "holdfast").parts[0] for p in (SRC / "holdfast").rglob("*.py")}
-    assert found == {*ROOMS, "__init__.py", "__main__.py"}
+    assert found == {*ROOMS.keys() - {"extend"}, "extend.py", "__init__.py", "__main__.py"}
     for room in ROOMS:
-        doc = ast.get_docstring(ast.parse((SRC / "holdfast" / room / "__init__.py").read_text()))
+        head = f"{room}.py" if room == "extend" else f"{room}/__init__.py"
+        doc = ast.get_docstring(ast.parse((SRC / "holdfast" / head).read_text()))
         assert doc, f"{room} says nothing of itself"
 
 
@@ -352,8 +391,6 @@ assert "holdfast.session.restart" in loaded()
 
 
 def test_public_names_are_pinned() -> None:
-    import holdfast
-
     assert holdfast.__all__ == [
         "Auto",
         "Box",

@@ -12,8 +12,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import holdfast
-import holdfast.integrations.dcp.attempts as attempts
-import holdfast.integrations.dcp.writer as module
+import holdfast.session.attempts as attempts
+import holdfast.session.planned as module
 from holdfast.dcp import Reader, Writer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -383,11 +383,11 @@ def test_batches_that_were_generated_are_told() -> None:
     notices = Notices("warn")
     args = SimpleNamespace(steps_per_generation=4, gradient_accumulation_steps=1)
     trainer = SimpleNamespace(args=args, num_iterations=2, _buffered_inputs=[1], _step=16)
-    tell_of_generated(trainer, 16, notices)
+    tell_of_generated(trainer, 16, notices.once)
     assert notices.texts == []
     trainer._step = 18
-    tell_of_generated(trainer, 18, notices)
-    tell_of_generated(trainer, 18, notices)
+    tell_of_generated(trainer, 18, notices.once)
+    tell_of_generated(trainer, 18, notices.once)
     assert len(notices.texts) == 1 and "be a multiple of 8 [generation-buffer]" in notices.texts[0]
 
 

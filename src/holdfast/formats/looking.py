@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 
 from holdfast.base.arguments import flag_of, path_of, step_of
-from holdfast.base.errors import HoldfastError, NotRecoverable
+from holdfast.base.errors import NotRecoverable
 from holdfast.base.patience import bounded
-from holdfast.core.checkpoint.names import committed, manifest_key, read_head
+from holdfast.core.checkpoint.names import committed
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.checkpoint.unproved import tell_unreadable
 from holdfast.core.store import open_store
@@ -38,14 +37,6 @@ def _open(url: str, step: int | None, verify: bool) -> Checkpoint:
     except NotRecoverable as error:
         error.hint = near_path(url) or error.hint
         raise
-
-
-def run_of(path: str, step: int) -> int | None:
-    """Return the run that saved a step of a root; None if that cannot be told, which reading it tells."""
-    with suppress(HoldfastError):
-        saved = read_head(open_store(path), step, manifest_key(step))
-        return saved.run if saved is not None and saved.is_proved else None
-    return None
 
 
 def steps(path: str | os.PathLike[str]) -> list[int]:

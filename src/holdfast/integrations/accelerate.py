@@ -36,10 +36,18 @@ from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper, DeepSpeedSched
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import IterableDataset
 
-from holdfast.base.arguments import instance_of, step_of
-from holdfast.base.errors import UsageError, warn_user
-from holdfast.core.checkpoint.tidying import Keep
-from holdfast.core.format import extras
+from holdfast import Checkpointer, Keep, Restored, Rng, errors
+from holdfast.extend import (
+    check_engine,
+    decode,
+    gradients_text,
+    notices_of,
+    put_order,
+    samplers_of,
+    step_of,
+    stop_if_told,
+    unfit,
+)
 from holdfast.integrations.accelerate_loaders import (
     PersistentWorkers,
     begin_without_a_draw,
@@ -50,11 +58,6 @@ from holdfast.integrations.accelerate_loaders import (
 )
 from holdfast.integrations.accelerate_order import arranged, had_by, order_of, tell_order
 from holdfast.integrations.native import tell_newer
-from holdfast.live.restore.result import Restored
-from holdfast.live.state.gradients import gradients_text
-from holdfast.live.state.orders import put_seeds, samplers_of
-from holdfast.live.state.rng import Rng
-from holdfast.session.checkpointer import Checkpointer
 
 __all__ = ["attach"]
 
@@ -79,13 +82,14 @@ def attach(
     as `every` says, in memory and records, too.  `total_limit` becomes `Keep(last=...)`.  With `sigterm_s`,
     `save_state` and `step` look for SIGTERM: call one of them often.
     """
-    accelerator = instance_of(accelerator, Accelerator, "attach", "accelerator", "an Accelerator")
+    if not isinstance(accelerator, Accelerator):
+        raise unfit("attach", "accelerator", accelerator, "an Accelerator")
     _check_kind(accelerator)
     if accelerator._save_model_state_pre_hook or accelerator._load_model_state_pre_hook:
         _refuse_hooks()
     if root is None:
         if accelerator.project_dir is None:
-            raise UsageError(
+            raise errors.UsageError(
                 "attach() has no root: the Accelerator has no project_dir",
                 hint="attach(accelerator, 'runs/gpt'), or Accelerator(project_dir='runs/gpt')",
             )
@@ -154,7 +158,7 @@ class _Attached:
         loaders = self.accelerator._dataloaders
         if not self.has_told_of_loaders and any(map(self._goes_on_elsewhere, loaders)):
             self.has_told_of_loaders = True
-            warn_user(
+            errors.warn_user(
                 "a loader on several processes dispatches its batches, or reads a stream: a run that goes "
                 "on in the middle of an epoch may have other data there than the uninterrupted one",
                 hint="save at the ends of epochs, or use dispatch_batches=False with a dataset that is no "
@@ -175,19 +179,17 @@ class _Attached:
         automatic = project.automatic_checkpoint_naming
         step = project.iteration if automatic else _number_in(output_dir, "save_state")
         if step < self.last_step:
-            raise UsageError(
+            raise errors.UsageError(
                 f"accelerator.save_state(): step {step} comes after step {self.last_step}, which a restart "
                 "would take for the newer one",
                 hint="number all checkpoints by one count, as of steps",
             )
         if not self.accelerator.sync_gradients:
-            self.checkpointer._notices.once(
+            notices_of(self.checkpointer).once(
                 "gradients",
                 f"{gradients_text(step)}: save where accelerator.sync_gradients is True",
             )
-        stop = self.checkpointer._stop
-        if stop is not None and stop.was_told():
-            self.checkpointer._save_and_stop(step, stop)
+        stop_if_told(self.checkpointer, step)
         self.checkpointer.save(step)
         self.last_step = step
         project.iteration += 1
@@ -255,7 +257,7 @@ to the device at which it is used."""
 def _refuse_for_steps(names: Collection[str]) -> None:
     """UsageError for arguments that Accelerate hands on to loaders of files."""
     if names:
-        raise UsageError(
+        raise errors.UsageError(
             f"accelerator.load_state({'=, '.join(sorted(names))}=): a step is restored whole, and no files "
             "are loaded by which this could be heeded",
             hint="leave it out; holdfast.load(root, {'model': model}, strict=False) loads a part",
@@ -269,7 +271,7 @@ def state_of(accelerator: Any) -> dict[str, Any]:
         _tell_what_was_loaded(loader)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         for engine in accelerator._models:
-            check_engine(engine)
+            check_trained_engine(engine)
     roles = {
         "model": accelerator._models,
         "optimizer": list(map(bare, accelerator._optimizers)),
@@ -303,13 +305,11 @@ def bare(wrapped: Any) -> Any:
     return wrapped.scheduler if isinstance(wrapped, DeepSpeedSchedulerWrapper) else wrapped
 
 
-def check_engine(engine: Any) -> None:
+def check_trained_engine(engine: Any) -> None:
     """UsageError for an engine of DeepSpeed's that cannot be saved whole, before the first save."""
-    from holdfast.live.state.deepspeed import zero_of
-
-    zero_of(engine)
+    check_engine(engine, "attach")
     if getattr(engine, "random_ltd_scheduler", None) is not None:
-        raise UsageError(
+        raise errors.UsageError(
             "random-LTD has state that a trainer does not show",
             hint="with a loop of your own, hand engine.random_ltd_scheduler over under a key of its own",
         )
@@ -324,7 +324,7 @@ def _check_known(accelerator: Any, given: tuple[Any, ...]) -> None:
     known += [getattr(one, "scheduler", None) for one in accelerator._schedulers]
     for one in given:
         if isinstance(one, LRScheduler) and all(one is not other for other in known):
-            raise UsageError(
+            raise errors.UsageError(
                 f"accelerator.prepare(): DeepSpeed's plugin does not keep a {type(one).__name__} that is "
                 "prepared without its model, so no checkpoint would have it",
                 hint="prepare them together: accelerator.prepare(model, optimizer, scheduler)",
@@ -333,14 +333,14 @@ def _check_known(accelerator: Any, given: tuple[Any, ...]) -> None:
 
 def _check_kind(accelerator: Any) -> None:
     if accelerator.distributed_type == DistributedType.MEGATRON_LM:
-        raise UsageError(
+        raise errors.UsageError(
             "attach(accelerator): Megatron-LM has state that an Accelerator does not show",
             hint="use holdfast.integrations.megatron",
         )
 
 
 def _refuse_hooks(*_: Any, **__: Any) -> None:
-    raise UsageError(
+    raise errors.UsageError(
         "attach(accelerator): hooks of register_save_state_pre_hook and register_load_state_pre_hook have "
         "files of their own, which a step of holdfast has not",
         hint="register what they save with accelerator.register_for_checkpointing(...)",
@@ -352,7 +352,7 @@ def _number_in(folder: Any, call: str) -> int:
     if isinstance(folder, (str, os.PathLike)):
         number = re.search(r"(\d+)[/\\]*$", os.fspath(folder))
         if number is None:
-            raise UsageError(
+            raise errors.UsageError(
                 f"accelerator.{call}({os.fspath(folder)!r}): the name has no number of a step at its end",
                 hint="name it as 'step_500', or give the number: 500",
             )
@@ -393,7 +393,7 @@ class _Counters:
 
     def _holdfast_arranged(self, saved: Any, state: dict[str, Any]) -> dict[str, Any]:
         """Compare the order of what the accelerator has with that of a step, before it is loaded."""
-        order = extras.decode(saved, lambda *_: None).get("order")
+        order = decode(saved, lambda *_: None).get("order")
         return state if order is None else arranged(order, self._of, state)
 
     def _next_passes(self) -> list[int]:
@@ -421,7 +421,8 @@ class _Counters:
                 loader.iteration = number
         tell_of_data(self._of._dataloaders, saved.get("data", ()), saved.get("amid", ()))
         for loader, seeds in zip(self._of._dataloaders, saved.get("orders", ())):
-            put_seeds(loader.base_dataloader, {"seeds": seeds})  # those of each rank come later
+            order = {"seeds": seeds, "generators": ()}  # those of each rank come later
+            put_order(loader.base_dataloader, order)
 
 
 def of_its_data(loader: Any, loaders: list[Any]) -> list[int]:

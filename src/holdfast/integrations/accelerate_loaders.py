@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from holdfast.live.state.orders import Data, Order, data_of, order_of, put_order, tell_other_data
+from holdfast.extend import data_of, order_of, put_order, tell_other_data
 
 
-def order_kept(loader: Any) -> Order:
+def order_kept(loader: Any) -> dict[str, Any]:
     """Return what a loader's order follows from: seeds of its samplers, and states of generators."""
     return order_of(loader.base_dataloader, getattr(loader, "synchronized_generator", None))
 
@@ -31,7 +31,7 @@ def put_order_kept(loader: Any, order: Any) -> None:
     put_order(loader.base_dataloader, order, getattr(loader, "synchronized_generator", None))
 
 
-def data_in(loader: Any) -> Data:
+def data_in(loader: Any) -> dict[str, Any]:
     """Return what a place in a prepared loader is counted in, over all processes."""
     found = data_of(loader)
     with suppress(Exception):  # not every batch sampler has a size
@@ -41,7 +41,9 @@ def data_in(loader: Any) -> Data:
     return found
 
 
-def tell_of_data(loaders: list[Any], saved: Collection[Data], amid: Collection[int]) -> None:
+def tell_of_data(
+    loaders: list[Any], saved: Collection[dict[str, Any]], amid: Collection[int]
+) -> None:
     """Tell of loaders whose place, in the middle of an epoch, was saved over other data, or in other
     batches over all processes.  A stateful one is in the state, and told of there."""
     for number, (loader, data) in enumerate(zip(loaders, saved)):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import xxhash
 
-from holdfast.base.errors import StateMismatch, warn_user
-from holdfast.core.codec.digest import digest
+from holdfast import errors
+from holdfast.extend import unwrap
 from holdfast.integrations.numbered import (
     Marked,
     arrangement,
@@ -16,7 +17,6 @@ from holdfast.integrations.numbered import (
     marked,
     tell_apart,
 )
-from holdfast.live.state.live import State, unwrap
 
 HOW = {
     "custom": "registered",
@@ -63,7 +63,7 @@ def order_of(accelerator: Any) -> dict[str, list[Marked]]:
 
 def _shapes(model: torch.nn.Module) -> str:
     shapes = repr([(name, tuple(p.shape)) for name, p in model.named_parameters()])
-    return f"{digest(shapes.encode()):x}"
+    return f"{xxhash.xxh3_64_intdigest(shapes.encode()):x}"
 
 
 def _parameters(optimizer: Any, names: dict[int, str]) -> str:
@@ -79,7 +79,9 @@ def _length(loader: Any) -> str:
         return ""
 
 
-def arranged(saved: dict[str, list[Marked]], accelerator: Any, state: State) -> State:
+def arranged(
+    saved: dict[str, list[Marked]], accelerator: Any, state: dict[str, Any]
+) -> dict[str, Any]:
     """The state, with registered objects under the keys that they were saved under.
 
     StateMismatch if the order of others is not the saved one, or that of registered ones cannot be told."""
@@ -97,9 +99,9 @@ def arranged(saved: dict[str, list[Marked]], accelerator: Any, state: State) -> 
         lines, told = in_another_order(role, was, mine, proved=role == "custom")
         problems += lines
         for text in told:
-            warn_user(text, notice="same-class")
+            errors.warn_user(text, notice="same-class")
     if problems:
-        raise StateMismatch(
+        raise errors.StateMismatch(
             "the accelerator has other objects than when the step was saved:\n  "
             + "\n  ".join(problems),
             tuple(problems),
@@ -112,4 +114,4 @@ def tell_order(order: dict[str, list[Marked]]) -> None:
     """HoldfastWarning for objects of one class which nothing tells apart."""
     for role, how in HOW.items():
         for text in tell_apart(role, order.get(role, ()), how):
-            warn_user(text, notice="same-class")
+            errors.warn_user(text, notice="same-class")

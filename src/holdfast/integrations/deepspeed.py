@@ -32,42 +32,28 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch.utils._pytree import tree_map
 
-import holdfast.session.checkpointer as core
-from holdfast.base.arguments import path_of, unfit
-from holdfast.base.errors import (
-    Corrupt,
-    FormatError,
-    HoldfastError,
-    NotFound,
-    NotRecoverable,
-    UsageError,
-    warn_user,
+import holdfast
+from holdfast import Checkpointer, errors, store, trainable_only
+from holdfast.extend import (
+    check_engine,
+    check_root,
+    engine_counters,
+    go_on_from,
+    labels_of,
+    newest_where,
+    notes_of,
+    path_of,
+    put_engine_counters,
+    unfit,
+    unpin,
 )
-from holdfast.base.patience import bounded
-from holdfast.base.wire import WireError
-from holdfast.core.checkpoint.names import Saved, committed
-from holdfast.core.checkpoint.notes import read_notes, unpin
-from holdfast.core.checkpoint.unproved import tell_passed_over
-from holdfast.core.codec.digest import hexdigest
-from holdfast.core.store import LocalStore, open_store
-from holdfast.formats import looking
-from holdfast.integrations.native import tell_newer
-from holdfast.live.roots import require_native_root
-from holdfast.live.state.deepspeed import COUNTERS, is_engine, put_counters, zero_of
-from holdfast.live.state.trainable import trainable_only
-from holdfast.session import once
+from holdfast.integrations.native import run_of, tell_newer
 
 if TYPE_CHECKING:
-    from holdfast.core.checkpoint.tidying import Keep
-    from holdfast.live.restore.result import Found
-    from holdfast.live.saving import Save
-    from holdfast.policy.tuning import Auto
-    from holdfast.session.checkpointer import Checkpointer
-    from holdfast.session.schedule import Every
-    from holdfast.tiers.memory.options import Memory
-    from holdfast.tiers.records.options import Delta
+    from holdfast import Auto, Delta, Every, Found, Keep, Memory, Save
 
 __all__ = ["attach"]
 
@@ -108,19 +94,15 @@ def attach(
     `save_checkpoint` returns once buffers and plain values are copied; the rest is written in the
     background.  UsageError for an engine of which holdfast cannot save everything.
     """
-    if not is_engine(engine):
-        raise unfit(
-            "integrations.deepspeed.attach", "engine", engine, "an engine of deepspeed.initialize()"
-        )
+    check_engine(engine, "integrations.deepspeed.attach")  # now, and not at the first save
     if "save_checkpoint" in vars(engine):
-        raise UsageError(
+        raise errors.UsageError(
             "this engine is attached already", hint="attach an engine once, and keep what it gives"
         )
     if client_state is not None and not callable(client_state):
         raise unfit("integrations.deepspeed.attach", "client_state", client_state, "a function")
     root = path_of(root, "integrations.deepspeed.attach", "root")
-    require_native_root(root)
-    zero_of(engine)  # refuses what cannot be saved, now and not at the first save
+    check_root(root)
     _refuse_efficiency(engine)
     client = ClientState(engine, client_state)
     state: dict[str, Any] = {"model": engine, CLIENT: client}
@@ -128,7 +110,7 @@ def attach(
         state["optim"] = engine.optimizer
     if engine.lr_scheduler is not None:
         state["sched"] = engine.lr_scheduler
-    ckpt = core.Checkpointer(
+    ckpt = Checkpointer(
         root, state, every=every, memory=memory, delta=delta, keep=keep, **{"anew": True, **options}
     )
     steps = every is not None or options.get("sigterm_s") is not None
@@ -143,7 +125,7 @@ def _refuse_efficiency(engine: Any) -> None:
     if samples or engine.random_ltd_enabled():
         what = "curriculum learning" if samples else "random-LTD"
         whose = "training_dataloader.data_sampler" if samples else "random_ltd_scheduler"
-        raise UsageError(
+        raise errors.UsageError(
             f"this engine uses {what}, whose state an attached engine does not save",
             hint=f"a Checkpointer in a loop of your own, with engine.{whose} under a key of its own",
         )
@@ -261,7 +243,7 @@ class ClientState:
             "saves": self._made,
             "latest": any(one["latest"] for one in self._made),
             "trainable_only": self.leaves_out,
-            "counters": {name: getattr(self._engine, name) for name in COUNTERS},
+            "counters": engine_counters(self._engine),
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -392,11 +374,13 @@ class AttachedEngine:
     def _pin(self, step: int, label: str) -> None:
         """Have a label keep a step; told where that cannot be written, since the save goes on."""
         try:
-            self.ckpt._noting().pin(step, label)
-        except NotFound:  # the save has failed, which is told
+            notes_of(self.ckpt).pin(step, label)
+        except errors.NotFound:  # the save has failed, which is told
             pass
-        except HoldfastError as error:
-            warn_user(f"{label}: no label keeps step {step}, so `keep` may delete it: {error}")
+        except errors.HoldfastError as error:
+            errors.warn_user(
+                f"{label}: no label keeps step {step}, so `keep` may delete it: {error}"
+            )
 
     def _leave_out_frozen(self) -> None:
         """Write, and expect, no frozen weights from now on; told where they are written all the same."""
@@ -404,7 +388,9 @@ class AttachedEngine:
             return
         if self.engine.zero_optimization_partition_weights():
             self.told_of_frozen = True
-            warn_user("exclude_frozen_parameters: at stage 3 frozen weights are saved all the same")
+            errors.warn_user(
+                "exclude_frozen_parameters: at stage 3 frozen weights are saved all the same"
+            )
             return
         trainable_only(self.engine.module)
         self.client.leaves_out = True
@@ -433,7 +419,7 @@ class AttachedEngine:
                 for older in self.unwritten
             ]
         step = one.save.step
-        pointed = Pointed(self.root, step, one.tag, looking.run_of(self.root, step))
+        pointed = Pointed(self.root, step, one.tag, run_of(self.root, step))
         if not _has_written(pointed, one.folder, one.latest):
             self.unwritten.append(one)
         elif TAG.fullmatch(one.tag) is None:
@@ -445,16 +431,18 @@ class AttachedEngine:
         if self.labelled is None:
             self.labelled = {}
             try:
-                steps = set(looking.steps(self.root))
-                for label, step in read_notes(open_store(self.root)).live_labels.items():
-                    extras = looking.open(self.root, step=step).extras if step in steps else {}
+                steps = set(holdfast.steps(self.root))
+                for label, step in labels_of(self.root).items():
+                    extras = holdfast.open(self.root, step=step).extras if step in steps else {}
                     for folder, tag in map(_place_of, _saves_of(extras.get(CLIENT, {}))):
                         if not folder or tag is None or label != _label_of(folder, tag):
                             continue
                         if Path(folder, tag).exists():
                             self.labelled[label] = folder, tag
-            except (HoldfastError, OSError) as error:
-                warn_user(f"{self.root}: labels of runs before stay, whatever is deleted: {error}")
+            except (errors.HoldfastError, OSError) as error:
+                errors.warn_user(
+                    f"{self.root}: labels of runs before stay, whatever is deleted: {error}"
+                )
         return self.labelled
 
     def _let_go(self) -> None:
@@ -470,9 +458,9 @@ class AttachedEngine:
             if (folder, tag) not in coming and not is_there:
                 del labelled[label]
                 try:
-                    unpin(open_store(self.root), label)
-                except HoldfastError as error:
-                    warn_user(f"{label}: the step stays, though {folder} is gone: {error}")
+                    unpin(self.root, label)
+                except errors.HoldfastError as error:
+                    errors.warn_user(f"{label}: the step stays, though {folder} is gone: {error}")
 
     # -- loading ----------------------------------------------------------------------------------
 
@@ -492,7 +480,7 @@ class AttachedEngine:
         if self._on_the_first(lambda: self._is_for_deepspeed(folder, tag, has_own)):
             return self._load_by_deepspeed(folder, tag, wanted, custom_load_fn)
         if custom_load_fn is not None:
-            raise UsageError(
+            raise errors.UsageError(
                 "custom_load_fn= puts values into a model by hand; holdfast puts each where it belongs",
                 hint="leave it out, or load by holdfast.load(root, {'model': engine}, only=...)",
             )
@@ -533,10 +521,12 @@ class AttachedEngine:
             try:
                 found = [read()]
             except Exception as error:
-                found = [WireError.of(error)]
+                is_ours = isinstance(error, errors.HoldfastError)
+                said = f"{type(error).__name__}: {error}"
+                found = [error if is_ours else errors.AgentError(said)]
         dist.broadcast_object_list(found, src=0)
-        if isinstance(found[0], WireError):
-            raise found[0].error()
+        if isinstance(found[0], errors.HoldfastError):
+            raise found[0]
         value: T = found[0]
         return value
 
@@ -551,14 +541,16 @@ class AttachedEngine:
             return None
         where = f"{_PLACES[found.tier]}, and not in {self.root}"
         if step is None:
-            raise NotRecoverable(
+            raise errors.NotRecoverable(
                 f"step {found.step} lies in {where}, from where only a whole state is loaded",
                 hint=f"load_checkpoint({self.root!r}, 'global_step{found.step}') with the "
                 "optimizer's states",
             )
-        is_found = step == found.step and looking.run_of(self.root, step) in (None, found.at.run)
+        is_found = step == found.step and run_of(self.root, step) in (None, found.at.run)
         if not is_found and _is_latest(found.extras):
-            warn_user(f"the newest step, {found.step}, lies in {where}; step {step} is loaded")
+            errors.warn_user(
+                f"the newest step, {found.step}, lies in {where}; step {step} is loaded"
+            )
         return self._load_own(step, wanted)
 
     def _load_own(self, step: int | None, wanted: Wanted) -> int:
@@ -582,11 +574,11 @@ class AttachedEngine:
             state.pop("optim", None)
         if not wanted.scheduler:
             state.pop("sched", None)
-        self._expect(looking.open(root, step=step).extras)
-        found = once.load(root, state, step=step, strict=wanted.strict)
+        self._expect(holdfast.open(root, step=step).extras)
+        found = holdfast.load(root, state, step=step, strict=wanted.strict)
         if wanted.counters:
-            put_counters(self.engine, self.client.counters)
-            self.ckpt._restart("load").leave_behind(self.engine.global_steps)
+            put_engine_counters(self.engine, self.client.counters)
+            go_on_from(self.ckpt, self.engine.global_steps)
         return found
 
     def _expect(self, extras: dict[str, Any]) -> None:
@@ -597,15 +589,15 @@ class AttachedEngine:
     def _pointed(self, folder: str, tag: str | None) -> Pointed | None:
         """Return the step to which the folder of a tag points; warn and return None without a tag."""
         if tag is None:
-            newest = looking.steps(self.root)[-1:]
+            newest = holdfast.steps(self.root)[-1:]
             beside = f"; {self.root} has step {newest[0]}: load from there" if newest else ""
-            warn_user(f"{folder} has no file `{LATEST}`, so nothing is loaded{beside}")
+            errors.warn_user(f"{folder} has no file `{LATEST}`, so nothing is loaded{beside}")
             return None
         try:
-            pointer = json.loads(LocalStore(Path(folder, tag)).get_small(POINTER))
+            pointer = json.loads(store.LocalStore(Path(folder, tag)).get_small(POINTER))
             return Pointed(str(pointer["root"]), int(pointer["step"]), tag, pointer.get("run"))
-        except (HoldfastError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise NotRecoverable(
+        except (errors.HoldfastError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise errors.NotRecoverable(
                 f"{Path(folder, tag)} points to no step: it was not committed, or is no checkpoint "
                 f"({type(error).__name__})",
                 hint=f"load_checkpoint({self.root!r}) goes on from the newest step of the root",
@@ -617,12 +609,12 @@ class AttachedEngine:
         pointed = self._pointed(folder, tag)
         if pointed is None or not _same(pointed.root, self.root):
             return pointed
-        if pointed.step in looking.steps(self.root):
+        if pointed.step in holdfast.steps(self.root):
             return pointed
-        step = read_notes(open_store(self.root)).live_labels.get(_label_of(folder, tag))
+        step = labels_of(self.root).get(_label_of(folder, tag))
         if step is None:
             return pointed
-        return Pointed(self.root, step, tag, looking.run_of(self.root, step))
+        return Pointed(self.root, step, tag, run_of(self.root, step))
 
     def _newest_saved(self, folder: str, tag: str | None) -> Pointed | None:
         """Return what `latest` points to or, if that is deleted, the newest step saved there after it.
@@ -633,7 +625,7 @@ class AttachedEngine:
         pointed = self._pointed(folder, tag)
         if pointed is None or not _same(pointed.root, self.root):
             return pointed
-        if pointed.step in looking.steps(self.root):
+        if pointed.step in holdfast.steps(self.root):
             return pointed
 
         def tags_of(extras: dict[str, Any]) -> list[str]:
@@ -641,22 +633,22 @@ class AttachedEngine:
             here = [one for one in saves if one.get("folder") == _absolute(folder)]
             return [one["tag"] for one in here if one["latest"]]
 
-        def fits(saved: Saved, extras: dict[str, Any]) -> bool:
-            run = saved.run if pointed.run is None else pointed.run
-            return bool(tags_of(extras)) and saved > Saved(run, pointed.step)
+        def fits(run: int, step: int, extras: dict[str, Any]) -> bool:
+            before = run if pointed.run is None else pointed.run, pointed.step
+            return bool(tags_of(extras)) and (run, step) > before
 
-        found = self._newest_where(fits)
+        found = newest_where(self.root, fits)
         if found is None:
             return pointed
         step, extras = found
         names = f"{Path(folder, LATEST)} names {pointed.tag}, whose step is deleted"
-        warn_user(f"{names}; loaded is step {step}, which was saved there after it")
-        return Pointed(self.root, step, tags_of(extras)[-1], looking.run_of(self.root, step))
+        errors.warn_user(f"{names}; loaded is step {step}, which was saved there after it")
+        return Pointed(self.root, step, tags_of(extras)[-1], run_of(self.root, step))
 
     def _load_pointed(self, folder: str, pointed: Pointed, wanted: Wanted) -> int:
-        run = None if pointed.run is None else looking.run_of(pointed.root, pointed.step)
+        run = None if pointed.run is None else run_of(pointed.root, pointed.step)
         if run not in (None, pointed.run) and not _is_saved_at(folder, pointed):
-            raise NotRecoverable(
+            raise errors.NotRecoverable(
                 f"{Path(folder, pointed.tag)} names step {pointed.step} of run {pointed.run} in "
                 f"{pointed.root}, which run {run} has saved anew",
                 hint=f"load_checkpoint({pointed.root!r}, 'global_step{pointed.step}') takes the one "
@@ -671,37 +663,16 @@ class AttachedEngine:
         number = TAG.fullmatch(tag)
         if number is not None:
             return int(number[1])
-        labelled = read_notes(open_store(self.root)).live_labels
+        labelled = labels_of(self.root)
         if tag in labelled:
             return labelled[tag]
-        raise NotRecoverable(
+        raise errors.NotRecoverable(
             f"{self.root} has no step with the tag {tag!r}", hint=f"holdfast ls {self.root}"
         )
 
     def _newest_of_all(self) -> int | None:
-        newest = self._newest_where(lambda _, extras: _is_latest(extras))
+        newest = newest_where(self.root, lambda run, step, extras: _is_latest(extras))
         return None if newest is None else newest[0]
-
-    def _newest_where(
-        self, fits: Callable[[Saved, dict[str, Any]], bool]
-    ) -> tuple[int, dict[str, Any]] | None:
-        """Return the newest durable step of the root of which `fits(saved, plain values)` is true, with its
-        plain values.  What cannot be read is passed over, and told; if nothing else fits, it is raised."""
-        saved = bounded(lambda: committed(open_store(self.root)), "look at", self.root)
-        fault = None
-        for one in reversed(saved):
-            try:
-                extras = looking.open(self.root, step=one.step).extras
-            except (Corrupt, FormatError) as error:
-                fault = error
-                warn_user(f"{self.root}: step {one.step} is passed over: {error.message}")
-                continue
-            if fits(one, extras):
-                tell_passed_over(self.root, saved, one.step)
-                return one.step, extras
-        if fault is not None:
-            raise fault
-        return None
 
     def _load_by_deepspeed(
         self, folder: str, tag: str | None, wanted: Wanted, custom_load_fn: Any
@@ -715,7 +686,7 @@ class AttachedEngine:
             load_module_only=not wanted.counters,
             custom_load_fn=custom_load_fn,
         )
-        self.ckpt._restart("load").leave_behind(self.engine.global_steps)
+        go_on_from(self.ckpt, self.engine.global_steps)
         return loaded
 
     def _is_root(self, folder: str) -> bool:
@@ -741,7 +712,7 @@ def _absolute(path: str) -> str:
 def _check_label(tag: str, step: int) -> None:
     """UsageError for a tag that names another step."""
     if TAG.fullmatch(tag) and tag != f"global_step{step}":
-        raise UsageError(
+        raise errors.UsageError(
             f"tag {tag!r} names another step than {step}, at which the engine is",
             hint="leave the tag out, or give it another name",
         )
@@ -751,7 +722,7 @@ def _label_of(folder: str, tag: str) -> str:
     """Return the label of the step that a tag in a folder besides the root keeps."""
     place = os.path.join(_absolute(folder), tag)
     name = f"{Path(_absolute(folder)).name}/{tag}"
-    return f"{ascii(name)[1:-1][-80:]} {hexdigest(place.encode())[:8]}"
+    return f"{ascii(name)[1:-1][-80:]} {xxhash.xxh3_64_hexdigest(place.encode())[:8]}"
 
 
 def _is_latest(extras: dict[str, Any]) -> bool:
@@ -762,7 +733,7 @@ def _is_latest(extras: dict[str, Any]) -> bool:
 def _is_saved_at(folder: str, pointed: Pointed) -> bool:
     """True if a step was saved under its tag in this folder: a run that was killed before it could write
     the pointer leaves that of the step it has replaced."""
-    extras = looking.open(pointed.root, step=pointed.step).extras
+    extras = holdfast.open(pointed.root, step=pointed.step).extras
     place = _absolute(folder), pointed.tag
     return any(_place_of(one) == place for one in _saves_of(extras.get(CLIENT, {})))
 
@@ -770,8 +741,8 @@ def _is_saved_at(folder: str, pointed: Pointed) -> bool:
 def _latest_of(folder: str) -> str | None:
     """The tag that a folder's `latest` names; None if it has no such file."""
     try:
-        return LocalStore(folder).get_small(LATEST).decode().strip()
-    except (NotFound, UnicodeDecodeError):
+        return store.LocalStore(folder).get_small(LATEST).decode().strip()
+    except (errors.NotFound, UnicodeDecodeError):
         return None
 
 
@@ -799,7 +770,7 @@ def _has_written(pointed: Pointed, folder: str, latest: bool) -> bool:
     try:
         _write_pointer(pointed, folder, latest)
     except OSError as error:
-        warn_user(
+        errors.warn_user(
             f"{folder}: {pointed.tag} does not point to step {pointed.step}, which is saved: {error}",
             hint=f"each save_checkpoint and load_checkpoint tries again; {pointed.root} has the step",
         )

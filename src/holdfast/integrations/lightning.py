@@ -47,18 +47,21 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from holdfast.base.arguments import MAX_STEP, path_of
-from holdfast.base.errors import (
-    HoldfastError,
-    NotRecoverable,
-    UsageError,
-    warn_user,
+from holdfast import Checkpointer, Every, Keep, errors, load, save, steps, store
+from holdfast import open as open_step
+from holdfast.extend import (
+    data_of,
+    decode,
+    encode,
+    gradients_text,
+    notices_of,
+    path_of,
+    read_files,
+    tell_other_data,
+    torch_dtype,
+    wait_for_copies,
+    writes_to,
 )
-from holdfast.core.checkpoint.tidying import Keep
-from holdfast.core.format import extras
-from holdfast.core.store import delete_many, keys_below, open_store
-from holdfast.formats.looking import open as open_step
-from holdfast.formats.looking import run_of, steps
 from holdfast.integrations.lightning_finetuning import (
     TRAINED,
     callbacks_of,
@@ -89,23 +92,13 @@ from holdfast.integrations.lightning_pointers import (
     unpin_path,
     write_pointer,
 )
-from holdfast.integrations.native import kept_by, tell_newer
-from holdfast.live.saving.attaching import attached
-from holdfast.live.state.gradients import gradients_text
-from holdfast.live.state.live import named_buffers, named_parameters
-from holdfast.live.state.orders import Data, data_of, tell_other_data
-from holdfast.live.state.placed import torch_dtype
-from holdfast.live.state.window import wait_for_copies
-from holdfast.live.state.writes import count_and_address
-from holdfast.session.checkpointer import Checkpointer
-from holdfast.session.once import load, save
-from holdfast.session.schedule import Every
+from holdfast.integrations.native import kept_by, run_of, tell_newer
 
 __all__ = ["strategy"]
 
 NEWEST = "newest"
 """The `ckpt_path` of the newest step in any tier; where there is none, training begins afresh."""
-NEVER = Every(durable=MAX_STEP)
+NEVER = Every.by_hand()
 """The frequencies at which a Checkpointer saves of its own accord, where Lightning alone says when."""
 _OPTIONS = inspect.signature(Checkpointer).parameters.keys() - {
     "path",
@@ -127,12 +120,14 @@ def strategy(of: str | Strategy, root: str | os.PathLike[str], **options: Any) -
     root = path_of(root, call, "root")
     unknown = sorted(options.keys() - _OPTIONS)
     if unknown:
-        raise UsageError(f"{call} has no {unknown[0]}=; it takes {', '.join(sorted(_OPTIONS))}")
+        raise errors.UsageError(
+            f"{call} has no {unknown[0]}=; it takes {', '.join(sorted(_OPTIONS))}"
+        )
     made: Any = _named(of) if isinstance(of, str) else of
     known = isinstance(made, (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy))
     spawned = getattr(made, "_start_method", None) == "spawn"
     if not known or spawned or isinstance(made, DeepSpeedStrategy):
-        raise UsageError(
+        raise errors.UsageError(
             f"{call} cannot save with {of if isinstance(of, str) else type(of).__name__}",
             hint="it knows one device, DDP (not spawned), and ModelParallelStrategy ('fsdp2')",
         )
@@ -180,7 +175,7 @@ class _Saving:
     """The place in the loop where that state was saved."""
     _metrics: Any = None
     """The metrics logged by then; None in a step of an earlier version."""
-    _data: Collection[Data] = ()
+    _data: Collection[dict[str, Any]] = ()
     """The data that the loaders went over by then."""
     _told: Collection[str] = ()
     """The texts that this fit has warned with, each once."""
@@ -221,7 +216,7 @@ class _Saving:
         if not self._is_dry_run:
             self._home(weights_only=False)
         for one in (self.lightning_module, self.lightning_module.trainer.datamodule):
-            extras.encode(dict(getattr(one, "hparams", {})), _any_tensor, "hyper_parameters")
+            encode(dict(getattr(one, "hparams", {})), _any_tensor, "hyper_parameters")
         self._step = self.lightning_module.trainer.global_step
         for callback in callbacks_of(self.lightning_module.trainer):
             callback._restarting = False  # else its next fit would take the groups of this one
@@ -231,7 +226,7 @@ class _Saving:
         looks = self._is_first and not self._is_dry_run
         later = [s for s in steps(self._root) if s > self._step] if looks else []
         if later and self._begins_anew:
-            warn_user(
+            errors.warn_user(
                 f"{self._root} has steps of another run, up to {later[-1]}, and this one begins at "
                 f"{self._step}: a step of the same number takes the place of the old one",
                 hint=f'fit(ckpt_path="{NEWEST}") goes on from them; or give the run a root of its own',
@@ -339,7 +334,7 @@ class _Saving:
             if callbacks_of(self.lightning_module.trainer):
                 checkpoint[TRAINED] = names_of_trained(self.lightning_module)
         if changed := self._changed(checkpoint.pop("state_dict")):
-            raise UsageError(
+            raise errors.UsageError(
                 f"on_save_checkpoint() of the LightningModule or of a callback changed {changed!r} in the "
                 "state_dict, and the live weights are what is saved",
                 hint="holdfast.trainable_only(model) leaves out frozen weights; have averages in buffers",
@@ -352,17 +347,15 @@ class _Saving:
         names = (n for n in before | weights if weights.get(n) is not before.get(n))
         return next(names, "")
 
-    def writes(self) -> list[tuple[int, int]]:
+    def writes(self) -> Any:
         """Equal to what it was only while the weights are."""
-        module = self.lightning_module
-        found = [*named_parameters(module), *named_buffers(module)]
-        return [count_and_address(tensor) for _, tensor in found]
+        return writes_to(self.lightning_module)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
         if storage_options is not None:
-            raise UsageError(
+            raise errors.UsageError(
                 "storage_options= of save_checkpoint() are of CheckpointIO, which is not used"
             )
         rest, path = self.rest_of(checkpoint), self.broadcast(str(filepath))  # type: ignore[attr-defined]
@@ -418,11 +411,11 @@ class _Saving:
         """The contents of `files`, on the first rank; those that cannot be read are told of."""
 
         def complain(error: BaseException) -> None:
-            warn_user(f"the step is saved without a file: {error}")
+            errors.warn_user(f"the step is saved without a file: {error}")
 
-        files, is_first = self._options["files"], self._is_first
-        found = attached(files, None, None, "lightning.strategy", complain, reads=is_first)
-        return {} if found is None else found.contents
+        if not self._is_first:
+            return {}
+        return read_files(self._options["files"], "lightning.strategy", complain)
 
     def _tell_of_losses(self, step: int) -> None:
         """Warn, once of each, of what a save in the midst of an epoch has not got."""
@@ -465,10 +458,10 @@ class _Saving:
         what = notice or text.partition(" has not got ")[2] or text
         if notice is not None:
             for home in (self._homes or {}).values():
-                home.ckpt._notices.was_given(notice)
+                notices_of(home.ckpt).was_given(notice)
         if self._is_first and what not in self._told:
             self._told = {*self._told, what}
-            warn_user(text, hint=hint, notice=notice)
+            errors.warn_user(text, hint=hint, notice=notice)
 
     def _settle(self) -> None:
         """Wait for all saves, and have their paths written."""
@@ -497,12 +490,17 @@ class _Saving:
         if pointer is None or pointer["root"] != root:
             return
         try:
-            store = open_store(root)
-            delete_many(store, list(keys_below(store, [""])))
+            place = store.open_store(root)
+            keys = place.list("")
+            if isinstance(place, store.Bulk):
+                place.delete_many(keys)
+            else:
+                for key in keys:
+                    place.delete(key)
             if "://" not in root:
                 os.rmdir(root)
-        except (HoldfastError, OSError) as error:
-            warn_user(f"{path}: {root}, which only it named, is not deleted: {error}")
+        except (errors.HoldfastError, OSError) as error:
+            errors.warn_user(f"{path}: {root}, which only it named, is not deleted: {error}")
 
     def _root_of(self, path: str) -> str:
         """The root beside, of the one step that only this path names."""
@@ -522,9 +520,9 @@ class _Saving:
         here = None if path == NEWEST or not self._is_first else read_pointer(path)
         pointer, replaced = self.broadcast((here, replaced_by(here)))  # type: ignore[attr-defined]
         if replaced and (self._homes is None or pointer["root"] != self._root or not is_last(path)):
-            raise NotRecoverable(f"{path} {replaced}", hint=ANEW)
+            raise errors.NotRecoverable(f"{path} {replaced}", hint=ANEW)
         if replaced:
-            warn_user(f"{path} {replaced}: training goes on from the newest step")
+            errors.warn_user(f"{path} {replaced}: training goes on from the newest step")
             path, pointer = NEWEST, None
         self._is_foreign = pointer is None and path != NEWEST
         if self._is_foreign:
@@ -553,7 +551,7 @@ class _Saving:
             return _Nothing({"pytorch-lightning_version": lightning_version})
         self._begins_anew = False
         if "callbacks" in (pointer or {}) and rest["global_step"] == step:
-            self._take_over(step, rest["callbacks"], extras.decode(pointer["callbacks"], number_of))
+            self._take_over(step, rest["callbacks"], decode(pointer["callbacks"], number_of))
         return {**rest, "state_dict": self.lightning_module_state_dict()}
 
     def _has_steps(self) -> bool:
@@ -579,13 +577,13 @@ class _Saving:
             newest = home.ckpt.find()
             reached = 0 if newest is None else newest.step
             if reached < step and not home.has(step):
-                warn_user(
+                errors.warn_user(
                     f"{path} names step {step}, which is not there, or damaged: "
                     f"training goes on from step {reached}"
                 )
                 step = None
             elif newest is not None and newest.step > step:
-                warn_user(
+                errors.warn_user(
                     f"{path} names step {step}, and {self._root} has step {newest.step}, in "
                     f"{newest.tier}",
                     hint=f'fit(ckpt_path="{NEWEST}") takes the newest of all tiers',
@@ -706,7 +704,7 @@ class _Nothing(dict[str, Any]):
 
 def _restore_rng(ckpt: Checkpointer) -> None:
     with suppress(
-        UsageError
+        errors.UsageError
     ):  # saved by another number of ranks: they stay as the script seeded them
         ckpt.restore_rng()
 
@@ -716,7 +714,7 @@ def _has_epochs(loader: Any) -> bool:
 
 
 def _any_tensor(value: Any, path: str) -> Any:
-    return None if isinstance(value, torch.Tensor) else extras.encode(value, path=path)
+    return None if isinstance(value, torch.Tensor) else encode(value, path=path)
 
 
 # -- load_from_checkpoint(path), which opens a path by torch.load
@@ -729,7 +727,7 @@ def _load_also_pointers(path: Any, map_location: Any = None, weights_only: Any =
         read_pointer(path) if isinstance(path, (str, Path)) and str(path)[:4] != "http" else None
     )
     if replaced := replaced_by(pointer):
-        raise NotRecoverable(f"{path} {replaced}", hint=ANEW)
+        raise errors.NotRecoverable(f"{path} {replaced}", hint=ANEW)
     if pointer is None:
         return _load(path, map_location=map_location, weights_only=weights_only)
     with open_step(pointer["root"], step=pointer["step"]) as step:

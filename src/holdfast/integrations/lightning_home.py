@@ -7,21 +7,14 @@ RestOfRank   those of them that each rank has of its own
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
 
-from holdfast.base.errors import (
-    Corrupt,
-    HoldfastError,
-    NotFound,
-    NotRecoverable,
-    UsageError,
-    warn_user,
-)
-from holdfast.core.format import extras
-from holdfast.formats.looking import run_of
+from holdfast import Checkpointer, Save, errors
+from holdfast.extend import decode, encode, notes_of
 from holdfast.integrations.lightning_finetuning import TRAINED
 from holdfast.integrations.lightning_pointers import (
     Pointer,
@@ -32,8 +25,7 @@ from holdfast.integrations.lightning_pointers import (
     unpin_path,
     write_pointer,
 )
-from holdfast.live.saving import Save
-from holdfast.session.checkpointer import Checkpointer
+from holdfast.integrations.native import run_of
 
 __all__ = ["DATA", "METRICS", "Home", "Rest", "number_of"]
 
@@ -110,6 +102,17 @@ class RestOfRank:
         self.loaded = saved
 
 
+@dataclass(frozen=True)
+class _Committed:
+    """A save that was committed before this fit began."""
+
+    step: int
+    error: None = None
+
+    def done(self) -> bool:
+        return True
+
+
 class Home:
     """A root that a fit saves into, and on rank 0 what waits for saves: pointers to write and to remove."""
 
@@ -118,8 +121,8 @@ class Home:
         self.ckpt = Checkpointer(root, state, **{"anew": True, **options})
         self.at: tuple[int, Any] | None = None
         """The step that a path or a restore named last, and the writes to the weights until then."""
-        self._newest: Save | None = None
-        self._waiting: list[tuple[str, Pointer, Save | None]] = []
+        self._newest: Save | _Committed | None = None
+        self._waiting: list[tuple[str, Pointer, Save | _Committed | None]] = []
         self._to_remove: list[str] = []
         self._is_good = True
         self._own: dict[str, Any] = {}
@@ -137,13 +140,12 @@ class Home:
         """True if the step can be restored, though it may be another run's than the newest.  Collective."""
         try:
             return self.ckpt.find(step) is not None
-        except (NotFound, NotRecoverable, Corrupt):
+        except (errors.NotFound, errors.NotRecoverable, errors.Corrupt):
             return False
 
     def go_on_from(self, step: int, rest: dict[str, Any]) -> None:
         """Let further paths of a restored step name it as it is: saved anew, it would be another run's."""
-        self._newest, self._own = Save(step), _own_parts(rest)
-        self._newest._conclude()
+        self._newest, self._own = _Committed(step), _own_parts(rest)
 
     def save(self, rest: dict[str, Any], path: str) -> None:
         """Save in the background, for `path` to name the step."""
@@ -165,11 +167,11 @@ class Home:
             coming = {**pointer, **claimed_by(self.root), "is_coming": True}
             write_pointer(path, coming)  # first: it tells a restart of the pin
         try:
-            self.ckpt._noting().pin(step, f"{label_of(path)}{step}")
-        except NotFound:
+            notes_of(self.ckpt).pin(step, f"{label_of(path)}{step}")
+        except errors.NotFound:
             pass  # the save has failed already, which it says itself
-        except HoldfastError as error:
-            warn_user(f"{path}: step {step} is not pinned, so it may be deleted: {error}")
+        except errors.HoldfastError as error:
+            errors.warn_user(f"{path}: step {step} is not pinned, so it may be deleted: {error}")
         if is_first:
             self._waiting.append((path, pointer, self._newest))
 
@@ -179,7 +181,7 @@ class Home:
         changed = [name for name in own if own[name] != self._own.get(name)]
         if changed and self.strategy.is_global_zero and not self._has_told:
             self._has_told = True
-            warn_user(
+            errors.warn_user(
                 f"{path} names step {rest['global_step']} as the path before saved it: "
                 f"{changed[0]!r}, which on_save_checkpoint() adds, has changed since",
                 hint="training that goes on from there repeats what came between, as a validation",
@@ -233,8 +235,8 @@ class Home:
 def _plain(callbacks: Any) -> Any:
     """States of callbacks as JSON; None if there are none, or they have tensors of more than one number."""
     try:
-        return None if callbacks is None else extras.encode(callbacks, _number)
-    except UsageError:
+        return None if callbacks is None else encode(callbacks, _number)
+    except errors.UsageError:
         return None
 
 
@@ -246,9 +248,9 @@ def _own_parts(rest: dict[str, Any]) -> dict[str, Any]:
 
 def _number(value: Any, path: str) -> Any:
     if not isinstance(value, torch.Tensor) or value.dim():
-        raise UsageError(path)
-    return {"$tensor": [str(value.dtype).partition(".")[2], extras.encode(value.item())]}
+        raise errors.UsageError(path)
+    return {"$tensor": [str(value.dtype).partition(".")[2], encode(value.item())]}
 
 
 def number_of(tag: str, body: Any) -> torch.Tensor:
-    return torch.tensor(extras.decode(body[1]), dtype=getattr(torch, body[0]))
+    return torch.tensor(decode(body[1]), dtype=getattr(torch, body[0]))

@@ -22,7 +22,7 @@ from lightning.pytorch.loops import fit_loop, training_epoch_loop
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from holdfast.base.errors import warn_user
+from holdfast import errors
 
 __all__ = ["IN_EPOCH", "Metrics", "LoopPlace", "forget", "go_on", "place_of"]
 
@@ -142,7 +142,7 @@ def _finish_epoch(loop: Any) -> None:
         try:
             loop.on_advance_end()
         except Exception as error:
-            warn_user(
+            errors.warn_user(
                 f"the end of epoch {number} failed, of which this run has seen no batch; the rest of it is "
                 f"left out: {type(error).__name__}: {error}",
                 hint="keep what on_train_epoch_end() needs in a buffer, or save at the ends of epochs",

@@ -15,16 +15,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import xxhash
 from lightning.fabric.utilities.cloud_io import get_filesystem
 
-from holdfast.base.errors import FormatError, HoldfastError, warn_user
-from holdfast.base.wire import decode_json
-from holdfast.core.checkpoint.claiming import newest_claim
-from holdfast.core.checkpoint.names import manifest_key, read_head
-from holdfast.core.checkpoint.notes import pin, read_notes, unpin
-from holdfast.core.codec.digest import hexdigest
-from holdfast.core.store import open_store
-from holdfast.formats.looking import run_of
+from holdfast import errors
+from holdfast.extend import labels_of, pin, run_at_work, saved_in, unpin
+from holdfast.integrations.native import run_of
 
 __all__ = [
     "ANEW",
@@ -94,11 +90,11 @@ def read_pointer(path: Any) -> Pointer | None:
             return None
         text = begin + file.read(1 << 20)
     try:
-        pointer: Pointer = decode_json(text, dict[str, Any])
+        pointer: Pointer = json.loads(text)
         pointer |= {"root": str(pointer["root"]), "step": int(pointer["step"])}
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         what = f"'{path}' should name a step and does not: {type(error).__name__}: {error}"
-        raise FormatError(what[:500], hint="remove it, or put it back from a copy") from None
+        raise errors.FormatError(what[:500], hint="remove it, or put it back from a copy") from None
     if "://" not in pointer["root"]:
         folder = os.path.dirname(os.path.realpath(path))
         pointer["root"] = os.path.realpath(os.path.join(folder, pointer["root"]))
@@ -116,16 +112,16 @@ def settle_left(folder: Any) -> None:
             continue
         step = pointer["step"]
         try:
-            store = open_store(pointer["root"])
-            saved = read_head(store, step, manifest_key(step))
+            saved = saved_in(pointer["root"], step)
             if saved is None or (saved.is_proved and saved.run != pointer.get("run", saved.run)):
                 unpin_path(pointer["root"], path)
                 remove_pointer(path)
             elif saved.is_proved:
-                pin(store, step, f"{label_of(path)}{step}")  # the run may have been killed before
+                label = f"{label_of(path)}{step}"
+                pin(pointer["root"], step, label)  # the run may have been killed before
                 write_pointer(path, {**pointer, "run": saved.run})
-        except HoldfastError as error:
-            warn_user(f"{path} names step {step}, of which nothing can be told now: {error}")
+        except errors.HoldfastError as error:
+            errors.warn_user(f"{path} names step {step}, of which nothing can be told now: {error}")
 
 
 def is_last(path: str) -> bool:
@@ -155,9 +151,9 @@ def replaced_by(pointer: Pointer | None) -> str:
 
 def claimed_by(root: str) -> Pointer:
     """The part of a pointer that says which run is at work in a root, if that can be told."""
-    with suppress(HoldfastError):
-        claim = newest_claim(open_store(root))
-        return {} if claim is None else {"run": claim.run}
+    with suppress(errors.HoldfastError):
+        run = run_at_work(root)
+        return {} if run is None else {"run": run}
     return {}
 
 
@@ -178,7 +174,7 @@ def beside(root: str, name: str) -> str:
 
 
 def digest_of(path: str) -> str:
-    return hexdigest(path.encode())[:8]
+    return xxhash.xxh3_64_hexdigest(path.encode())[:8]
 
 
 def label_of(path: str) -> str:
@@ -189,8 +185,10 @@ def label_of(path: str) -> str:
 def unpin_path(root: str, path: str, but: Collection[int | None] = ()) -> None:
     """Unpin what a path named."""
     try:
-        for label, step in read_notes(open_store(root)).live_labels.items():
+        for label, step in labels_of(root).items():
             if label.startswith(label_of(path)) and step not in but:
-                unpin(open_store(root), label)
-    except HoldfastError as error:
-        warn_user(f"{path}: what it named before stays pinned, so it is not deleted: {error}")
+                unpin(root, label)
+    except errors.HoldfastError as error:
+        errors.warn_user(
+            f"{path}: what it named before stays pinned, so it is not deleted: {error}"
+        )

@@ -20,11 +20,9 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
@@ -41,10 +39,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from holdfast.base.errors import HoldfastError
-from holdfast.base.wire import WireError, decode_msgpack
+from holdfast import errors
+from holdfast.extend import Prepared
 from holdfast.integrations.dcp import Reader, Writer
-from holdfast.integrations.dcp.writer import Prepared, RankWritten
+from holdfast.integrations.dcp.writer import result_of
 
 BACKEND = "holdfast"
 VERSION = 1
@@ -103,7 +101,7 @@ class SaveStrategy(AsyncSaveShardedStrategy):
         os.close(handle)
 
         def result() -> list[WriteResult]:
-            return [_take_note(note, prepared.rank).result]
+            return [result_of(prepared.take_note(note))]
 
         def commit(results: Any) -> Metadata:
             writer.finish(metadata[0], results)
@@ -119,31 +117,7 @@ class SaveStrategy(AsyncSaveShardedStrategy):
 
 def write_for_later(root: str, prepared: Prepared, note: str) -> None:
     """Write a rank's image and note down what was written, or the error.  In a process of its own."""
-    try:
-        text = msgspec.msgpack.encode((None, prepared.write(root)))
-    except Exception as error:
-        text = msgspec.msgpack.encode((WireError.of(error), None))
-    with open(f"{note}.new", "wb") as file:
-        file.write(text)
-    os.replace(f"{note}.new", note)
-
-
-def _take_note(note: str, rank: int) -> RankWritten:
-    """Return what was noted down, once.  The error if there was one; HoldfastError if there is no note."""
-    with open(note, "rb") as file:
-        text = file.read()
-    for path in (note, f"{note}.new"):
-        with suppress(FileNotFoundError):
-            os.unlink(path)
-    if not text:
-        raise HoldfastError(
-            f"the process that wrote the image of rank {rank} ended without having done so"
-        )
-    error, written = decode_msgpack(text, tuple[WireError | None, RankWritten | None])
-    if error is not None:
-        raise error.error(rank=rank)
-    assert written is not None
-    return written
+    prepared.write_and_note(note)
 
 
 def _flat(sharded_state_dict: Any) -> dict[str, Any]:
@@ -206,12 +180,12 @@ class LoadStrategy(LoadShardedStrategy):
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         """HoldfastError if another backend saved it."""
         if loaded_backend != BACKEND:
-            raise HoldfastError(f"saved by {loaded_backend!r}, not by {BACKEND!r}")
+            raise errors.HoldfastError(f"saved by {loaded_backend!r}, not by {BACKEND!r}")
 
     def check_version_compatibility(self, loaded_version: int) -> None:
         """HoldfastError if a newer strategy saved it."""
         if loaded_version > VERSION:
-            raise HoldfastError(
+            raise errors.HoldfastError(
                 f"saved by version {loaded_version} of the strategy; this is {VERSION}"
             )
 

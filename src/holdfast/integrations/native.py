@@ -4,9 +4,19 @@ holdfast, or by another trainer in the same root."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
-from holdfast.base.errors import UsageError, warn_user
+from holdfast import errors
+from holdfast.extend import saved_in
+
+
+def run_of(root: str, step: int) -> int | None:
+    """Return the run that saved a step of a root; None if that cannot be told, which reading it tells."""
+    with suppress(errors.HoldfastError):
+        saved = saved_in(root, step)
+        return saved.run if saved is not None and saved.is_proved else None
+    return None
 
 
 def kept_by(trainer: str, extras: Mapping[str, Any], name: str, step: int) -> dict[str, Any]:
@@ -14,7 +24,7 @@ def kept_by(trainer: str, extras: Mapping[str, Any], name: str, step: int) -> di
     own = extras.get(name)
     if isinstance(own, dict):
         return own
-    raise UsageError(
+    raise errors.UsageError(
         f"step {step} was not saved by {trainer}: there is no {name!r} in it",
         hint="give each training a root of its own; holdfast.load(root, {...}) takes weights from any step",
     )
@@ -24,7 +34,7 @@ def tell_newer(step: int, folder: str | None, number: int, how: str) -> None:
     """Tell of a trainer's own checkpoint `folder` that is newer than the step that is restored.  `how`: to
     go on from it."""
     if folder is not None and number > step:
-        warn_user(
+        errors.warn_user(
             f"step {step} is restored, and {folder}, which the trainer has saved itself, is newer: {how} "
             "goes on from it",
             notice="newer-native",

@@ -26,17 +26,19 @@ from torchtitan.components.checkpointer.base import DATALOADER, MODEL, OPTIMIZER
 from torchtitan.components.checkpointer.dcp import CheckpointManager
 from torchtitan.tools import filesystem
 
-from holdfast.base.errors import NotFound, NotRecoverable, UsageError, warn_user
-from holdfast.core.checkpoint.tidying import Keep
-from holdfast.formats.looking import open as open_step
-from holdfast.formats.looking import steps
-from holdfast.formats.read.detect import detect
-from holdfast.live.restore.result import Found
-from holdfast.session.checkpointer import Checkpointer
-from holdfast.session.once import load, save
-from holdfast.session.schedule import Every
-from holdfast.tiers.memory.options import Memory
-from holdfast.tiers.records.options import Delta
+from holdfast import (
+    Checkpointer,
+    Delta,
+    Every,
+    Found,
+    Keep,
+    Memory,
+    errors,
+    load,
+    save,
+    steps,
+)
+from holdfast import open as open_step
 
 __all__ = ["HoldfastCheckpointManager"]
 
@@ -66,7 +68,7 @@ class HoldfastCheckpointManager(CheckpointManager):
 
     def __init__(self, config: Any, *, ft_manager: Any = None, **parts: Any) -> None:
         if ft_manager is not None and ft_manager.enabled:
-            raise UsageError(
+            raise errors.UsageError(
                 "ft_manager: replicas of torchft are groups of ranks that come and go, and holdfast saves "
                 "over all ranks of a job",
                 hint="use torchtitan's TorchFTCheckpointManager with torchft",
@@ -165,15 +167,15 @@ class HoldfastCheckpointManager(CheckpointManager):
             return step in steps(self.folder)
         try:
             return self.ckpt.find(step) is not None
-        except (NotFound, NotRecoverable):
+        except (errors.NotFound, errors.NotRecoverable):
             return False
 
     def _is_of_weights(self, path: str) -> bool:
         """True for a step of weights alone, as torchtitan saves its last one: names are the model's own,
         without a key before them."""
-        if detect(path) != "dcp":
-            return False
         with open_step(path) as step:
+            if step.format != "dcp":
+                return False
             own = {name for part in self._live[MODEL] for name in part.state_dict()}
             return not own.isdisjoint(step.names())
 
@@ -194,7 +196,7 @@ class HoldfastCheckpointManager(CheckpointManager):
         """Load what is not excluded, as torchtitan does, without the generators; return the step."""
         for key in self.exclude_from_loading:
             if key not in self.states:
-                raise UsageError(
+                raise errors.UsageError(
                     f"exclude_from_loading: the state has no {key!r}",
                     hint=f"it has {', '.join(map(repr, self._live))}",
                 )
@@ -213,7 +215,9 @@ class HoldfastCheckpointManager(CheckpointManager):
             if not self._to_forget:
                 return  # they were
             self._forget_to_restore()
-            with suppress(UsageError):  # saved by another number of ranks: they stay as they are
+            with suppress(
+                errors.UsageError
+            ):  # saved by another number of ranks: they stay as they are
                 self.ckpt.restore_rng()  # type: ignore[union-attr]
 
         def made() -> Any:
@@ -276,7 +280,7 @@ class HoldfastCheckpointManager(CheckpointManager):
 
 def _warn_on_first_rank(text: str, hint: str) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
-        warn_user(text, hint=hint)
+        errors.warn_user(text, hint=hint)
 
 
 def _before_its_first_batch(iterator: Any, call: Callable[[], None]) -> Any:

@@ -39,27 +39,26 @@ from transformers.trainer import TRAINER_STATE_NAME, _is_peft_model, nested_gath
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import HubStrategy, SaveStrategy, get_last_checkpoint
 
-from holdfast.base.arguments import MAX_STEP, shown, step_of, unfit
-from holdfast.base.errors import FormatError, NotFound, NotRecoverable, UsageError, warn_user
-from holdfast.core.checkpoint.notes import MOST_CHARS, values_of
-from holdfast.core.checkpoint.tidying import Keep
-from holdfast.integrations.accelerate import LoaderDraws, bare, check_engine
+from holdfast import Checkpointer, Every, Found, Keep, errors, load, trainable_only
+from holdfast.extend import (
+    TOP_NAMES,
+    check_metrics,
+    gradients_text,
+    notes_of,
+    notices_of,
+    step_of,
+    tell_other_data,
+    unfit,
+    wait_for_copies,
+)
+from holdfast.integrations.accelerate import LoaderDraws, bare, check_trained_engine
 from holdfast.integrations.accelerate_loaders import data_in
 from holdfast.integrations.native import kept_by, tell_newer
 from holdfast.integrations.trl_parts import moving_reference, tell_of_generated
-from holdfast.live.restore.reading import OWN
-from holdfast.live.restore.result import Found
-from holdfast.live.state.gradients import gradients_text
-from holdfast.live.state.orders import Data, tell_other_data
-from holdfast.live.state.trainable import trainable_only
-from holdfast.live.state.window import wait_for_copies
-from holdfast.session.checkpointer import Checkpointer
-from holdfast.session.once import load
-from holdfast.session.schedule import Every
 
 __all__ = ["HoldfastCallback", "HoldfastTrainer", "with_holdfast"]
 
-NEVER = Every(durable=MAX_STEP)
+NEVER = Every.by_hand()
 """The frequencies of a run of which the Trainer says when it saves, and not by steps."""
 SIGTERM_S = 30.0
 """Seconds in which a run with `enable_jit_checkpoint` saves and stops, if `sigterm_s` is not given."""
@@ -69,7 +68,7 @@ class HoldfastCallback(TrainerCallback):
     """Refuses to be made: a callback cannot resume a Trainer."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise UsageError(
+        raise errors.UsageError(
             "a TrainerCallback comes too late to resume: data would begin again at their first batch, and "
             "generators would be put back before the loader draws from them",
             hint="use holdfast.integrations.transformers.HoldfastTrainer in the place of Trainer, or "
@@ -102,7 +101,7 @@ class _Holdfast(_Mixin):
         names = _not_called(type(self))
         if names:
             are, they = ("is", "it is") if len(names) == 1 else ("are", "they are")
-            warn_user(
+            errors.warn_user(
                 f"{', '.join(names)} {are} not called as steps are saved and restored: {they} for the "
                 "folder of a checkpoint, and there is none",
                 hint="put what is to be kept into self.accelerator.holdfast.state, in create_optimizer() "
@@ -111,7 +110,7 @@ class _Holdfast(_Mixin):
 
     def _holdfast_check_usable(self) -> None:
         if self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END:
-            raise UsageError(
+            raise errors.UsageError(
                 f"HoldfastTrainer: hub_strategy={self.args.hub_strategy.value!r} pushes the folder of each "
                 "checkpoint, and there is none",
                 hint="use hub_strategy='end', which pushes the trained model",
@@ -120,7 +119,7 @@ class _Holdfast(_Mixin):
         if self.args.save_strategy != SaveStrategy.NO and (
             every is not None and getattr(every, "durable", every) is not None
         ):
-            raise UsageError(
+            raise errors.UsageError(
                 "HoldfastTrainer: every= gives a frequency of durable saves, and so does save_strategy",
                 hint="use save_steps for durable saves, and every=Every(memory=..., delta=...); or "
                 "save_strategy='no'",
@@ -148,7 +147,7 @@ class _Holdfast(_Mixin):
             is_first = self.is_world_process_zero()
             _refuse_uploads(self.callback_handler.callbacks, is_first=is_first)
         if trial is not None:
-            raise UsageError(
+            raise errors.UsageError(
                 "HoldfastTrainer: a search for hyperparameters has many runs, not one root"
             )
         if self.args.save_total_limit:
@@ -173,19 +172,19 @@ class _Holdfast(_Mixin):
                     return super().train(
                         self._holdfast_resumed_from(resume, folder), *args, **kwargs
                     )
-            except NotRecoverable as error:
+            except errors.NotRecoverable as error:
                 if run.found is None or run.is_restored or resume is not True:
                     raise
                 self._holdfast_forget_the_engine(error)
-                warn_user(f"step {run.found.step} is damaged, and passed over: {error}")
+                errors.warn_user(f"step {run.found.step} is damaged, and passed over: {error}")
 
-    def _holdfast_forget_the_engine(self, error: NotRecoverable) -> None:
+    def _holdfast_forget_the_engine(self, error: errors.NotRecoverable) -> None:
         """Let the next attempt make another engine of DeepSpeed's, which stage 3 does once for a model."""
         if not self.is_deepspeed_enabled:
             return
         if self.deepspeed.zero_optimization_partition_weights():
             step = self._holdfast.found.step
-            raise NotRecoverable(
+            raise errors.NotRecoverable(
                 f"step {step} is damaged, and at ZeRO stage 3 no other one is taken in the same process: "
                 f"{error}",
                 hint="train(resume_from_checkpoint=N) with an older step N: "
@@ -205,7 +204,7 @@ class _Holdfast(_Mixin):
             return own
         run.found = run.checkpointer.find(None if resume is True else _step_in(resume))
         if run.found is not None and self.args.save_only_model:
-            raise UsageError(
+            raise errors.UsageError(
                 f"train(resume_from_checkpoint={resume!r}): with save_only_model=True no step has an "
                 "optimizer",
                 hint=f"load the model: holdfast.load({run.root!r}, {{'model': model}})",
@@ -228,7 +227,7 @@ class _Holdfast(_Mixin):
         is_there = folder is not None and os.path.isdir(folder)
         (found,) = broadcast_object_list([folder if is_there else None])
         if found is not None and not all(gather_object([os.path.isdir(found)])):
-            raise UsageError(
+            raise errors.UsageError(
                 f"train(resume_from_checkpoint=...): some ranks lack the folder {os.fspath(found)!r}",
                 hint="put it where all ranks find it",
             )
@@ -274,13 +273,13 @@ class _Holdfast(_Mixin):
         states, step = saved["stateful_callbacks"], saved["global_step"]
         names = {type(c).__name__ for c in self.callback_handler.callbacks} & states.keys()
         if names and not self.args.restore_callback_states_from_checkpoint:
-            warn_user(
+            errors.warn_user(
                 f"{', '.join(sorted(names))}: begins anew, without what it counted up to step {step}",
                 hint="TrainingArguments(restore_callback_states_from_checkpoint=True)",
             )
         control = states.get("TrainerControl") or {}
         if step < saved["max_steps"] and control.get("args", {}).get("should_training_stop"):
-            warn_user(
+            errors.warn_user(
                 f"a callback had ended this run at step {step}, and it trains on, as the Trainer does"
             )
 
@@ -297,7 +296,7 @@ class _Holdfast(_Mixin):
         is_read_by_each = run.data_pass.is_stream and self.args.world_size > 1
         dispatches = isinstance(prepared[1], DataLoaderDispatcher)
         if is_read_by_each and not dispatches and self.args.should_save:
-            warn_user(
+            errors.warn_user(
                 "each rank reads the stream: where its samples are drawn at random, a run that goes on in "
                 "the middle of a pass has others there than the uninterrupted one",
                 hint="accelerator_config={'dispatch_batches': True}, which is the default for streams",
@@ -316,8 +315,8 @@ class _Holdfast(_Mixin):
             checkpointer.restore(run.found)
             run.is_restored = True
             if (best := self._holdfast_best_step()) is not None:
-                with suppress(NotFound):  # it is gone, which the end of the training tells
-                    checkpointer._noting().pin(best, "best")  # the run may have ended before it did
+                with suppress(errors.NotFound):  # it is gone, which the end of the training tells
+                    notes_of(checkpointer).pin(best, "best")  # the run may have ended before it did
         return prepared
 
     def _holdfast_parts(self) -> dict[str, Any]:
@@ -327,7 +326,7 @@ class _Holdfast(_Mixin):
         if self.args.save_only_model:
             return {"model": self.model_wrapped}
         if self.is_deepspeed_enabled:
-            check_engine(self.deepspeed)
+            check_trained_engine(self.deepspeed)
         parts = {"model": self.model_wrapped, "optimizer": bare(self.optimizer)}
         parts |= {"scheduler": bare(self.lr_scheduler), **moving_reference(self)}
         scaler = getattr(self.accelerator, "scaler", None)
@@ -335,7 +334,7 @@ class _Holdfast(_Mixin):
 
     def _holdfast_leave_out_frozen(self) -> None:
         if self.is_deepspeed_enabled and self.deepspeed.zero_optimization_partition_weights():
-            warn_user(
+            errors.warn_user(
                 "ZeRO stage 3: the weights that the adapter leaves frozen are saved all the same"
             )
         else:
@@ -431,20 +430,20 @@ class _Holdfast(_Mixin):
             checkpointer.save(step)
             run.last_saved = step
         if run.last_saved == step:
-            tell_of_generated(self, step, checkpointer._notices)
+            tell_of_generated(self, step, notices_of(checkpointer).once)
         if _exchanges_weights(self.optimizer):
             wait_for_copies()
-        with suppress(NotFound):  # the save was left out, which has been told
+        with suppress(errors.NotFound):  # the save was left out, which has been told
             if must_save and metrics:
-                checkpointer._noting().measure(step, metrics)
+                notes_of(checkpointer).measure(step, metrics)
             if must_save and self.state.best_global_step == step:
-                checkpointer._noting().pin(step, "best")
+                notes_of(checkpointer).pin(step, "best")
 
     def _holdfast_tell_of_gradients(self, step: int) -> None:
         """Warn, once, of a save at the end of a pass whose last batches have made no update."""
         run = self._holdfast
         if not self.accelerator.gradient_state.sync_gradients:
-            run.checkpointer._notices.once(
+            notices_of(run.checkpointer).once(
                 "gradients",
                 f"{gradients_text(step)}; the last batches of a pass over the stream make no update: use "
                 "save_strategy='steps', or a stream whose number of batches divides by "
@@ -459,8 +458,8 @@ class _Holdfast(_Mixin):
         self._holdfast.checkpointer.wait()
         try:
             load(self._holdfast.root, {"model": self.model_wrapped}, step=best)
-        except NotFound as error:
-            warn_user(f"the best model, of step {best}, is not loaded: {error}")
+        except errors.NotFound as error:
+            errors.warn_user(f"the best model, of step {best}, is not loaded: {error}")
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """Push as the Trainer does, which leaves its own checkpoints out; the root is left out, too."""
@@ -512,7 +511,7 @@ def _patterns_of(root: str, folder: str) -> list[str]:
         return []
     place, within = Path(root).resolve(), Path(folder).resolve()
     if place == within:  # beside what is uploaded
-        return [pattern for top in sorted(OWN) for pattern in (top, f"{top}/*")]
+        return [pattern for top in sorted(TOP_NAMES) for pattern in (top, f"{top}/*")]
     if not place.is_relative_to(within):
         return []
     return [f"{escape(place.relative_to(within).as_posix())}/*"]
@@ -552,9 +551,10 @@ class _Evaluated:
         self._metrics, self._step = self.metrics_of(step) | fit, step
         if left_out and tells and not self._has_told:
             self._has_told = True
-            warn_user(
-                f"step {step} does not get what its evaluation has as {', '.join(map(shown, left_out))}",
-                hint=f"metrics are numbers, not True or False, by names of up to {MOST_CHARS} characters",
+            shown = ", ".join(f"{name!r:.60}" for name in left_out)
+            errors.warn_user(
+                f"step {step} does not get what its evaluation has as {shown}",
+                hint="metrics are numbers, not True or False, by names of up to 100 characters",
             )
 
     def metrics_of(self, step: int) -> dict[str, float]:
@@ -570,15 +570,15 @@ def _own_state(found: Found) -> dict[str, Any]:
         return {**saved, "global_step": int(saved["global_step"]),
                 "best_model_checkpoint": saved["best_model_checkpoint"]}  # fmt: skip
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise FormatError(
+        raise errors.FormatError(
             f"step {found.step}: the Trainer's own state is damaged: {error!r}"
         ) from None
 
 
 def _is_metric(name: str, value: float) -> bool:
     try:
-        values_of({name: value}, "HoldfastTrainer")
-    except UsageError:
+        check_metrics({name: value}, "HoldfastTrainer")
+    except errors.UsageError:
         return False
     return True
 
@@ -680,7 +680,7 @@ def _refuse_uploads(callbacks: Sequence[Any], *, is_first: bool) -> None:
     (found,) = broadcast_object_list([mine])
     if found is not None:
         name, way_out = found
-        raise UsageError(
+        raise errors.UsageError(
             f"HoldfastTrainer: {name} uploads the folder of each checkpoint, and there is none",
             hint=f"{way_out}; holdfast={{'upload': 's3://bucket/run'}} copies steps to a bucket",
         )
@@ -708,7 +708,7 @@ def _step_in(resume: Any) -> int:
     if isinstance(resume, (str, os.PathLike)):
         number = re.search(r"(\d+)/*$", os.fspath(resume))
         if number is None:
-            raise UsageError(
+            raise errors.UsageError(
                 f"train(resume_from_checkpoint={os.fspath(resume)!r}): there is no such folder, and no "
                 "step is named",
                 hint="give True for the newest step, or its number",
@@ -752,7 +752,7 @@ class _TrainerProgress:
             "data": self._data(),
         }
 
-    def _data(self) -> Data:
+    def _data(self) -> dict[str, Any]:
         """Return what a place is counted in: updates."""
         loader = self._of._holdfast.data_pass.loader
         found = {} if loader is None else data_in(loader)

@@ -8,11 +8,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-
-from holdfast.base.notices import Notices
 
 
 def moving_reference(trainer: Any) -> dict[str, nn.Module]:
@@ -22,7 +21,7 @@ def moving_reference(trainer: Any) -> dict[str, nn.Module]:
     return {"ref_model": model} if moves else {}
 
 
-def tell_of_generated(trainer: Any, step: int, notices: Notices) -> None:
+def tell_of_generated(trainer: Any, step: int, tell_once: Callable[[str, str], object]) -> None:
     """Warn, once, of a step that is saved amid batches which were generated with earlier weights."""
     if getattr(trainer, "_buffered_inputs", None) is None:
         return
@@ -30,7 +29,7 @@ def tell_of_generated(trainer: Any, step: int, notices: Notices) -> None:
     every = getattr(args, "steps_per_generation", 1) * getattr(trainer, "num_iterations", 1)
     if every > 1 and getattr(trainer, "_step", 0) % every:
         per_step = max(1, args.gradient_accumulation_steps)
-        notices.once(
+        tell_once(
             "generation-buffer",
             f"step {step} is saved amid batches that were generated with earlier weights, which no "
             "checkpoint has: a run that goes on from it generates others, and ends with other weights; let "

@@ -38,6 +38,12 @@ class Every:
                 f"Every(delta={self.delta!r}): records are of every step, so 1 or None"
             )
 
+    @classmethod
+    def by_hand(cls, *, memory: int | None = None, delta: int | None = None) -> Every:
+        """The frequencies of a run that saves durably when its script, or its trainer, calls `save`: `step`
+        makes no durable save, and does not warn of that."""
+        return cls(MAX_STEP, memory, delta)
+
 
 def every_of(every: Any, *, memory: bool, delta: bool) -> Every | Auto | None:
     """Return the frequencies; a number is that of durable saves.  UsageError unless the tiers that they

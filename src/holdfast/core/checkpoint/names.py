@@ -47,6 +47,8 @@ WHOLE = ("claims/", *AND_LOG)
 """The parts that a claim looks at."""
 FOLDERS = ("steps", "claims", "log")
 """Folders that a root consists of, in which nobody else's files belong."""
+TOP_NAMES = frozenset({*FOLDERS, "job.json", "tuning.json"})
+"""All that holdfast keeps directly below a root."""
 STEP = r"(\d{10}|[1-9]\d{10,14})"
 """A step in a key: 10 digits, or as many as it has.  So keys are in the order of their steps only up to
 9,999,999,999: whoever needs an order sorts the numbers."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import re
 
-from holdfast.base.arguments import MAX_STEP, shown
-from holdfast.base.errors import UsageError
+from holdfast import errors
 
-_STEP = re.compile(r"(?:(?:global_?)?step[-_]?|iter[-_]?|checkpoint[-_]|ckpt[-_])?(\d{1,18})")
+_STEP = re.compile(r"(?:(?:global_?)?step[-_]?|iter[-_]?|checkpoint[-_]|ckpt[-_])?(0{0,3}\d{1,15})")
 """Only words for a step: of `model-10` and `optim-10` one would take the other's place."""
 
 CheckpointId = str | int | os.PathLike[str] | None
@@ -24,9 +23,9 @@ def step_of_id(checkpoint_id: CheckpointId, root: str) -> int | None:
     folder, _, name = os.fspath(str(checkpoint_id)).rstrip("/").rpartition("/")
     match = None if isinstance(checkpoint_id, bool) else _STEP.fullmatch(name)
     elsewhere = bool(folder) and folder.rstrip("/") != root.rstrip("/")
-    if match is None or int(match[1]) > MAX_STEP or elsewhere:
-        raise UsageError(
-            f"checkpoint_id={shown(checkpoint_id)} names no step of {root}",
+    if match is None or elsewhere:
+        raise errors.UsageError(
+            f"checkpoint_id={checkpoint_id!r:.60} names no step of {root}",
             hint='checkpoint_id is the number of the step: "10"',
         )
     return int(match[1])

@@ -17,21 +17,20 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from holdfast.base.arguments import flag_of, path_of
-from holdfast.base.errors import HoldfastError
-from holdfast.core.checkpoint.consolidating import keep_extras
-from holdfast.core.checkpoint.opened import Checkpoint
-from holdfast.core.checkpoint.reading import read_alone
-from holdfast.core.checkpoint.rows import Want
-from holdfast.core.layout import Box
-from holdfast.core.store import open_store, split_prefix
-from holdfast.formats.looking import open as open_step
-from holdfast.integrations.dcp.attempts import under_way
+from holdfast import Box, Checkpoint, errors
+from holdfast import open as open_step
+from holdfast.extend import (
+    PlannedSaves,
+    check_root,
+    path_of,
+    read_into,
+    torch_dtype,
+    unfit,
+    values_in,
+)
 from holdfast.integrations.dcp.ids import CheckpointId, step_of_id
 from holdfast.integrations.dcp.names import Listing, listing
 from holdfast.integrations.dcp.values import Pickles, StandIn, filled, held_in
-from holdfast.live.restore.targets import target_of
-from holdfast.live.state.placed import torch_dtype
 
 
 class Reader(StorageReader):  # torch gives no types
@@ -45,11 +44,10 @@ class Reader(StorageReader):  # torch gives no types
 
     def __init__(self, root: str | os.PathLike[str], *, verify: bool = True) -> None:
         self.root = path_of(root, "Reader", "root")
-        if split_prefix(self.root) is None:
-            open_store(
-                self.root
-            )  # which touches nothing: an address that cannot be is told at once
-        self.verify = flag_of(verify, "Reader", "verify")
+        check_root(self.root, foreign=True)
+        if not isinstance(verify, bool):
+            raise unfit("Reader", "verify", verify, "True or False")
+        self.verify = verify
         self._wanted: int | None = None
         self._saved: Checkpoint | None = None
         self._listing: Listing = {}
@@ -71,15 +69,15 @@ class Reader(StorageReader):  # torch gives no types
 
     def _open(self, step: int | None) -> Checkpoint:
         self._saved = saved = open_step(self.root, step=step, verify=self.verify)
-        trees, _ = keep_extras(saved)
-        self._listing = listing(saved.manifest.tensors, saved.manifest.aliases, trees)
+        manifest = saved.manifest
+        self._listing = listing(manifest.tensors, manifest.aliases, values_in(saved))
         return saved
 
     def read_metadata(self, *args: Any) -> Metadata:
         """Return what there is to load.  Each tensor is said to be one chunk: any part can be read."""
         try:
             step = self._open(self._wanted).step  # a newer one may have come since the last load
-        except HoldfastError:
+        except errors.HoldfastError:
             self._wanted = None
             raise
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
@@ -107,9 +105,7 @@ class Reader(StorageReader):  # torch gives no types
         saved = self.checkpoint
         for plan in plans:
             plan.storage_data = saved.step
-        if saved.format == "holdfast":
-            m = saved.manifest
-            under_way(os.getpid()).go_on(saved.store, m.run, m.step, m.line)
+        PlannedSaves.go_on_from(saved)
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -117,12 +113,12 @@ class Reader(StorageReader):  # torch gives no types
         if isinstance(plan.storage_data, int) and plan.storage_data != self.checkpoint.step:
             self._go_back(plan.storage_data)
         saved, values, held = self.checkpoint, Pickles(), self._held(plan)
-        wants: list[Want] = []
+        wants: list[tuple[str, Box, torch.Tensor]] = []
         taken: dict[int, tuple[ReadItem, torch.Tensor]] = {}
         """Items whose tensors are to be filled, by address: a planner may hand out one buffer for many."""
 
         def fill() -> None:
-            read_alone(saved.images, wants)
+            read_into(saved, wants)
             for item, target in taken.values():
                 planner.commit_tensor(item, target)
             wants.clear()
@@ -139,10 +135,7 @@ class Reader(StorageReader):  # torch gives no types
                 fill()
             start = tuple(item.storage_offsets)
             box = Box(start, tuple(a + n for a, n in zip(start, item.lengths)))
-            if box.size:
-                number = saved.index(value.saved_name)
-                dtype = saved.manifest.tensors[number].dtype
-                wants.append(Want(number, box, target_of(target.detach(), dtype, value.saved_name)))
+            wants.append((value.saved_name, box, target))
             taken[address] = item, target
         fill()
         done: Future[None] = Future()
@@ -152,18 +145,15 @@ class Reader(StorageReader):  # torch gives no types
     def _held(self, plan: LoadPlan) -> dict[str, torch.Tensor]:
         """Read the tensors that lie inside values, by the names that values have for them."""
         saved, found = self.checkpoint, {}
-        wants: list[Want] = []
+        wants: list[tuple[str, Box, torch.Tensor]] = []
         for item in plan.items:
             if item.type != LoadItemType.BYTE_IO:
                 continue
             for name in held_in(self._listing[item.storage_index.fqn][1]):
-                number = saved.index(name)
-                entry = saved.manifest.tensors[number]
-                found[name] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
-                if found[name].numel():
-                    box = Box((0,) * len(entry.shape), entry.shape)
-                    wants.append(Want(number, box, target_of(found[name], entry.dtype, name)))
-        read_alone(saved.images, wants)
+                info = saved.info(name)
+                found[name] = torch.empty(info.shape, dtype=torch_dtype(info.dtype))
+                wants.append((name, Box((0,) * len(info.shape), info.shape), found[name]))
+        read_into(saved, wants)
         return found
 
     def _go_back(self, step: int) -> None:
@@ -171,7 +161,7 @@ class Reader(StorageReader):  # torch gives no types
         planned = {flat: _kind(value) for flat, (_, value) in self._listing.items()}
         self._open(step)
         if planned != {flat: _kind(value) for flat, (_, value) in self._listing.items()}:
-            raise HoldfastError(
+            raise errors.HoldfastError(
                 "another step was committed while ranks looked for the newest, and holds other things "
                 f"than step {step}",
                 hint="load again, or name the step by checkpoint_id",

@@ -19,10 +19,10 @@ import torch
 from torch._weights_only_unpickler import _get_user_allowed_globals as _users_globals
 from torch.serialization import _load, _open_zipfile_reader
 
-from holdfast.base.errors import FormatError, UsageError
-from holdfast.core.format import extras
-from holdfast.live.state.live import inline_tensor, outline_tensor
-from holdfast.live.state.placed import torch_dtype
+from holdfast import errors
+from holdfast.extend import decode as decode_plain
+from holdfast.extend import decode_torch, inline_tensor, referred, torch_dtype
+from holdfast.extend import encode as encode_plain
 
 HINT = (
     "reduce it to numbers, strings, lists, dicts, arrays or tensors, as a state_dict() does: holdfast "
@@ -61,7 +61,7 @@ def encoded(data: io.BytesIO, name: str) -> Any:
             value = _load(archive, "cpu", _unpickler(), encoding="utf-8")
     except Exception as error:
         why = str(error).partition("\n")[0]
-        raise UsageError(f"{name}: is no plain data ({why[:200]})", hint=HINT) from None
+        raise errors.UsageError(f"{name}: is no plain data ({why[:200]})", hint=HINT) from None
     return encode(value, name)
 
 
@@ -74,12 +74,9 @@ def encode(value: Any, name: str) -> Any:
         if type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.is_quantized:
             return inline_tensor(leaf)
         kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
-        raise UsageError(f"{name}.{path}: a {kind} cannot be saved".replace(".:", ":"), hint=HINT)
+        raise errors.UsageError(f"{path}: a {kind} cannot be saved", hint=HINT)
 
-    try:
-        return extras.encode(value, on_other, utf8=True)
-    except extras.Unsaved as error:
-        raise error.within(name) from None
+    return encode_plain(value, on_other, name, utf8=True)
 
 
 class StandIn(torch.Tensor):  # torch gives no types
@@ -118,7 +115,7 @@ def listed(tree: Any, tensors: dict[str, StandIn]) -> Any:
         if not isinstance(tree, dict):
             return tree
         if len(tree) == 1 and not _WHOLE.isdisjoint(tree):
-            return {"$held": tree} if any(extras.referred(tree)) else tree
+            return {"$held": tree} if any(referred(tree)) else tree
         return {key: marked(one) for key, one in tree.items()}
 
     return decode(marked(tree), tensors)
@@ -127,7 +124,7 @@ def listed(tree: Any, tensors: dict[str, StandIn]) -> Any:
 def held_in(value: Any) -> Iterator[str]:
     """The names of tensors that a value has to be filled with."""
     if isinstance(value, WithTensors):
-        yield from extras.referred(value.tree)
+        yield from referred(value.tree)
     elif isinstance(value, StandIn):
         yield value.saved_name
     elif isinstance(value, (dict, list)):
@@ -153,23 +150,13 @@ def decode(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
     def on_other(tag: str, body: Any) -> Any:
         match tag:
-            case "$tensor":
-                return outline_tensor(body)
             case "$at" if body in tensors:
                 return tensors[body]
             case "$held":
                 return WithTensors(body)
-            case "$dtype":
-                return torch_dtype(body)
-            case "$object":
-                return extras.decode(body, on_other)
-            case "$quantized":
-                from holdfast.live.state.quantised import quantised
+        return decode_torch(tag, body, on_other)
 
-                return quantised(extras.decode(body, on_other))
-        raise FormatError(f"malformed extras: unknown tag {tag!r}")
-
-    return extras.decode(tree, on_other)
+    return decode_plain(tree, on_other)
 
 
 class Pickles:

@@ -14,6 +14,7 @@ from holdfast.core.checkpoint.names import (
     AND_LOG,
     MOST_TRIES,
     NOTES_KEY,
+    TOP_NAMES,
     Known,
     Saved,
     check_step,
@@ -35,9 +36,6 @@ from holdfast.live.restore.transaction import restore
 from holdfast.live.roots import open_shared, patience_s
 from holdfast.live.saving.exactness import EXACT, REPLICA
 from holdfast.live.state.live import State
-
-OWN = frozenset({"steps", "claims", "log", "job.json", "tuning.json"})
-"""All that holdfast keeps directly below a root."""
 
 
 def load_from(
@@ -127,7 +125,7 @@ def _is_own(url: str) -> bool:
         return False
     try:
         with os.scandir(store.root) as entries:
-            return all(e.name in OWN or e.name.startswith(".") for e in entries)
+            return all(e.name in TOP_NAMES or e.name.startswith(".") for e in entries)
     except FileNotFoundError:
         return True  # there is nothing
     except OSError:

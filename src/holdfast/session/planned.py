@@ -1,0 +1,419 @@
+"""Steps that somebody else plans: each rank writes the parts that it is given, and one commits the step.
+
+    coordinator   attempt = saves.begin(step)       the number of the step, and the folder of this try of it
+    other ranks   attempt = saves.begun(step)       the same, by the process group
+    every rank    written = saves.prepare(attempt, rank, parts).write()              its image, durable
+    coordinator   saves.commit([written, ...])      one manifest: from here on the step exists
+
+A planner (torch's DCP, a script that reads another format) says which boxes of which tensors a rank saves.
+How ranks talk is the planner's, too: it brings what `write` returns to the coordinator.  The layout of the
+images follows from that alone.  So that ranks can lay out their parts without knowing those of others, each
+tensor has a sharding of its own, and tensors are sorted by name.
+
+There is no claim on the root: an attempt is a try of one save, and what a failed one has left is deleted by
+the next one.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import groupby
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from holdfast.base.errors import AgentError, HoldfastError, UsageError
+from holdfast.base.events import emit, span
+from holdfast.base.threads import Worker
+from holdfast.base.version import __version__
+from holdfast.base.wire import WireError, decode_msgpack
+from holdfast.core.checkpoint.committing import commit
+from holdfast.core.checkpoint.lineage import Line, is_in_line
+from holdfast.core.checkpoint.opened import Checkpoint
+from holdfast.core.checkpoint.pruning import prune
+from holdfast.core.checkpoint.tidying import Keep, discard
+from holdfast.core.codec.digest import ALGORITHM, CHUNK_BYTES, hexdigest
+from holdfast.core.format.checking import check
+from holdfast.core.format.image import plan_image
+from holdfast.core.format.manifest import (
+    VERSION,
+    FileEntry,
+    FragmentEntry,
+    Manifest,
+    ShardingEntry,
+    TensorEntry,
+    readable,
+)
+from holdfast.core.group.handed import hand, handed, take_away
+from holdfast.core.layout import Box, Pieces
+from holdfast.core.store import Store, open_store
+from holdfast.live.roots import sweep_host
+from holdfast.live.saving.gathered import Gathered
+from holdfast.live.saving.writing import write_blocks
+from holdfast.live.state.devices import devices_of, wait_for
+from holdfast.live.state.kinds import check_kind
+from holdfast.live.state.managed import wait_for_writers
+from holdfast.live.state.placed import dtype_name
+from holdfast.session.attempts import SaveAttempt, under_way
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a tensor, which a rank saves."""
+
+    name: str
+    """The name that the whole tensor has in the step, such as `model.h.0.weight`."""
+    shape: tuple[int, ...]
+    """Shape of the whole."""
+    box: Box
+    tensor: torch.Tensor
+    """The values in the box, of its shape."""
+    state: str = "tensor"
+    """The kind of the tensor: `param`, `buffer`, a state of an optimizer such as `exp_avg`, or `tensor`."""
+    planned: str = ""
+    """The planner's own name of the whole, if it has another one."""
+
+    @property
+    def planned_name(self) -> str:
+        """The name by which the planner knows the whole."""
+        return self.planned or self.name
+
+
+class TensorShare(msgspec.Struct, frozen=True, array_like=True):
+    """The part of a tensor that a rank saves."""
+
+    planned: str
+    name: str
+    state: str
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    """Start and stop of each part, in the order of the file."""
+
+
+class RankWritten(msgspec.Struct, frozen=True, array_like=True):
+    """The parts that a rank has written: plain data, which the planner brings to the coordinator."""
+
+    rank: int
+    attempt: SaveAttempt
+    file: FileEntry | None
+    shares: list[TensorShare]
+    values: dict[str, Any]
+    """Values that are no tensors, as JSON trees, by the planner's names."""
+
+    @property
+    def bytes(self) -> int:
+        """Number of bytes of the rank's image."""
+        return 0 if self.file is None else self.file.bytes
+
+
+@dataclass
+class Prepared:
+    """The parts that a rank has to write.  It can be pickled, if its tensors can."""
+
+    root: str
+    rank: int
+    attempt: SaveAttempt
+    values: dict[str, Any]
+    shares: list[TensorShare]
+    entries: tuple[TensorEntry, ...]
+    pieces: Pieces
+    tensors: list[torch.Tensor]
+    """The part of a tensor that each piece holds."""
+
+    def staged(self) -> Prepared:
+        """The same, with copies of the tensors on the host."""
+        wait_for_writers(self.tensors)
+        copies = [t.to("cpu", copy=True, non_blocking=True) for t in self.tensors]
+        wait_for(devices_of(self.tensors))
+        return replace(self, tensors=copies)
+
+    def write(self) -> RankWritten:
+        """Write the image, if there is one.  Blocks until it is durable."""
+        file = None
+        if self.tensors:
+            image = plan_image(self.entries, self.pieces)
+            path = f"{self.attempt.name}/r{self.rank:05d}.safetensors"
+            with span("persist", step=self.attempt.step, bytes=image.total_bytes):
+                blocks, store = Gathered(image, self.tensors), open_store(self.root)
+                file = write_blocks(store, self.attempt.step, path, self.rank, image, blocks)
+        return RankWritten(self.rank, self.attempt, file, self.shares, self.values)
+
+    def write_and_note(self, note: str) -> None:
+        """Write in a process of its own: what was written, or the error, is in the file `note` then."""
+        try:
+            text = msgspec.msgpack.encode((None, self.write()))
+        except Exception as error:
+            text = msgspec.msgpack.encode((WireError.of(error), None))
+        with open(f"{note}.new", "wb") as file:
+            file.write(text)
+        os.replace(f"{note}.new", note)
+
+    def take_note(self, note: str) -> RankWritten:
+        """Return what another process has noted down, once.  Its error if there was one; HoldfastError if
+        there is no note."""
+        with open(note, "rb") as file:
+            text = file.read()
+        for path in (note, f"{note}.new"):
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+        if not text:
+            raise HoldfastError(
+                f"the process that wrote the image of rank {self.rank} ended without having done so"
+            )
+        error, written = decode_msgpack(text, tuple[WireError | None, RankWritten | None])
+        if error is not None:
+            raise error.error(rank=self.rank)
+        assert written is not None
+        return written
+
+
+class PlannedSaves:
+    """Saves into a root that somebody else plans.  A thread does one after the other.
+
+    `keep`: which steps stay, of those that this process has saved or that it went on from (`go_on_from`);
+    the others of them are deleted behind each save (`wait`).  It can be pickled, for another process of the
+    same training to save.
+    """
+
+    def __init__(self, root: str, keep: Keep | None = None) -> None:
+        self.root, self.keep = root, keep
+        self._keys: dict[str, str] = {}
+        """On the coordinator, the keys under which attempts are handed to other ranks, by their names."""
+        self._is_behind = False
+        """True in another process than that of the training, which does not wait for what is done here."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        line = under_way(os.getpid()).line(open_store(self.root).url)
+        return {"root": self.root, "keep": self.keep, "line": line}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["root"], state["keep"])  # type: ignore[misc]
+        self._is_behind = True
+        store, here = open_store(self.root), under_way(os.getpid())
+        if state["line"] and not here.line(store.url):
+            here.take_over(store.url, state["line"])
+
+    @staticmethod
+    def go_on_from(saved: Checkpoint) -> None:
+        """Note that training goes on from a step that was loaded, and owns what that has come from."""
+        if saved.format == "holdfast":
+            m = saved.manifest
+            under_way(os.getpid()).go_on(saved.store, m.run, m.step, m.line)
+
+    def wait(self) -> None:
+        """Block until all is deleted that saves of this process have replaced, or `keep` let go."""
+        _deletions(os.getpid()).settle(None)
+
+    def begin(self, step: int | None = None) -> SaveAttempt:
+        """On the coordinator: begin to save a step, or the one after the highest, for all ranks."""
+        self.wait()  # a step that is being deleted may be the one to save
+        store = open_store(self.root)
+        sweep_host(store)
+        attempt = under_way(os.getpid()).begin(store, step)
+        key = self._keys[attempt.name] = self._key(step)
+        hand(key, msgspec.msgpack.encode(attempt))
+        return attempt
+
+    def begun(self, step: int | None = None) -> SaveAttempt | None:
+        """On the other ranks: what the coordinator has begun, by the process group; None without one."""
+        given = handed(self._key(step))
+        return None if given is None else decode_msgpack(given, SaveAttempt)
+
+    def _key(self, step: int | None) -> str:
+        which = "next" if step is None else step
+        return f"planned/{hexdigest(self.root.encode())}/{which}"
+
+    def prepare(
+        self, attempt: SaveAttempt, rank: int, parts: Iterable[Part], values: Mapping[str, Any] = {}
+    ) -> Prepared:
+        """Lay out what this rank has to write; the tensors stay the planner's own.
+
+        `values`: JSON trees of values that are no tensors, by the planner's names; `commit` makes extras of
+        them.  UsageError for tensors that cannot be saved.
+        """
+        under_way(os.getpid()).take(self.root, attempt)
+        return Prepared(self.root, rank, attempt, dict(values), *_laid_out(parts))
+
+    def commit(
+        self,
+        written: Sequence[RankWritten],
+        extras: Callable[[Mapping[str, TensorEntry]], dict[str, Any]] = lambda _: {},
+        *,
+        by: str = "",
+    ) -> int:
+        """On the coordinator: commit the step, of what all ranks have written; return its number.
+
+        `extras` is called with the tensors of the step by the planner's names, for the JSON trees of the
+        values that are no tensors.  `by`: who plans, for whoever looks at the step.  An error if what ranks
+        saved does not fit together.
+        """
+        attempt, store, began = written[0].attempt, open_store(self.root), time.perf_counter()
+        if any(w.attempt != attempt for w in written):
+            raise HoldfastError("ranks have written parts of different saves", step=attempt.step)
+        line = () if self.keep is None else under_way(os.getpid()).line(store.url)
+        replaced = commit(store, readable(_manifest(attempt, written, extras, line, by)))
+        others = under_way(os.getpid()).end(store, attempt)
+        with suppress(AgentError, KeyError):  # the step is there; the next save puts another value
+            take_away(self._keys.pop(attempt.name))
+        emit("save.committed", step=attempt.step, seconds=round(time.perf_counter() - began, 3))
+        if replaced is None and self.keep is None:
+            return attempt.step
+        due = store, attempt, replaced, [attempt.step, *others]
+        if self._is_behind or threading.current_thread() is not threading.main_thread():
+            self._tidy(*due)
+        else:
+            _deletions(os.getpid()).submit(self._tidy, *due)
+        return attempt.step
+
+    def _tidy(
+        self, store: Store, attempt: SaveAttempt, replaced: str | None, spare: list[int]
+    ) -> None:
+        """Delete what a commit has replaced, and what `keep` lets go of what training goes on from."""
+        here, run = under_way(os.getpid()), attempt.run
+        line = here.line(store.url)
+        try:
+            with span("tidy", step=attempt.step):
+                discard(store, attempt.step, replaced)
+                if self.keep is not None:
+                    owns = partial(is_in_line, run=run, line=line)
+                    prune(store, self.keep, spare=spare, owns=owns)
+                    here.go_on(store, run, attempt.step, line)
+        except Exception as error:
+            emit("tidy.failed", error=str(error))
+
+
+@cache
+def _deletions(pid: int) -> Worker:
+    """The one thread of a process that deletes steps: the next save, by any planner, waits for it."""
+    return Worker("holdfast-tidy")
+
+
+# -- one rank's image -------------------------------------------------------------------------------
+
+_Row = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.Tensor]
+"""A part of a tensor: minus the width of its elements, number of the tensor, start, stop, the part."""
+
+
+def _laid_out(
+    parts: Iterable[Part],
+) -> tuple[list[TensorShare], tuple[TensorEntry, ...], Pieces, list[torch.Tensor]]:
+    """Return what a rank saves, and where it lies in its image: by width of elements, name and start.
+
+    This is the order of the format for tensors that are sorted by name and have a sharding each.
+    """
+    order = sorted(parts, key=lambda p: (p.name, p.state, p.planned_name, p.box.start))
+    shares: list[TensorShare] = []
+    entries: list[TensorEntry] = []
+    rows: list[_Row] = []
+    for planned, of_one in groupby(order, key=lambda p: p.planned_name):
+        boxes, held = [], [*of_one]
+        first = held[0]
+        for part in held:
+            tensor = _checked(part)
+            start, stop = part.box.start, part.box.stop
+            if part.box.size:
+                boxes.append((start, stop))
+                rows.append((-tensor.element_size(), len(entries), start, stop, tensor))
+        name, state, shape, dtype = first.name, first.state, first.shape, first.tensor.dtype
+        shares.append(TensorShare(planned, name, state, dtype_name(dtype), shape, tuple(boxes)))
+        entries.append(TensorEntry(name, dtype_name(dtype), shape, len(entries), state))
+    rows.sort(key=lambda row: row[:3])
+    return shares, tuple(entries), _pieces(rows), [row[4] for row in rows]
+
+
+def _checked(part: Part) -> torch.Tensor:
+    """Return the values of a part.  UsageError if they cannot be written, or have another shape."""
+    check_kind(part.tensor, part.planned_name)
+    tensor = part.tensor.detach()
+    check_kind(tensor, part.planned_name)
+    if tuple(tensor.shape) != part.box.shape:
+        raise UsageError(
+            f"{part.planned_name}: the planner gave a tensor of shape {tuple(tensor.shape)} for "
+            f"{part.box.shape}"
+        )
+    return tensor
+
+
+def _pieces(rows: list[_Row]) -> Pieces:
+    width = max([1, *(len(row[2]) for row in rows)])
+    start, stop = np.zeros((len(rows), width), np.int64), np.ones((len(rows), width), np.int64)
+    for i, (_, _, a, b, _) in enumerate(rows):
+        start[i, : len(a)], stop[i, : len(b)] = a, b
+    size = np.array([-row[0] * row[4].numel() for row in rows], np.int64)
+    tensor = np.array([row[1] for row in rows], np.int64)
+    return Pieces(tensor, start, stop, np.cumsum(size) - size, size)
+
+
+# -- the manifest -----------------------------------------------------------------------------------
+
+
+def _manifest(
+    attempt: SaveAttempt,
+    written: Sequence[RankWritten],
+    extras: Callable[[Mapping[str, TensorEntry]], dict[str, Any]],
+    line: Line,
+    by: str,
+) -> Manifest:
+    """The manifest of what all ranks have written; it is known from that alone, but for its `line`."""
+    tensors, shardings, planned = _merged(written)
+    manifest = Manifest(
+        holdfast=VERSION,
+        step=attempt.step,
+        run=attempt.run,
+        line=line,
+        attempt=attempt.name,
+        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        software={
+            "holdfast": __version__,
+            "torch": f"{torch.__version__} ({by})".removesuffix(" ()"),
+        },
+        mesh=(("rank", len(written)),) if len(written) > 1 else (),
+        chunk_bytes=CHUNK_BYTES,
+        algorithm=ALGORITHM,
+        shardings=shardings,
+        tensors=tensors,
+        aliases={},
+        files=tuple(sorted((w.file for w in written if w.file), key=lambda f: f.rank)),
+        extras=extras(planned),
+        per_rank={},
+    )
+    check(manifest)  # what no reader would take is not committed
+    return manifest
+
+
+def _merged(
+    written: Iterable[RankWritten],
+) -> tuple[tuple[TensorEntry, ...], tuple[ShardingEntry, ...], dict[str, TensorEntry]]:
+    """All tensors, sorted by name, the sharding of each, and the same tensors by the planner's names."""
+    known: dict[str, TensorShare] = {}
+    held: dict[str, list[FragmentEntry]] = {}
+    for w in written:
+        for share in w.shares:
+            first = known.setdefault(share.name, share)
+            if (first.planned, first.dtype, first.shape) != (
+                share.planned,
+                share.dtype,
+                share.shape,
+            ):
+                raise UsageError(
+                    f"{share.name!r} is {first.planned!r}, {first.dtype} {first.shape}, on one rank, and "
+                    f"{share.planned!r}, {share.dtype} {share.shape}, on rank {w.rank}"
+                )
+            boxes = (FragmentEntry(w.rank, start, stop) for start, stop in share.boxes)
+            held.setdefault(share.name, []).extend(boxes)
+    order = sorted(known)
+    entries = tuple(
+        TensorEntry(name, known[name].dtype, known[name].shape, i, known[name].state)
+        for i, name in enumerate(order)
+    )
+    shardings = tuple(ShardingEntry(held=tuple(held[name])) for name in order)
+    return entries, shardings, {known[t.name].planned: t for t in entries}
