@@ -17,6 +17,7 @@ from typing import Any
 import holdfast
 import holdfast.compression
 import holdfast.dcp
+import holdfast.extend
 import holdfast.store
 import holdfast.testing
 from holdfast.checkpoint import opened
@@ -60,6 +61,12 @@ SECTIONS = (
     ),
     ("dcp", "DCP", "holdfast.dcp", tuple(holdfast.dcp.__all__)),
     ("frameworks", "Frameworks", "holdfast.sources", tuple(holdfast.sources.__all__)),
+    (
+        "extending",
+        "Extending",
+        "holdfast.extend",
+        tuple(name for name in holdfast.extend.__all__ if name != "TOP_NAMES"),
+    ),
     ("testing", "Testing", "holdfast.testing", tuple(holdfast.testing.__all__)),
     ("errors", "Errors", "holdfast.errors", ()),
 )

@@ -413,6 +413,7 @@ def test_public_names_are_pinned() -> None:
         "dcp",
         "errors",
         "events",
+        "extend",
         "ignore",
         "integrations",
         "kept",

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.base.version import __version__
 
 if TYPE_CHECKING:
-    from holdfast import integrations, testing
+    from holdfast import extend, integrations, testing
     from holdfast.base import errors, events
     from holdfast.base.errors import HoldfastError, HoldfastWarning, silence
     from holdfast.core import store
@@ -132,6 +132,7 @@ __all__ = [
     "dcp",
     "errors",
     "events",
+    "extend",
     "ignore",
     "integrations",
     "kept",
@@ -149,7 +150,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ELSEWHERE or name in ("integrations", "testing"):
+    if name in _ELSEWHERE or name in ("extend", "integrations", "testing"):
         return importlib.import_module(f"holdfast.{name}")
     home = _HOME.get(name)
     if home is None:

@@ -2,7 +2,7 @@
 
 It is all that such code needs beside the names that users have (`holdfast.Checkpointer`, `holdfast.errors`,
 `holdfast.store`, `holdfast.sources`, ...); `holdfast.integrations` uses nothing else.  What is behind the
-door changes with every release, and the door does not: a name that goes, or means another thing, is a
+door may change with every release, and the door does not: a name that goes, or means another thing, is a
 change that the CHANGELOG tells.
 
     a trainer       is a loop of somebody else's, which says when to save, and under which name

@@ -233,7 +233,7 @@ def test_links_lead_somewhere(page: Path, site: Path) -> None:
 def test_the_reference_has_every_public_name(site: Path) -> None:
     pages = [p.read_text() for p in (site / "reference" / "api").glob("*.md")]
     headings = {h for p in pages for h in re.findall(r"^## `(\S+)`$", p, re.MULTILINE)}
-    parts = {"__version__", "compression", "dcp", "errors", "events", "integrations"}
+    parts = {"__version__", "compression", "dcp", "errors", "events", "extend", "integrations"}
     parts |= {"sources", "store", "testing"}
     assert {f"holdfast.{name}" for name in holdfast.__all__} - headings == {
         f"holdfast.{name}" for name in {*parts, "HoldfastError"}

@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -53,7 +53,7 @@ from holdfast.core.format.manifest import (
     readable,
 )
 from holdfast.core.group.handed import hand, handed, take_away
-from holdfast.core.layout import Box, Pieces
+from holdfast.core.layout import Box, Pieces, whole
 from holdfast.core.store import Store, open_store
 from holdfast.live.roots import sweep_host
 from holdfast.live.saving.gathered import Gathered
@@ -67,24 +67,20 @@ from holdfast.session.attempts import SaveAttempt, under_way
 
 @dataclass(frozen=True)
 class Part:
-    """A box of a tensor, which a rank saves."""
+    """A tensor, or a box of one, which a rank saves."""
 
     name: str
-    """The name that the whole tensor has in the step, such as `model.h.0.weight`."""
-    shape: tuple[int, ...]
-    """Shape of the whole."""
-    box: Box
+    """The name that the tensor has in the step, such as `model.h.0.weight`."""
     tensor: torch.Tensor
-    """The values in the box, of its shape."""
+    """The values, of the shape of the box."""
+    shape: tuple[int, ...] | None = None
+    """Shape of the whole tensor; None if this is the whole."""
+    box: Box | None = None
+    """The part of the whole that this is; None if it is all of it."""
     state: str = "tensor"
     """The kind of the tensor: `param`, `buffer`, a state of an optimizer such as `exp_avg`, or `tensor`."""
-    planned: str = ""
-    """The planner's own name of the whole, if it has another one."""
-
-    @property
-    def planned_name(self) -> str:
-        """The name by which the planner knows the whole."""
-        return self.planned or self.name
+    planned: str | None = None
+    """The planner's own name of the tensor, if it has another one."""
 
 
 class TensorShare(msgspec.Struct, frozen=True, array_like=True):
@@ -310,37 +306,50 @@ def _laid_out(
 
     This is the order of the format for tensors that are sorted by name and have a sharding each.
     """
-    order = sorted(parts, key=lambda p: (p.name, p.state, p.planned_name, p.box.start))
+    placed = sorted(map(_placed, parts), key=lambda p: (p.name, p.state, p.planned, p.box.start))
     shares: list[TensorShare] = []
     entries: list[TensorEntry] = []
     rows: list[_Row] = []
-    for planned, of_one in groupby(order, key=lambda p: p.planned_name):
-        boxes, held = [], [*of_one]
-        first = held[0]
-        for part in held:
-            tensor = _checked(part)
-            start, stop = part.box.start, part.box.stop
-            if part.box.size:
-                boxes.append((start, stop))
-                rows.append((-tensor.element_size(), len(entries), start, stop, tensor))
-        name, state, shape, dtype = first.name, first.state, first.shape, first.tensor.dtype
-        shares.append(TensorShare(planned, name, state, dtype_name(dtype), shape, tuple(boxes)))
-        entries.append(TensorEntry(name, dtype_name(dtype), shape, len(entries), state))
+    for planned, of_one in groupby(placed, key=lambda p: p.planned):
+        held = [*of_one]
+        name, state, shape = held[0].name, held[0].state, held[0].shape
+        dtype = dtype_name(held[0].tensor.dtype)
+        boxes = tuple((p.box.start, p.box.stop) for p in held if p.box.size)
+        rows += [
+            (-p.tensor.element_size(), len(entries), p.box.start, p.box.stop, p.tensor)
+            for p in held
+            if p.box.size
+        ]
+        shares.append(TensorShare(planned, name, state, dtype, shape, boxes))
+        entries.append(TensorEntry(name, dtype, shape, len(entries), state))
     rows.sort(key=lambda row: row[:3])
     return shares, tuple(entries), _pieces(rows), [row[4] for row in rows]
 
 
-def _checked(part: Part) -> torch.Tensor:
-    """Return the values of a part.  UsageError if they cannot be written, or have another shape."""
-    check_kind(part.tensor, part.planned_name)
+class _Placed(NamedTuple):
+    """A part of which all is known."""
+
+    name: str
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    box: Box
+    state: str
+    planned: str
+
+
+def _placed(part: Part) -> _Placed:
+    """Return a part with its place.  UsageError if its values cannot be written, or have another shape."""
+    planned = part.planned or part.name
+    check_kind(part.tensor, planned)
     tensor = part.tensor.detach()
-    check_kind(tensor, part.planned_name)
-    if tuple(tensor.shape) != part.box.shape:
+    check_kind(tensor, planned)
+    shape = tuple(tensor.shape) if part.shape is None else part.shape
+    box = whole(shape) if part.box is None else part.box
+    if tuple(tensor.shape) != box.shape:
         raise UsageError(
-            f"{part.planned_name}: the planner gave a tensor of shape {tuple(tensor.shape)} for "
-            f"{part.box.shape}"
+            f"{planned}: the planner gave a tensor of shape {tuple(tensor.shape)} for {box.shape}"
         )
-    return tensor
+    return _Placed(part.name, tensor, shape, box, part.state, planned)
 
 
 def _pieces(rows: list[_Row]) -> Pieces:

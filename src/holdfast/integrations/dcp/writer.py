@@ -139,14 +139,14 @@ class Writer(StorageWriter):  # torch gives no types
         """Lay out what this rank has to write; its tensors are the planner's own."""
         names = StateDictNames(plan.planner_data)
         values: dict[str, Any] = {}
-        parts: dict[tuple[str, tuple[int, ...]], Part] = {}
+        parts: dict[tuple[str, Box | None], Part] = {}
         for item in plan.items:
             flat, data = item.index.fqn, planner.resolve_data(item)
             if item.type == WriteItemType.BYTE_IO:
                 values[flat] = encoded(data, flat)
             else:
                 part = _part(item, data, names)
-                parts[flat, part.box.start] = part
+                parts[flat, part.box] = part
         return self._saves.prepare(self._attempt(), self._turn.rank, parts.values(), values)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -180,7 +180,7 @@ def _part(item: WriteItem, data: Any, names: StateDictNames) -> Part:
     # a shard may have the marks of the parameter that was cut
     tensor = data if item.type == WriteItemType.TENSOR else data.detach()
     name, state = names.of(flat)
-    return Part(name, tuple(whole.size), box, tensor, state=state, planned=flat)
+    return Part(name, tensor, tuple(whole.size), box, state=state, planned=flat)
 
 
 def _extras(
