@@ -8,6 +8,7 @@ it says what was dropped (`at_exit`).
 
 from __future__ import annotations
 
+import mmap
 import os
 import queue
 import threading
@@ -35,6 +36,18 @@ _workers: dict[threading.Thread, Tasks] = {}
 """Workers, with their tasks, that Python waits for when it ends; there is one end of Python."""
 _before: list[Callable[[], None]] = []
 _endings: list[Callable[[float], None]] = []
+
+
+class ThreadPages(threading.local):
+    """Memory of each thread that begins at a page, and is used again."""
+
+    view: memoryview | None = None
+
+    def get(self, size: int) -> memoryview:
+        """Return `size` bytes, which hold anything."""
+        if self.view is None or len(self.view) < size:
+            self.view = memoryview(mmap.mmap(-1, max(size, 1)))
+        return self.view[:size]
 
 
 class Worker:

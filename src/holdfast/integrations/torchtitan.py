@@ -26,18 +26,7 @@ from torchtitan.components.checkpointer.base import DATALOADER, MODEL, OPTIMIZER
 from torchtitan.components.checkpointer.dcp import CheckpointManager
 from torchtitan.tools import filesystem
 
-from holdfast import (
-    Checkpointer,
-    Delta,
-    Every,
-    Found,
-    Keep,
-    Memory,
-    errors,
-    load,
-    save,
-    steps,
-)
+from holdfast import Checkpointer, Delta, Every, Found, Keep, Memory, errors, load, save, steps
 from holdfast import open as open_step
 
 __all__ = ["HoldfastCheckpointManager"]

@@ -14,7 +14,6 @@ Each file appears whole or not at all.
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 from bisect import bisect_left, bisect_right
@@ -26,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.base.errors import Corrupt, UsageError
-from holdfast.base.threads import in_threads
+from holdfast.base.threads import ThreadPages, in_threads
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.checkpoint.reading import read_alone, threads_here
 from holdfast.core.checkpoint.rows import RAW, ArrayTarget, Want
@@ -119,14 +118,14 @@ def write_files(
         for f in sorted(files, key=lambda f: -f.bytes)
     ]
     blocks = [(job, start) for job in jobs for start in job.starts()]
-    buffers = _Buffers(block_bytes)
+    buffers = ThreadPages()
     tell = progress or (lambda _: None)
     errors: list[BaseException] = []
 
     def one(block: tuple[_UnfinishedFile, int]) -> None:
         job, start = block
         try:
-            tell(job.write(start, buffers.get()))
+            tell(job.write(start, buffers.get(block_bytes)))
         except BaseException as error:
             errors.append(error)
             for job in jobs:
@@ -151,11 +150,11 @@ def check_files(
 ) -> None:
     """Read files back from storage.  Corrupt, with the first range that is not what was written."""
     tell = progress or (lambda _: None)
-    buffers = _Buffers(MAX_BLOCK_BYTES)
+    buffers = ThreadPages()
 
     def one(block: tuple[FileDigests, int, int]) -> None:
         file, start, expected = block
-        view = buffers.get()[: min(file.block_bytes, file.bytes - start)]
+        view = buffers.get(min(file.block_bytes, file.bytes - start))
         if len(view):
             with closing(getattr(store, "open_once", store.open)(file.path)) as reader:
                 reader.read(start, view)
@@ -179,19 +178,6 @@ def _shares(memory_bytes: int) -> tuple[int, int]:
     threads = min(max(4, min(cores, 16)), memory_bytes // MIN_MEMORY_BYTES)
     block = memory_bytes // threads - CAST_BYTES - READ_BYTES
     return threads, min(block // MIN_BLOCK_BYTES * MIN_BLOCK_BYTES, MAX_BLOCK_BYTES)
-
-
-class _Buffers(threading.local):
-    """One page-aligned buffer per thread."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._view: memoryview | None = None
-
-    def get(self) -> memoryview:
-        if self._view is None:
-            self._view = memoryview(mmap.mmap(-1, self._size))
-        return self._view
 
 
 class _GivenUpError(Exception):

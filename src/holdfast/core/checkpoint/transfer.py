@@ -21,8 +21,6 @@ takes long to begin to answer.  Memory: a part and two chunks for each thread, a
 
 from __future__ import annotations
 
-import mmap
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -39,7 +37,7 @@ from holdfast.base.errors import (
     StoreError,
     warn_user,
 )
-from holdfast.base.threads import in_threads
+from holdfast.base.threads import ThreadPages, in_threads
 from holdfast.base.wire import decode_json
 from holdfast.core.checkpoint.files import Files
 from holdfast.core.checkpoint.names import (
@@ -425,11 +423,11 @@ def copy_object(this: Provable, source: Store, target: Store, threads: int, tell
     try:
         wanted = reads_of(source).num_bytes if threads > 1 else 0
         part = part_bytes(writer, wanted or PART_BYTES)
-        buffers = _Pages(min(part, this.num_bytes) + 2 * this.most_chunk_bytes)
+        buffers, size = ThreadPages(), min(part, this.num_bytes) + 2 * this.most_chunk_bytes
 
         def one(start: int) -> None:
             stop = min(start + part, this.num_bytes)
-            writer.write(start, this.read(reader, start, buffers.get(), stop))
+            writer.write(start, this.read(reader, start, buffers.get(size), stop))
             tell(stop - start)
 
         once = getattr(source, "open_once", source.open)
@@ -439,16 +437,3 @@ def copy_object(this: Provable, source: Store, target: Store, threads: int, tell
     except BaseException:
         writer.abort()
         raise
-
-
-class _Pages(threading.local):
-    """One page-aligned buffer of each thread."""
-
-    def __init__(self, size: int) -> None:
-        self._size = max(size, 1)
-        self._view: memoryview | None = None
-
-    def get(self) -> memoryview:
-        if self._view is None:
-            self._view = memoryview(mmap.mmap(-1, self._size))
-        return self._view

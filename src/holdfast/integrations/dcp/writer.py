@@ -19,15 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from holdfast import Box, Keep, errors
-from holdfast.extend import (
-    Part,
-    PlannedSaves,
-    Prepared,
-    StateDictNames,
-    check_root,
-    path_of,
-    unfit,
-)
+from holdfast.extend import Part, PlannedSaves, Prepared, StateDictNames, check_root, path_of, unfit
 from holdfast.integrations.dcp.ids import CheckpointId, step_of_id
 from holdfast.integrations.dcp.names import Listing, table_for
 from holdfast.integrations.dcp.values import encoded, named

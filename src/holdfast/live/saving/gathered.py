@@ -6,28 +6,17 @@ There is no copy of the state in memory: only a block for each thread that write
 from __future__ import annotations
 
 import mmap
-import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from holdfast.base.threads import ThreadPages
 from holdfast.core.format.image import Image
 from holdfast.live.state.arrays import array_of
 from holdfast.live.state.devices import devices_of, wait_for
 from holdfast.live.state.managed import wait_for_writers
-
-
-class _Scratch(threading.local):
-    """Memory of a thread that begins at a page, and is used again."""
-
-    view: memoryview | None = None
-
-    def get(self, size: int) -> memoryview:
-        if self.view is None or len(self.view) < size:
-            self.view = memoryview(mmap.mmap(-1, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE))
-        return self.view[:size]
 
 
 class Gathered:
@@ -38,7 +27,7 @@ class Gathered:
         self._flat = [_flat(t) for t in tensors]
         self._starts = (image.data_start + image.pieces.offset).tolist()
         self._stops = [a + n for a, n in zip(self._starts, image.pieces.bytes.tolist())]
-        self._scratch = _Scratch()
+        self._scratch = ThreadPages()
         wait_for(devices_of(self._flat))  # other threads have other streams
         wait_for_writers(self._flat)
 
