@@ -34,7 +34,17 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "core": (("layout", "codec", "store", "group"), ("format",), ("checkpoint",)),
     "policy": (),
     "formats": (("rules",), ("read",), ("write", "looking"), ("converting",)),
-    "live": (("sources",), ("state",), ("compression", "saving"), ("roots",), ("restore",)),
+    "live": (
+        ("sources",),
+        ("state",),
+        ("compression", "saving"),
+        ("roots",),
+        ("restore",),
+        ("kinds",),
+        ("collecting",),
+        ("transaction", "noticing"),
+        ("reading",),
+    ),
     "tiers": (("memory", "records"), ("mirror",)),
     "session": (
         ("schedule",),

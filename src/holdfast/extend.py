@@ -16,7 +16,7 @@ change that the CHANGELOG tells.
     a framework     keeps values elsewhere than in the parameters: `holdfast.sources`
     a store         keeps bytes by key: `holdfast.store`, and `holdfast.testing.StoreTests`
     a format        is read, or saved by a plan of its own
-                    of steps        PlannedSaves  Part  Prepared  read_into  values_in  StateDictNames
+                    of steps        PlannedSaves  Part  PreparedPart  read_into  values_in  StateDictNames
                     of plain values encode  decode  inline_tensor  decode_torch  referred  torch_dtype
 """
 
@@ -49,20 +49,15 @@ from holdfast.formats.looking import open as open_step
 from holdfast.formats.read.dcpnames import StateDictNames
 from holdfast.live.roots import require_native_root
 from holdfast.live.saving.attaching import FileSource, attached
+from holdfast.live.state.encoding import inline_tensor, outline_tensor
 from holdfast.live.state.gradients import gradients_text
-from holdfast.live.state.live import (
-    inline_tensor,
-    named_buffers,
-    named_parameters,
-    outline_tensor,
-    unwrap,
-)
+from holdfast.live.state.modules import named_buffers, named_parameters, unwrap
 from holdfast.live.state.orders import data_of, order_of, put_order, samplers_of, tell_other_data
 from holdfast.live.state.placed import torch_dtype
 from holdfast.live.state.window import wait_for_copies
 from holdfast.live.state.writes import count_and_address
 from holdfast.session.checkpointer import Checkpointer
-from holdfast.session.planned import Part, PlannedSaves, Prepared
+from holdfast.session.planned import Part, PlannedSaves, PreparedPart
 
 if TYPE_CHECKING:
     from holdfast.live.saving.noting import Noting
@@ -70,7 +65,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Part",
     "PlannedSaves",
-    "Prepared",
+    "PreparedPart",
     "StateDictNames",
     "TOP_NAMES",
     "check_engine",

@@ -10,7 +10,7 @@ import pytest
 from single import SIZES, WAIT_S, leftovers, memory, state_of
 
 import holdfast
-import holdfast.live.restore.reading
+import holdfast.live.reading
 from holdfast.errors import HoldfastError, NotFound, NotRecoverable
 from holdfast.store import LocalStore, Store
 
@@ -76,7 +76,7 @@ def test_a_restore_reads_again_what_was_replaced(monkeypatch) -> None:
     writer_state = state_of(1.0)
     writer = holdfast.Checkpointer(store.url, writer_state)
     writer.save(5).wait(WAIT_S)
-    real = holdfast.live.restore.reading.restore
+    real = holdfast.live.reading.restore
     turns = []
 
     def late(*args):
@@ -90,7 +90,7 @@ def test_a_restore_reads_again_what_was_replaced(monkeypatch) -> None:
         turns.append(None)
         return real(*args)
 
-    monkeypatch.setattr(holdfast.live.restore.reading, "restore", late)
+    monkeypatch.setattr(holdfast.live.reading, "restore", late)
     state = state_of(0.0)
     assert holdfast.load(store.url, state) == 5
     assert len(turns) == 2

@@ -28,7 +28,7 @@ from holdfast.errors import (
     StateMismatch,
     UsageError,
 )
-from holdfast.live.restore import reading
+from holdfast.live import reading
 from state.test_customised_modules import Book, Packed
 from state.test_optimizers import Counted
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from gpu.devices import DEVICE, needs_device, occupy
 from holdfast.dcp import Reader, Writer
-from holdfast.extend import Prepared
+from holdfast.extend import PreparedPart
 
 pytestmark = needs_device
 
@@ -72,7 +72,7 @@ def test_what_is_staged_is_of_the_call(tmp_path: Path) -> None:
     occupy(0.3)
     tensor.add_(1)
     nothing: Any = None
-    prepared = Prepared(str(tmp_path), 0, nothing, {}, [], (), nothing, [tensor])
+    prepared = PreparedPart(str(tmp_path), 0, nothing, {}, [], (), nothing, [tensor])
     (staged,) = prepared.staged().tensors
     tensor.zero_()
     assert staged.is_cpu and torch.equal(staged, torch.full((1 << 20,), 2.0))

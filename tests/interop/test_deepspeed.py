@@ -34,7 +34,7 @@ from holdfast.errors import (
 from holdfast.formats.read.deepspeed.opening import open_deepspeed
 from holdfast.formats.read.deepspeed.tensors import Layouts
 from holdfast.formats.read.deepspeed.zero import even_cuts, flat_cuts
-from holdfast.live.state.live import outline_tensor
+from holdfast.live.state.encoding import outline_tensor
 from holdfast.store import open_store
 
 pytestmark = [

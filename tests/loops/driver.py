@@ -49,7 +49,7 @@ SECONDS = 90.0
 """A loop that takes longer hangs: it computes for some milliseconds."""
 PRELOAD = (
     "torch._dynamo", "torch.profiler._cupti_monitor", "numpy.ma", "holdfast.session.once",
-    "holdfast.session.restart", "holdfast.live.restore.reading", "holdfast.live.saving.merging",
+    "holdfast.session.restart", "holdfast.live.reading", "holdfast.live.saving.merging",
     "holdfast.live.saving.holding", "holdfast.formats.looking", "holdfast.formats.read.detect",
     "holdfast.core.layout.locating", "holdfast.core.store.views",
 )  # fmt: skip

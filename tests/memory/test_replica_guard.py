@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from holdfast.core.codec.stripes import Stripes, copy, rs
 from holdfast.core.format.image import Image, plan_image
 from holdfast.core.format.manifest import FileEntry
+from holdfast.live.collecting import collect
 from holdfast.live.saving.planning import SavePlan, new_plan
 from holdfast.live.state.agreed import describe, merge
 from holdfast.live.state.carrying import CarriedCopies, CarryBuffer
-from holdfast.live.state.collecting import collect
-from holdfast.live.state.live import Live
+from holdfast.live.state.named import Collected
 from holdfast.live.state.snapshot import Copies, FillProgress
 from holdfast.tiers.memory import replica
 from holdfast.tiers.memory.replica import ReplicaGuard, replica_guard
@@ -27,7 +27,7 @@ from holdfast.tiers.memory.replica import ReplicaGuard, replica_guard
 EXTRAS = 4096
 
 
-def trained(device: str = "cpu") -> tuple[Live, Callable[[], None]]:
+def trained(device: str = "cpu") -> tuple[Collected, Callable[[], None]]:
     """A state of many kinds of tensors, and the optimizer's next step."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(
@@ -58,7 +58,7 @@ def windows(num_bytes: int) -> Iterator[None]:
 class Replicas:
     """Ranks that hold the same; `images` are what they save."""
 
-    def __init__(self, live: Live, num_ranks: int) -> None:
+    def __init__(self, live: Collected, num_ranks: int) -> None:
         self.live = live
         agreement = merge([describe(live)], [0] * num_ranks)
         self.plan: SavePlan = new_plan(agreement, "a digest")

@@ -11,12 +11,12 @@ from torch import nn
 
 import holdfast
 from holdfast.core.format import extras
-from holdfast.live.restore import targets
-from holdfast.live.restore.extras import put_plain_states
+from holdfast.live.collecting import collect
+from holdfast.live.restore import optimizer_states
+from holdfast.live.restore.optimizer_states import put_plain_states
 from holdfast.live.state import made
-from holdfast.live.state.collecting import collect
 from holdfast.live.state.customised import Own
-from holdfast.live.state.live import outline_tensor
+from holdfast.live.state.encoding import outline_tensor
 from holdfast.sources import Sources
 
 
@@ -89,7 +89,7 @@ def test_numbers_go_where_torch_loads_them(
                     q, value, 0, groups, state
                 )
                 full = f"optim.{name}.{state}"
-                mine = targets._new_state(checkpoint, full, q, groups[0], None, None, None)
+                mine = optimizer_states._new_state(checkpoint, full, q, groups[0], None, None, None)
                 assert (mine.device, mine.shape) == (by_torch.device, by_torch.shape), full
 
 

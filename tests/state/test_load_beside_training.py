@@ -16,7 +16,7 @@ from holdfast.checkpoint import names, opened, transfer, unproved, verifying
 from holdfast.cli.main import run
 from holdfast.errors import Corrupt, NotFound
 from holdfast.formats import converting
-from holdfast.live.restore import reading, transaction
+from holdfast.live import reading, transaction
 from holdfast.store import open_store
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import Corrupt, NotRecoverable, StateMismatch
-from holdfast.live.restore import transaction
+from holdfast.live import transaction
 
 
 class Net(nn.Module):

@@ -13,7 +13,7 @@ from holdfast.errors import HoldfastError
 from holdfast.layout import Axis, Box
 from holdfast.live.saving.planning import new_plan
 from holdfast.live.state.agreed import describe, merge
-from holdfast.live.state.live import Live, LiveTensor
+from holdfast.live.state.named import Collected, LiveTensor
 from holdfast.live.state.placed import Placed, mesh_axes
 from holdfast.live.state.snapshot import Copies
 
@@ -51,10 +51,10 @@ def test_axes_tell_each_ranks_part_by_its_number(ranks: Any, axes: list[Axis] | 
 def test_no_copy_is_made_of_what_a_rank_has_not(start: int) -> None:
     """Neither is it empty, nor other rows in their place."""
 
-    def live(box: Box) -> Live:
+    def live(box: Box) -> Collected:
         local = torch.ones(box.shape)
         placed = Placed(local, (8, 3), box, None)
-        return Live(tensors={"w": LiveTensor("w", "param", placed, True, local)})
+        return Collected(tensors={"w": LiveTensor("w", "param", placed, True, local)})
 
     plan = new_plan(merge([describe(live(Box((0, 0), (8, 3))))], [0]), "a digest")
     image = plan_image(plan.agreement.tensors, plan.placement.pieces(0))

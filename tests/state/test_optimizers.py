@@ -16,10 +16,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import holdfast
 from holdfast.core.group import Group
 from holdfast.errors import StateMismatch, UsageError
-from holdfast.live.restore.extras import restore_common_state
 from holdfast.live.restore.groups import moved_groups
+from holdfast.live.restore.optimizer_states import put_common_state
 from holdfast.live.restore.targets import RestoreOptions
-from holdfast.live.restore.transaction import restore
+from holdfast.live.transaction import restore
 
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -522,7 +522,7 @@ def test_what_lay_on_a_device_goes_to_that_of_the_parameters() -> None:
     """As far as that can be seen without one: the device here is `meta`."""
     optimizer = Counted([nn.Parameter(torch.zeros(3, device="meta"))])
     both = {"a": torch.ones(2), "b": {"of": [torch.ones(2)]}}
-    restore_common_state(optimizer, {"state": both | {"c": torch.ones(2)}, "on_device": ["a", "b"]})
+    put_common_state(optimizer, {"state": both | {"c": torch.ones(2)}, "on_device": ["a", "b"]})
     own: dict[Any, Any] = optimizer.state
     assert own["a"].is_meta and own["b"]["of"][0].is_meta and own["c"].device.type == "cpu"
 

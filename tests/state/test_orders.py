@@ -279,7 +279,7 @@ class Told(Dataset[int]):
 def test_a_step_without_it_is_loaded_as_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.live.state.collecting.add_order", lambda *_: None)
+    monkeypatch.setattr("holdfast.live.kinds.object.add_order", lambda *_: None)
     expected, told = went_on(tmp_path, GOES_ON["shuffled"], lambda _: loader(22, shuffle=True))
     assert told == "" and not expected
     assert not any(ORDER in name for name in holdfast.open(tmp_path).extras)

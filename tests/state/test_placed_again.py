@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import holdfast
+from holdfast.live.collecting import collect
 from holdfast.live.saving import saver
-from holdfast.live.state.collecting import collect
-from holdfast.live.state.live import Live, LiveTensor
+from holdfast.live.state.named import Collected, LiveTensor
 from holdfast.live.state.placed import place
 
 
@@ -81,7 +81,7 @@ def test_nothing_is_placed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run()
     before = collect(run.state).tensors
     run.train()
-    monkeypatch.setattr("holdfast.live.state.live.place", None)
+    monkeypatch.setattr("holdfast.live.state.named.place", None)
     monkeypatch.setattr("holdfast.live.state.optimizers.place", None)
     again = collect(run.state, before=before).tensors
     assert list(again) == list(before)
@@ -224,7 +224,7 @@ def test_the_state_is_described_anew_when_it_differs(
     described_at: list[int] = []
     step = 0
 
-    def describe(live: Live) -> bytes:
+    def describe(live: Collected) -> bytes:
         described_at.append(step)
         return original(live)
 

@@ -10,9 +10,9 @@ from torch import nn
 from holdfast.base.threads import Worker
 from holdfast.core.group import Group
 from holdfast.errors import HoldfastError
+from holdfast.live.collecting import RunState
 from holdfast.live.saving.operation import Draft, Request, SaveOperation
 from holdfast.live.saving.saver import Saver
-from holdfast.live.state.collecting import RunState
 from holdfast.live.state.snapshot import Buffer, PrivateBuffer
 
 

@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from holdfast import errors
-from holdfast.extend import Prepared
+from holdfast.extend import PreparedPart
 from holdfast.integrations.dcp import Reader, Writer
 from holdfast.integrations.dcp.writer import result_of
 
@@ -96,7 +96,7 @@ class SaveStrategy(AsyncSaveShardedStrategy):
 
         plan = planner.finish_plan(ranks.reduce_scatter("plan", local, together))
         ranks.all_gather("prepare", lambda: made_ready.append(writer.prepare(plan, planner)))
-        prepared: Prepared = made_ready[0]
+        prepared: PreparedPart = made_ready[0]
         handle, note = tempfile.mkstemp(prefix="holdfast-megatron-")
         os.close(handle)
 
@@ -115,7 +115,7 @@ class SaveStrategy(AsyncSaveShardedStrategy):
         )
 
 
-def write_for_later(root: str, prepared: Prepared, note: str) -> None:
+def write_for_later(root: str, prepared: PreparedPart, note: str) -> None:
     """Write a rank's image and note down what was written, or the error.  In a process of its own."""
     prepared.write_and_note(note)
 

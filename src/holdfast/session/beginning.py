@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 
 from holdfast.base.errors import UsageError
 from holdfast.base.notices import Notices
+from holdfast.live.collecting import RunState
+from holdfast.live.noticing import Noticing
 from holdfast.live.saving import Save
-from holdfast.live.state.collecting import RunState
 from holdfast.live.state.exchanged import Taken
-from holdfast.live.state.noticing import Noticing
 from holdfast.session.tiers import Tiers
 
 if TYPE_CHECKING:

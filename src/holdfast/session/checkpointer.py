@@ -35,11 +35,14 @@ from holdfast.base.notices import Notices
 from holdfast.core.checkpoint.tidying import Keep
 from holdfast.core.group import Group
 from holdfast.core.layout import Mesh
+from holdfast.live.collecting import RunState
+from holdfast.live.noticing import Noticing
 from holdfast.live.roots import open_shared, require_native_root
 from holdfast.live.saving import Save
-from holdfast.live.state.collecting import RunState
-from holdfast.live.state.live import RULES, Live, State, check_keys, loaded_states
-from holdfast.live.state.noticing import Noticing
+from holdfast.live.state.encoding import RULES
+from holdfast.live.state.loaded import loaded_states
+from holdfast.live.state.named import Collected
+from holdfast.live.state.recognising import State, check_keys
 from holdfast.live.state.rng import Rng
 from holdfast.live.state.window import rest, resting
 from holdfast.session.beginning import Beginning
@@ -379,7 +382,7 @@ class Checkpointer:
                 delta.begin_from((run, step), save)
         return save
 
-    def _collect(self) -> Live:
+    def _collect(self) -> Collected:
         memory = self._tiers.memory
         with self._beginning.collecting():
             self._noticing.check_in_backward()

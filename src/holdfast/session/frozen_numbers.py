@@ -9,7 +9,7 @@ if the run before had never set it, and many more saves have it, too.
 from __future__ import annotations
 
 from holdfast.base.notices import Notices
-from holdfast.live.state.live import State
+from holdfast.live.state.recognising import State
 
 SAVES = 10
 """Number of saves since a restore over which a number may stay as it is."""

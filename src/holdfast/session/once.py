@@ -25,11 +25,12 @@ from holdfast.core.checkpoint.recorded import segments_in
 from holdfast.core.checkpoint.tidying import sweep
 from holdfast.core.group import Group
 from holdfast.core.store import Store
+from holdfast.live.collecting import collect
 from holdfast.live.roots import open_shared, require_native_root, sweep_host
 from holdfast.live.saving import Saver
 from holdfast.live.saving.durable import Durable
-from holdfast.live.state.collecting import collect
-from holdfast.live.state.live import RULES, State, check_keys
+from holdfast.live.state.encoding import RULES
+from holdfast.live.state.recognising import State, check_keys
 
 if TYPE_CHECKING:
     from holdfast.live.saving.attaching import Attached, FileSource
@@ -153,7 +154,7 @@ def load(
     NotRecoverable if there is no step; StateMismatch before anything is touched.  Foreign checkpoints are
     read where they lie, as `holdfast.open` finds them.
     """
-    from holdfast.live.restore.reading import load_from
+    from holdfast.live.reading import load_from
     from holdfast.live.restore.targets import RestoreOptions
 
     url, step = path_of(path, "load", "path"), None if step is None else step_of(step, "load")

@@ -112,7 +112,7 @@ class RankWritten(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass
-class Prepared:
+class PreparedPart:
     """The parts that a rank has to write.  It can be pickled, if its tensors can."""
 
     root: str
@@ -125,7 +125,7 @@ class Prepared:
     tensors: list[torch.Tensor]
     """The part of a tensor that each piece holds."""
 
-    def staged(self) -> Prepared:
+    def staged(self) -> PreparedPart:
         """The same, with copies of the tensors on the host."""
         wait_for_writers(self.tensors)
         copies = [t.to("cpu", copy=True, non_blocking=True) for t in self.tensors]
@@ -230,14 +230,14 @@ class PlannedSaves:
 
     def prepare(
         self, attempt: SaveAttempt, rank: int, parts: Iterable[Part], values: Mapping[str, Any] = {}
-    ) -> Prepared:
+    ) -> PreparedPart:
         """Lay out what this rank has to write; the tensors stay the planner's own.
 
         `values`: JSON trees of values that are no tensors, by the planner's names; `commit` makes extras of
         them.  UsageError for tensors that cannot be saved.
         """
         under_way(os.getpid()).take(self.root, attempt)
-        return Prepared(self.root, rank, attempt, dict(values), *_laid_out(parts))
+        return PreparedPart(self.root, rank, attempt, dict(values), *_laid_out(parts))
 
     def commit(
         self,

@@ -21,10 +21,7 @@ from holdfast.core.checkpoint.notes import read_notes
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.checkpoint.peers import raise_on_all
 from holdfast.core.group import Group
-from holdfast.live.restore.candidates import STOPS, Candidate, newest_good
-from holdfast.live.restore.nested import loaders_in
-from holdfast.live.restore.plain import Plain, plain_values
-from holdfast.live.restore.reading import (
+from holdfast.live.reading import (
     detected,
     load_from,
     load_step,
@@ -32,10 +29,13 @@ from holdfast.live.restore.reading import (
     tell_exactness,
     tell_unused_records,
 )
+from holdfast.live.restore.candidates import STOPS, Candidate, newest_good
+from holdfast.live.restore.nested import loaders_in
+from holdfast.live.restore.plain import Plain, plain_values
 from holdfast.live.restore.result import Found, FoundAt, Restored, RestoredFrom, Tier
 from holdfast.live.restore.targets import RestoreOptions
 from holdfast.live.saving.exactness import EXACT
-from holdfast.live.state.live import State
+from holdfast.live.state.recognising import State
 from holdfast.live.state.rng import Rng
 from holdfast.session.survey import Survey, gone
 

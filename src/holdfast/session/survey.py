@@ -19,8 +19,8 @@ from holdfast.core.checkpoint.recorded import last_recorded
 from holdfast.core.checkpoint.unproved import tell_passed_over
 from holdfast.core.format.manifest import Manifest
 from holdfast.core.store import Store
+from holdfast.live.reading import saved_steps
 from holdfast.live.restore.candidates import Candidate, newest_first
-from holdfast.live.restore.reading import saved_steps
 from holdfast.live.restore.result import FoundAt
 
 if TYPE_CHECKING:

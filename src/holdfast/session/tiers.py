@@ -20,7 +20,7 @@ from holdfast.core.store import Store
 from holdfast.live.roots import claim_root, sweep_host
 from holdfast.live.saving import Saver
 from holdfast.live.saving.durable import Durable
-from holdfast.live.state.live import State
+from holdfast.live.state.recognising import State
 
 if TYPE_CHECKING:
     from holdfast.tiers.memory.options import Memory

@@ -26,9 +26,9 @@ import torch
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.layout import Box, tiles
 from holdfast.formats.looking import open as open_checkpoint
+from holdfast.live.collecting import collect
 from holdfast.live.sources import Group, Source
-from holdfast.live.state.collecting import collect
-from holdfast.live.state.live import is_optimizer, sources_in, stages
+from holdfast.live.state.recognising import is_optimizer, sources_in, stages
 from holdfast.session.checkpointer import Checkpointer
 from holdfast.session.once import load, save
 

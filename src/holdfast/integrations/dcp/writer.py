@@ -19,7 +19,15 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from holdfast import Box, Keep, errors
-from holdfast.extend import Part, PlannedSaves, Prepared, StateDictNames, check_root, path_of, unfit
+from holdfast.extend import (
+    Part,
+    PlannedSaves,
+    PreparedPart,
+    StateDictNames,
+    check_root,
+    path_of,
+    unfit,
+)
 from holdfast.integrations.dcp.ids import CheckpointId, step_of_id
 from holdfast.integrations.dcp.names import Listing, table_for
 from holdfast.integrations.dcp.values import encoded, named
@@ -127,7 +135,7 @@ class Writer(StorageWriter):  # torch gives no types
         done.set_result([result_of(self.prepare(plan, planner).write())])
         return done
 
-    def prepare(self, plan: SavePlan, planner: SavePlanner) -> Prepared:
+    def prepare(self, plan: SavePlan, planner: SavePlanner) -> PreparedPart:
         """Lay out what this rank has to write; its tensors are the planner's own."""
         names = StateDictNames(plan.planner_data)
         values: dict[str, Any] = {}

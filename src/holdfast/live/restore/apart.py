@@ -8,10 +8,10 @@ from holdfast.base.errors import FormatError
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.format.extras import MADE_OF
 from holdfast.live.restore.mismatches import Mismatch, Problems, differs
-from holdfast.live.state.live import Live
+from holdfast.live.state.named import Prepared
 
 
-def made_otherwise(checkpoint: Checkpoint, live: Live, problems: Problems) -> None:
+def made_otherwise(checkpoint: Checkpoint, live: Prepared, problems: Problems) -> None:
     """Find tensors that were saved as several and are not made so here, or the other way round.
 
     Each difference is reported once: what was found of their parts is dropped, and the names of their parts
@@ -52,7 +52,7 @@ def _said(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
 
 
 def _differences(
-    checkpoint: Checkpoint, live: Live, name: str, said: dict[str, Any], mine: dict[str, Any]
+    checkpoint: Checkpoint, live: Prepared, name: str, said: dict[str, Any], mine: dict[str, Any]
 ) -> list[Mismatch]:
     if said["class"] != mine["class"]:
         return [differs(name, f"saved as a {said['class']}, here a {mine['class']}")]

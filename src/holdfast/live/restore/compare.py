@@ -23,7 +23,7 @@ from holdfast.core.layout import Axis, Mesh, common_mesh
 from holdfast.live.restore.mismatches import Mismatch, Problems, differs
 from holdfast.live.restore.targets import RestoreOptions, is_known
 from holdfast.live.state.customised import OWN
-from holdfast.live.state.live import Live, State
+from holdfast.live.state.named import Prepared
 from holdfast.live.state.positions import WAYS_OUT
 
 MAX_UNTOUCHED = 20
@@ -36,7 +36,7 @@ OTHER_NAMES = (
 )
 
 
-def compare(checkpoint: Checkpoint, live: Live, state: State, options: RestoreOptions) -> Problems:
+def compare(checkpoint: Checkpoint, live: Prepared, options: RestoreOptions) -> Problems:
     """Find what of this rank's live tensors does not match the checkpoint."""
     found = Problems()
     find, entries = checkpoint.manifest.find, checkpoint.manifest.tensors
@@ -112,7 +112,7 @@ class _Together(msgspec.Struct, frozen=True, array_like=True):
 
 def judge_together(
     checkpoint: Checkpoint,
-    live: Live,
+    live: Prepared,
     problems: Problems,
     error: Exception | None,
     group: Group,
@@ -163,7 +163,7 @@ def judge_together(
     return together.resized
 
 
-def _mismatch(checkpoint: Checkpoint, live: Live, found: list[Mismatch]) -> StateMismatch:
+def _mismatch(checkpoint: Checkpoint, live: Prepared, found: list[Mismatch]) -> StateMismatch:
     kinds = {one.kind for one in found}
     named = bool(kinds & {"missing", "unexpected"})
     lines = [one.text for one in found]
@@ -198,12 +198,12 @@ def tell_untouched(checkpoint: Checkpoint, untouched: list[Mismatch], group: Gro
     )
 
 
-def _refused(checkpoint: Checkpoint, live: Live) -> str:
+def _refused(checkpoint: Checkpoint, live: Prepared) -> str:
     """The reasons why the checkpoint does not offer what the state asks for."""
     return "; ".join(why for key, why in checkpoint.refused.items() if key in live.keys)
 
 
-def _claimed(checkpoint: Checkpoint, live: Live) -> bytes:
+def _claimed(checkpoint: Checkpoint, live: Prepared) -> bytes:
     """One bit per saved tensor: this rank has a place for it."""
     bits = np.zeros(len(checkpoint.manifest.tensors), bool)
     found = map(checkpoint.manifest.find, (*live.tensors, *live.aliases, *live.owned))
@@ -212,7 +212,7 @@ def _claimed(checkpoint: Checkpoint, live: Live) -> bytes:
 
 
 def _combine(
-    checkpoint: Checkpoint, live: Live, answers: list[bytes], size: int, options: RestoreOptions
+    checkpoint: Checkpoint, live: Prepared, answers: list[bytes], size: int, options: RestoreOptions
 ) -> bytes:
     found = [decode_msgpack(a, _Compared) for a in answers]
     missing = list(dict.fromkeys(n for f in found for n in f.missing))
@@ -253,14 +253,14 @@ def _combine(
     return msgspec.msgpack.encode(together)
 
 
-def _having(checkpoint: Checkpoint, live: Live) -> bytes:
+def _having(checkpoint: Checkpoint, live: Prepared) -> bytes:
     """One bit per parameter that was left out: this rank has it, frozen or trained."""
     known = live.frozen.keys() | live.tensors.keys() | live.aliases.keys()
     return np.packbits(np.array([n in known for n in checkpoint.left_out], bool)).tobytes()
 
 
 def _left_out_in_vain(
-    checkpoint: Checkpoint, found: list[_Compared], live: Live, options: RestoreOptions
+    checkpoint: Checkpoint, found: list[_Compared], live: Prepared, options: RestoreOptions
 ) -> list[Mismatch]:
     """Parameters that were left out when the step was saved, and that no rank has."""
     masks = [np.unpackbits(np.frombuffer(f.left_out, np.uint8)) for f in found]
@@ -278,7 +278,7 @@ def _near(name: str, names: Iterable[str]) -> str:
 
 
 def _unexpected(
-    checkpoint: Checkpoint, found: list[_Compared], live: Live, options: RestoreOptions
+    checkpoint: Checkpoint, found: list[_Compared], live: Prepared, options: RestoreOptions
 ) -> list[Mismatch]:
     """Saved tensors for which no rank has a place, under the keys that are being loaded."""
     bits = np.zeros(-(-len(checkpoint.manifest.tensors) // 8), np.uint8)
@@ -295,7 +295,9 @@ def _unexpected(
     return out
 
 
-def _beside_states(checkpoint: Checkpoint, live: Live, options: RestoreOptions) -> list[Mismatch]:
+def _beside_states(
+    checkpoint: Checkpoint, live: Prepared, options: RestoreOptions
+) -> list[Mismatch]:
     """Values that `dcp.save` has written of an optimizer, and that no live one has a place for: they lie
     deeper in a state, or beside states and groups."""
     saved = checkpoint.manifest.extras
@@ -307,7 +309,7 @@ def _beside_states(checkpoint: Checkpoint, live: Live, options: RestoreOptions) 
 
 
 def _unexpected_extras(
-    checkpoint: Checkpoint, found: list[_Compared], live: Live, options: RestoreOptions
+    checkpoint: Checkpoint, found: list[_Compared], live: Prepared, options: RestoreOptions
 ) -> list[Mismatch]:
     """Saved extras: what modules had besides their tensors, for which no rank has such a module."""
     if options.only is not None:
@@ -324,7 +326,7 @@ def _unexpected_extras(
     ]
 
 
-def _matching_nothing(checkpoint: Checkpoint, live: Live, options: RestoreOptions) -> list[str]:
+def _matching_nothing(checkpoint: Checkpoint, live: Prepared, options: RestoreOptions) -> list[str]:
     if not options.only:
         return []
     loaded = [n for n in (*live.tensors, *live.aliases, *live.owned) if is_known(checkpoint, n)]

@@ -24,6 +24,7 @@ from holdfast.base.errors import StateMismatch
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.live.restore.groups import HOW, Pairs, hypers_after, plain_states, without_params
 from holdfast.live.sources import Group
+from holdfast.live.state.named import Misfit
 from holdfast.live.state.wrapped import ELEMENTWISE
 
 ASKED = ELEMENTWISE | {"Adafactor", "Muon"}
@@ -148,18 +149,12 @@ class Fitting:
         told.setdefault(why, []).append(name)
         return is_right
 
-    def problems(self) -> list[tuple[str, str]]:
-        """The key, and what the optimizer cannot go on with, once for all parameters alike in this."""
-        return self._said(self._misfits)
-
-    def idle(self) -> list[tuple[str, str]]:
-        """The key, and what is put back, though the optimizer itself has no use for any of it."""
-        return self._said(self._idle)
-
-    def _said(self, found: dict[str, list[str]]) -> list[tuple[str, str]]:
-        more = {why: f" and {len(names) - 1} more parameters" for why, names in found.items()}
+    def misfits(self) -> list[Misfit]:
+        """What the optimizer cannot go on with, and what it has no use for itself, once for all parameters
+        alike in this."""
         return [
-            (self.key, f"{why} ({names[0]}{more[why] * (len(names) > 1)})")
+            Misfit(self.key, f"{why} ({names[0]}{_and_more(names)})", is_idle)
+            for is_idle, found in ((False, self._misfits), (True, self._idle))
             for why, names in found.items()
         ]
 
@@ -168,6 +163,10 @@ class Fitting:
         if which not in self._of_kind:
             self._of_kind[which] = expected_states(kind, hyper, ndim)
         return self._of_kind[which]
+
+
+def _and_more(names: list[str]) -> str:
+    return f" and {len(names) - 1} more parameters" if len(names) > 1 else ""
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -28,7 +28,9 @@ import torch
 from holdfast.base.errors import warn_user
 from holdfast.live.restore.mismatches import Mismatch
 from holdfast.live.restore.nested import below, children, is_object, item, rebuilt
-from holdfast.live.state.live import LiveTensor, is_loader, is_stateful
+from holdfast.live.state.named import LiveTensor
+from holdfast.live.state.optimizers import tensors_in
+from holdfast.live.state.recognising import is_loader, is_stateful
 
 MAX_SHOWN = 10
 """Names that a warning shows."""
@@ -55,6 +57,7 @@ class Filling:
         self._tensors = tensors
         self._memories: set[int] = set()
         """Memories of tensors that have their values, once a tensor without a name is met."""
+        self._removed: dict[str, str] = {}
         self._replaced: dict[str, str] = {}
         self._twice: dict[str, str] = {}
 
@@ -69,6 +72,10 @@ class Filling:
                 self._twice[path] = (
                     f"{other} and {path} are one {type(value).__name__} ({has} {path})"
                 )
+        if isinstance(live, dict) and isinstance(found, dict) and not self.has(live):
+            names = [repr(name) for name in live if name not in found]
+            if names and key not in _restored:  # later ones go back to before it had added them
+                self._removed[key] = f"{key}: step {self.step} has nothing of {_some(names)}"
         _restored.add(key)
         return self._put(key, live, found)
 
@@ -77,7 +84,12 @@ class Filling:
         return id(live) in self._filled
 
     def tell(self) -> None:
-        """Tell what was replaced, and what was one and is two, once for each place."""
+        """Tell what was taken away, what was replaced, and what was one and is two, once for each place."""
+        for text in self._removed.values():
+            warn_user(
+                f"{text}, which is taken from the dict",
+                hint="set what a new version of a script has added after the restore, or ask by get()",
+            )
         replaced = _untold("replaced", self._replaced)
         if replaced:
             warn_user(
@@ -173,6 +185,15 @@ class Filling:
         with torch.no_grad():
             live.copy_(found)
         return live
+
+
+def keep_missing(live: dict[Any, Any], found: dict[Any, Any]) -> None:
+    """Add to what was saved the tensors that it lacks, which were told as left as they are."""
+    for key, value in live.items():
+        if key not in found:
+            found.update({key: value} if any(True for _ in tensors_in(value)) else {})
+        elif isinstance(value, dict) and isinstance(found[key], dict):
+            keep_missing(value, found[key])
 
 
 class Claims:

@@ -22,15 +22,9 @@ from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.format.extras import MADE_OF
 from holdfast.core.format.manifest import FileEntry, Manifest, TensorEntry
 from holdfast.live.sources import Sources
-from holdfast.live.state.live import (
-    State,
-    inside_framework,
-    is_optimizer,
-    reshard,
-    sources_in,
-    stages,
-)
+from holdfast.live.state.modules import inside_framework, reshard
 from holdfast.live.state.optimizers import KINDS, all_param_names, served_modules
+from holdfast.live.state.recognising import State, is_optimizer, sources_in, stages
 from holdfast.live.state.wrappers import SECOND, TAKEN_OUT, paths
 
 Pair = tuple[str, str, int]

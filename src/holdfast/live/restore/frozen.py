@@ -5,11 +5,11 @@ from __future__ import annotations
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.live.restore.mismatches import Problems, differs
 from holdfast.live.restore.targets import RestoreOptions, is_known
-from holdfast.live.state.live import Live
+from holdfast.live.state.named import Prepared
 
 
 def compare_frozen(
-    checkpoint: Checkpoint, live: Live, options: RestoreOptions, found: Problems
+    checkpoint: Checkpoint, live: Prepared, options: RestoreOptions, found: Problems
 ) -> None:
     """Find what is frozen (`trainable_only`) here and was not when the step was saved, or the other way."""
     left = checkpoint.left_out

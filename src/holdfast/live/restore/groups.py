@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -10,8 +12,10 @@ import torch
 from holdfast.base.errors import StateMismatch
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.format import extras
+from holdfast.live.restore.nested import with_live
+from holdfast.live.restore.settings import in_kind_of
 from holdfast.live.sources import Group
-from holdfast.live.state.live import outline_tensor
+from holdfast.live.state.encoding import outline_tensor
 
 HOW = ("foreach", "fused", "capturable", "differentiable")
 """Options of how an optimizer computes, a process's own: other hardware or layouts need others."""
@@ -110,6 +114,53 @@ def without_params(group: dict[str, Any]) -> dict[str, Any]:
 def _tensor(tag: str, body: Any) -> Any:
     """A tensor among hyper-parameters; large ones, which lie elsewhere, are none that matter here."""
     return outline_tensor(body) if tag == "$tensor" else None
+
+
+def put_groups(
+    key: str,
+    groups: list[Group],
+    tree: Any,
+    pairs: Pairs,
+    decode: Callable[[Any], Any],
+    unfit: Collection[int] = (),
+    *,
+    as_recorded: bool = False,
+) -> list[list[str]]:
+    """Set each group's hyper-parameters from the saved group that its parameters were in; return the names
+    of those that were set.
+
+    Tensors are filled, also with a plain number: a script or a captured graph may hold them.
+    `as_recorded`: settings are of the kind that the recorded step was computed with.  `unfit`: by id,
+    parameters whose states were another optimizer's, as then the hyper-parameters of their groups were.
+    """
+    saved = tree["$optimizer"]["groups"]
+    filled: dict[int, torch.Tensor] = {}
+    names: list[list[str]] = []
+    for (group, params), source in zip(groups, match_groups(key, tree, pairs)):
+        names.append([])
+        if source is not None and not any(id(p) in unfit for p in params):
+            hyper = decode(with_live(key, partial(dict, group), saved[source]["hyper"], decode))
+            for name in (n for n in hyper if n not in HOW or n not in group):
+                names[-1].append(name)
+                live, value = group.get(name), hyper[name]
+                value = value if as_recorded else in_kind_of(live, value)
+                if not fill_in_place(live, value, filled):
+                    group[name] = value
+    return names
+
+
+def fill_in_place(live: Any, value: Any, filled: dict[int, torch.Tensor]) -> bool:
+    """Write `value` to a tensor that is there; False if that cannot be.  `filled`: values that tensors got
+    so far, by id, for groups that share one may have been saved with different values."""
+    if not isinstance(live, torch.Tensor) or not isinstance(value, torch.Tensor):
+        return False
+    if (live.shape, live.dtype) != (value.shape, value.dtype):
+        return False
+    if not torch.equal(filled.setdefault(id(live), value), value):
+        return False
+    with torch.no_grad():
+        live.copy_(value)
+    return True
 
 
 def memory_orders(checkpoint: Checkpoint, key: str) -> dict[str, dict[str, list[int]]]:

@@ -25,11 +25,14 @@ from holdfast.core.layout import Box
 from holdfast.live.restore.expected import Fitting
 from holdfast.live.restore.groups import Pairs
 from holdfast.live.restore.mismatches import Mismatch, differs
-from holdfast.live.restore.targets import RestoreOptions, saved_states, target_of
+from holdfast.live.restore.optimizer_states import saved_states
+from holdfast.live.restore.targets import RestoreOptions, target_of
 from holdfast.live.sources import Group, Master, Source
-from holdfast.live.state.live import Live, State, is_optimizer, outline_tensor
+from holdfast.live.state.encoding import outline_tensor
+from holdfast.live.state.named import Prepared
 from holdfast.live.state.optimizers import add_state, add_ties, all_param_names, named_groups
 from holdfast.live.state.placed import torch_dtype, whole_shape
+from holdfast.live.state.recognising import State
 
 PLAIN = (int, float, str, type(None), torch.Tensor)
 """Kinds of values that one state of a master may have, beside flat tensors; tensors are 0-dim."""
@@ -89,27 +92,28 @@ class MasterChange:
 
 
 def master_changes(
-    checkpoint: Checkpoint, state: State, live: Live, options: RestoreOptions
+    checkpoint: Checkpoint,
+    state: State,
+    live: Prepared,
+    options: RestoreOptions,
+    key: str,
+    optimizer: Any,
+    source: Source,
 ) -> list[MasterChange]:
-    """Places in `live` for the states of every such optimizer; the optimizers are as they were."""
+    """Places in `live` for the states of such an optimizer, which is as it was."""
     changes = []
-    for key, value in state.items():
-        source = live.sources.of(value)
-        if not source.by_master or not is_optimizer(value):
+    groups = source.groups(optimizer)
+    all_names = all_param_names(state, groups)
+    states = saved_states(checkpoint, key)
+    named = named_groups(groups, {i: names[0] for i, names in all_names.items()})
+    fitting = Fitting.of(checkpoint, key, groups, named, options)
+    for change in _masters(key, source, groups, named):
+        if not _fits(change, fitting, states, options) and not options.strict:
             continue
-        groups = source.groups(value)
-        all_names = all_param_names(state, groups)
-        states = saved_states(checkpoint, key)
-        named = named_groups(groups, {i: names[0] for i, names in all_names.items()})
-        fitting = Fitting.of(checkpoint, key, groups, named, options)
-        for change in _masters(key, source, groups, named):
-            if not _fits(change, fitting, states, options) and not options.strict:
-                continue
-            _plan(checkpoint, live, change, states, all_names, options)
-            changes.append(change)
-        if fitting is not None:
-            live.problems += fitting.problems()
-            live.idle += fitting.idle()
+        _plan(checkpoint, live, change, states, all_names, options)
+        changes.append(change)
+    if fitting is not None:
+        live.misfits += fitting.misfits()
     return changes
 
 
@@ -144,7 +148,7 @@ def _masters(key: str, source: Source, groups: list[Group], named: Pairs) -> Ite
 
 def _plan(
     checkpoint: Checkpoint,
-    live: Live,
+    live: Prepared,
     change: MasterChange,
     states: dict[str, list[str]],
     all_names: dict[int, list[str]],
@@ -188,7 +192,7 @@ def _plan(
 
 def _place(
     checkpoint: Checkpoint,
-    live: Live,
+    live: Prepared,
     change: MasterChange,
     state: str,
     all_names: dict[int, list[str]],

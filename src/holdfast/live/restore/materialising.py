@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from holdfast.base.errors import UsageError
 from holdfast.live.state.ignoring import trainable_marks
 from holdfast.live.state.kinds import PLAIN
-from holdfast.live.state.live import named_buffers, parts_of, unwrap
+from holdfast.live.state.modules import named_buffers, parts_of, unwrap
 
 OFFLOADED = "_hf_hook"
 """Attribute of modules around whose forward pass accelerate moves weights."""

@@ -21,8 +21,9 @@ from torch.optim import Optimizer
 from holdfast.base.errors import UsageError
 from holdfast.core.format import extras
 from holdfast.live.restore.mismatches import Mismatch, differs
-from holdfast.live.state.live import State, is_loader, is_stateful, loaded_states, stages
+from holdfast.live.state.loaded import loaded_states
 from holdfast.live.state.own_errors import naming
+from holdfast.live.state.recognising import State, is_loader, is_stateful, stages
 
 LIVE, OBJECT = "$live", "$object"
 

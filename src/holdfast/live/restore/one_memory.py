@@ -35,7 +35,7 @@ from holdfast.core.layout import Box
 from holdfast.live.restore.mismatches import Mismatch
 from holdfast.live.restore.targets import target_of
 from holdfast.live.state.arrays import raw_array
-from holdfast.live.state.live import Live
+from holdfast.live.state.named import Prepared
 
 ALIGNED = 16
 """Bytes of which the addresses of elements are multiples of a divisor."""
@@ -71,7 +71,7 @@ class Lying:
 
 
 def two_values(
-    checkpoint: Checkpoint, live: Live, arrays: Sequence[tuple[str, np.ndarray[Any, Any], Any]]
+    checkpoint: Checkpoint, live: Prepared, arrays: Sequence[tuple[str, np.ndarray[Any, Any], Any]]
 ) -> list[Mismatch]:
     """Differences: pairs of tensors and arrays in one memory of which different values were saved.  Reads
     these alone.  `arrays`: those of plain values, each with what was saved of it."""
@@ -85,7 +85,7 @@ def two_values(
 
 
 def _groups(
-    checkpoint: Checkpoint, live: Live, arrays: Sequence[tuple[str, np.ndarray[Any, Any], Any]]
+    checkpoint: Checkpoint, live: Prepared, arrays: Sequence[tuple[str, np.ndarray[Any, Any], Any]]
 ) -> Iterator[list[Lying]]:
     """Yield what shares memory, directly or by way of others."""
     by_device: dict[torch.device, list[Lying]] = {}

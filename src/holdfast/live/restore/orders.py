@@ -2,47 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from holdfast.base.errors import FormatError
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.format.extras import ORDER
-from holdfast.live.restore.extras import decode_value
-from holdfast.live.restore.nested import objects
-from holdfast.live.state.live import State, is_loader, is_optimizer, stages
+from holdfast.live.restore.decoding import decode_value
 from holdfast.live.state.orders import data_of, put_order_later, put_seeds, tell_other_data
+from holdfast.live.state.recognising import is_loader
 
 
 def put_orders(
-    checkpoint: Checkpoint, state: State, own: dict[str, Any], on_resize: dict[str, str]
+    checkpoint: Checkpoint,
+    objects: Mapping[str, Iterable[tuple[str, Any]]],
+    own: dict[str, Any],
+    rule: Callable[[str], str | None],
 ) -> None:
     """Put samplers' seeds and generators back, and tell of places that were saved over other data.
 
-    `own`: extras of this rank; none if ranks are arranged otherwise than they were.  Then what the first
-    rank has kept is compared, and its seeds are put back, which are the same on all ranks.
+    `objects`: (path, object) pairs by key of the state.  `own`: extras of this rank; none if ranks are
+    arranged otherwise than they were.  Then what the first rank has kept is compared, and its seeds are put
+    back, which are the same on all ranks.
     """
     manifest = checkpoint.manifest
     known = {*manifest.extras, *manifest.per_rank}
     first: dict[str, Any] | None = None
-    for key, value in state.items():
-        is_plain = stages(value) is None and not is_optimizer(value)
-        for path, loader in objects(value, key) if is_plain else ():
+    for key, pairs in objects.items():
+        for path, loader in pairs:
             name = f"{path}.{ORDER}"
             if not is_loader(loader) or name not in known:
                 continue
             tree = own.get(name, manifest.extras.get(name))
             is_whole = name in own or manifest.layout.world == 1
-            if tree is None and _rule(checkpoint, key, value, on_resize) != "fresh":
+            if tree is None and rule(key) != "fresh":
                 if first is None:
                     first = checkpoint.rank_extras(min(manifest.file_of))
                 tree, is_whole = first.get(name), False
             if tree is not None:
                 _put(path, loader, _checked(name, decode_value(tree)), is_whole=is_whole)
-
-
-def _rule(checkpoint: Checkpoint, key: str, value: Any, on_resize: dict[str, str]) -> str | None:
-    declared = on_resize.get(key) or getattr(value, "on_resize", None)
-    return declared or checkpoint.manifest.per_rank.get(key)
 
 
 def _put(path: str, loader: Any, saved: dict[str, Any], *, is_whole: bool) -> None:

@@ -23,7 +23,7 @@ from holdfast.core.checkpoint.rows import Want
 from holdfast.live.restore.targets import is_known, target_of
 from holdfast.live.state.arrays import raw_array
 from holdfast.live.state.kinds import writing
-from holdfast.live.state.live import Live
+from holdfast.live.state.named import Prepared
 
 MOST_COUNTED = 1 << 26
 """Elements of which the places are counted one by one, where strides alone do not tell."""
@@ -99,7 +99,7 @@ class Aside:
         return 1 + int(sum((n - 1) * stride for n, stride in steps))
 
 
-def read_overlapping(checkpoint: Checkpoint, live: Live) -> dict[int, Aside]:
+def read_overlapping(checkpoint: Checkpoint, live: Prepared) -> dict[int, Aside]:
     """An `Aside` for each part, by its id, that shares its memory with itself and is to be loaded.
 
     Reads what was saved of them, alone.  LayoutError if it cannot be in such memory.

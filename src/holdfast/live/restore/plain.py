@@ -13,9 +13,9 @@ import torch
 
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.group import Group
-from holdfast.live.restore.extras import decode_value
-from holdfast.live.state.live import State
+from holdfast.live.restore.decoding import decode_value
 from holdfast.live.state.placed import torch_dtype
+from holdfast.live.state.recognising import State
 
 
 @dataclass

@@ -23,9 +23,9 @@ from holdfast.base.errors import warn_user
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.live.restore.mismatches import Mismatch
 from holdfast.live.restore.targets import RestoreOptions
-from holdfast.live.state.live import State, is_optimizer, sources_in
 from holdfast.live.state.optimizers import all_param_names, named_groups
 from holdfast.live.state.positions import IS_POSITION, alike, is_in_saved_order, shown_alike
+from holdfast.live.state.recognising import State, is_optimizer, sources_in
 
 
 def by_order(

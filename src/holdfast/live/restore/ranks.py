@@ -16,7 +16,8 @@ import msgspec
 
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.group import Group
-from holdfast.live.state.live import LiveTensor, State, is_optimizer
+from holdfast.live.state.named import LiveTensor
+from holdfast.live.state.recognising import State, is_optimizer
 
 SHOWN = 4
 """Names in a message, at most."""

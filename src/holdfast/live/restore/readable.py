@@ -13,7 +13,7 @@ from typing import Any
 from holdfast.base.errors import FormatError
 from holdfast.core.format import extras
 from holdfast.live.restore.nested import OBJECT
-from holdfast.live.state.live import outline_tensor
+from holdfast.live.state.encoding import outline_tensor
 from holdfast.live.state.placed import torch_dtype
 
 

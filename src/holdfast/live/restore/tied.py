@@ -25,11 +25,11 @@ from holdfast.core.format.dtypes import DTYPES
 from holdfast.core.format.manifest import TensorEntry
 from holdfast.core.group import Group
 from holdfast.live.restore.mismatches import Mismatch
-from holdfast.live.state.live import Live
+from holdfast.live.state.named import Prepared
 from holdfast.live.state.several import SHOWN
 
 
-def tell_untied(checkpoint: Checkpoint, live: Live) -> None:
+def tell_untied(checkpoint: Checkpoint, live: Prepared) -> None:
     """HoldfastWarning for tensors of modules that were one memory when they were saved, and are two here:
     both get what was saved, and each goes its own way from there."""
     tensors = live.tensors
@@ -50,7 +50,7 @@ def tell_untied(checkpoint: Checkpoint, live: Live) -> None:
         )
 
 
-def saved_twice(checkpoint: Checkpoint, live: Live) -> dict[str, str]:
+def saved_twice(checkpoint: Checkpoint, live: Prepared) -> dict[str, str]:
     """Names of parameters that have another one here, by which they are filled, and are two in the
     checkpoint: the first name by the further one.  Optimizer states differ where their parameters do."""
     tensors, find = checkpoint.manifest.tensors, checkpoint.manifest.find

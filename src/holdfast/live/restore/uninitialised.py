@@ -8,8 +8,9 @@ from contextlib import contextmanager, suppress
 import torch
 
 from holdfast.live.state.kinds import writing
-from holdfast.live.state.live import State, parts_of, stages, unwrap
+from holdfast.live.state.modules import parts_of, unwrap
 from holdfast.live.state.placed import memory_of
+from holdfast.live.state.recognising import State, stages
 
 
 @contextmanager

@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 
 from holdfast.base.errors import warn_user
 from holdfast.live.state.arrays import raw_array
-from holdfast.live.state.live import Live, State
+from holdfast.live.state.named import Prepared
 from holdfast.live.state.outside import few
+from holdfast.live.state.recognising import State
 from holdfast.live.state.writes import corner
 
 _told: set[str] = set()
@@ -25,7 +26,7 @@ _told: set[str] = set()
 class WrittenByLoads:
     """The writes of the objects of a state, while they are loaded."""
 
-    def __init__(self, live: Live, state: State, step: int) -> None:
+    def __init__(self, live: Prepared, state: State, step: int) -> None:
         self._step = step
         self._views = {
             name: corner(raw_array(part.local))

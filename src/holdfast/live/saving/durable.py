@@ -32,7 +32,7 @@ from holdfast.live.saving.operation import Draft, Request, SaveOperation
 from holdfast.live.saving.saver import Saver
 from holdfast.live.saving.steps import RootSteps
 from holdfast.live.saving.writing import write_image
-from holdfast.live.state.live import Live
+from holdfast.live.state.named import Collected
 from holdfast.live.state.snapshot import Buffer, PrivateBuffer, touch
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Durable:
 
     def begin(
         self,
-        describe_live: Callable[[], Live],
+        describe_live: Callable[[], Collected],
         step: int,
         *,
         must: bool,
@@ -102,7 +102,7 @@ class Durable:
         with self.held.by(op.kind, step):
             return self.saver.begin(op, describe_live)
 
-    def prepare(self, describe_live: Callable[[], Live]) -> Save:
+    def prepare(self, describe_live: Callable[[], Collected]) -> Save:
         """Plan a save and have the memory for it ready.  Returns at once."""
         rehearsal = Request(0, is_rehearsal=True)
         return self.saver.begin(self.saver.operation(self, rehearsal), describe_live)

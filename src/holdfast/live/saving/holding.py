@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from holdfast.base.errors import notice_text
 from holdfast.base.sizes import size_text
 from holdfast.live.state.devices import devices_in
-from holdfast.live.state.live import Live
+from holdfast.live.state.named import Collected
 from holdfast.live.state.snapshot import few
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ MOST_HELD = 3
 """Saves in a row that hold up the training because no hooks are called, before the user is told."""
 
 
-def is_bypassed(saver: Saver, live: Live) -> bool:
+def is_bypassed(saver: Saver, live: Collected) -> bool:
     """True if the next step of an optimizer may be made without waiting for a copy: in a graph, which
     only devices have."""
     has_optimizer = any(kind == "optimizer" for kind, _ in live.kinds.values())

@@ -12,7 +12,7 @@ from typing import Any
 
 from holdfast.base.errors import LayoutError, RuleError, warn_user
 from holdfast.live.saving.messages import ReadyToSave
-from holdfast.live.state.live import INLINE_BYTES
+from holdfast.live.state.named import INLINE_BYTES
 
 
 def parts_of(tree: Any, large: list[str]) -> list[Any]:

@@ -16,7 +16,8 @@ from holdfast.base.errors import RuleError, UsageError
 from holdfast.base.wire import WireError
 from holdfast.core.codec.digest import hexdigest
 from holdfast.core.format.manifest import FileEntry
-from holdfast.live.state.live import PER_RANK, Live
+from holdfast.live.state.encoding import PER_RANK
+from holdfast.live.state.named import Collected
 from holdfast.live.state.sampling import Class, Sample
 
 
@@ -84,7 +85,7 @@ def check_kinds(ready: list[ReadyToSave]) -> None:
                 )
 
 
-def digests(live: Live) -> dict[str, tuple[str, str]]:
+def digests(live: Collected) -> dict[str, tuple[str, str]]:
     """Return what a rank says of its extras: (digest, rule) by key.
 
     Of an optimizer, five digests in one text: the names of the parameters in its groups, the values of

@@ -32,7 +32,7 @@ from holdfast.live.saving.exactness import Exactness
 from holdfast.live.saving.handle import Save, text_of
 from holdfast.live.saving.messages import Verdict
 from holdfast.live.saving.planning import Layout, SavePlan
-from holdfast.live.state.live import Live
+from holdfast.live.state.named import Collected
 from holdfast.live.state.snapshot import (
     Buffer,
     CopyTap,
@@ -102,7 +102,7 @@ class Draft:
         return self.agreed.buffer
 
     @property
-    def live(self) -> Live:
+    def live(self) -> Collected:
         return self.moment.live
 
     @property
@@ -182,7 +182,7 @@ class SaveOperation:
         self.companion = companion
         self.save = Save(request.step, self.kind)
         self.window = Window(request.step)
-        self.moment = StateView.of(Live(), {})
+        self.moment = StateView.of(Collected(), {})
         self.replica: Replica | None = None
         """What is copied in the place of the live tensors."""
         self.error: BaseException | None = None
@@ -200,7 +200,7 @@ class SaveOperation:
         return self.request.step
 
     @property
-    def live(self) -> Live:
+    def live(self) -> Collected:
         """The state as it was at the call."""
         return self.moment.live
 
@@ -218,7 +218,7 @@ class SaveOperation:
 
     # -- collect: training thread -----------------------------------------------------------------
 
-    def collect(self, describe_live: Callable[[], Live]) -> None:
+    def collect(self, describe_live: Callable[[], Collected]) -> None:
         """Have the state as it is now.  What goes wrong is the operation's error, so that the other ranks
         learn of it.
 
@@ -404,7 +404,7 @@ class SaveOperation:
         elif not self.request.is_rehearsal:
             took = time.perf_counter() - self.request.made
             emit(f"{self.kind}.committed", step=self.step, seconds=round(took, 3))
-        self.moment = StateView.of(Live(), {})
+        self.moment = StateView.of(Collected(), {})
         self.save._conclude(error)
 
     def _leave_out(self) -> None:

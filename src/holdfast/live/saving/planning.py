@@ -20,7 +20,7 @@ from holdfast.core.group import Group
 from holdfast.core.layout import Mesh, Placement
 from holdfast.live.saving.messages import ReadyToSave, Verdict, check_kinds, digests, sort_extras
 from holdfast.live.state.agreed import Agreement, merge
-from holdfast.live.state.live import Live
+from holdfast.live.state.named import Collected
 from holdfast.live.state.sampling import unlike
 from holdfast.live.state.snapshot import Copies, SetAside, fingerprint
 
@@ -165,7 +165,7 @@ class Planner:
             self.plan.copies.pop(id(view), None)
 
     @uncollected()
-    def lay_out(self, agreed: AgreedSave, live: Live, aside: SetAside) -> Layout:
+    def lay_out(self, agreed: AgreedSave, live: Collected, aside: SetAside) -> Layout:
         """The image for this save: the last one, if nothing that it depends on has changed."""
         plan = agreed.plan
         if plan.description != agreed.description:

@@ -16,8 +16,8 @@ from holdfast.live.saving.handle import Save
 from holdfast.live.saving.operation import Companion, Draft, Request, SaveOperation, Tier
 from holdfast.live.saving.planning import Planner
 from holdfast.live.state.agreed import describe
-from holdfast.live.state.live import Live, LiveTensor
 from holdfast.live.state.movers import Movers
+from holdfast.live.state.named import Collected, LiveTensor
 from holdfast.live.state.replicas import Replicas
 from holdfast.live.state.sampling import Sample
 from holdfast.live.state.snapshot import SetAside
@@ -67,7 +67,7 @@ class Saver:
         self._is_aside_told = False
         self._number = 0
         self.gate = Gate()
-        self._described: tuple[list[Any], dict[str, str], bytes] = [], {}, describe(Live())
+        self._described: tuple[list[Any], dict[str, str], bytes] = [], {}, describe(Collected())
         """`_lie_of` each tensor, the aliases, and the description that was made from both."""
         self._worker = Worker("holdfast-saving")
 
@@ -85,7 +85,7 @@ class Saver:
         self._number += 1
         return SaveOperation(self, tier, self._number, request, companion=companion, on_end=on_end)
 
-    def begin(self, op: SaveOperation, describe_live: Callable[[], Live]) -> Save:
+    def begin(self, op: SaveOperation, describe_live: Callable[[], Collected]) -> Save:
         """Start an operation: blocks as `SaveOperation.collect`, then goes on in the background; there it
         also ends if it was interrupted, as by Ctrl-C, so that nobody waits for it.  Blocks until all is
         copied where the next step may not wait for that."""
@@ -129,7 +129,7 @@ class Saver:
 
     # -- saving thread ----------------------------------------------------------------------------
 
-    def describe(self, live: Live) -> bytes:
+    def describe(self, live: Collected) -> bytes:
         """Describe the state: as before, if each tensor is the very one of then, or lies alike."""
         tensors, aliases, description = self._described
         now = [_lie_of(t) for t in live.tensors.values()]

@@ -17,7 +17,7 @@ from holdfast.base.errors import LayoutError
 from holdfast.base.wire import decode_msgpack
 from holdfast.core.format.manifest import ShardingEntry, TensorEntry, from_sharding
 from holdfast.core.layout import Axis, Box, Cut, Mesh, Sharding, chunk, common_mesh, tiles, whole
-from holdfast.live.state.live import Live
+from holdfast.live.state.named import Collected
 from holdfast.live.state.placed import dtype_name
 
 
@@ -48,7 +48,7 @@ class Agreement(msgspec.Struct, frozen=True):
     aliases: dict[str, str]
 
 
-def describe(live: Live) -> bytes:
+def describe(live: Collected) -> bytes:
     """This rank's description, canonical."""
     rows = []
     for t in live.tensors.values():

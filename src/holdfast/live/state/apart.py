@@ -29,7 +29,8 @@ from holdfast.base.errors import UsageError
 from holdfast.core.codec.digest import hexdigest
 from holdfast.core.format.extras import MADE_OF
 from holdfast.live.state.blocks import Outer, lie_of
-from holdfast.live.state.live import Live, content_digest
+from holdfast.live.state.encoding import content_digest
+from holdfast.live.state.named import NamedTensors
 from holdfast.live.state.placed import Placed, box_of, memory_of
 
 NOT_WHOLE = ("AsyncCollectiveTensor", "FakeTensor", "FunctionalTensor", "MaskedTensor")
@@ -62,7 +63,9 @@ class Apart:
         return {"class": self.kind, "context": self.context, "parts": self.lies()}
 
 
-def add_apart(live: Live, name: str, state: str, tensor: torch.Tensor, *, steady: bool) -> bool:
+def add_apart(
+    live: NamedTensors, name: str, state: str, tensor: torch.Tensor, *, steady: bool
+) -> bool:
     """Add what a tensor is made of; False if it is of no kind that is known here."""
     from holdfast.live.state.chunked import chunks_of
 
@@ -95,7 +98,7 @@ def inner_state(state: str, attribute: str) -> str:
 
 
 def add_inner(
-    live: Live, name: str, state: str, inner: torch.Tensor, apart: Apart, *, steady: bool
+    live: NamedTensors, name: str, state: str, inner: torch.Tensor, apart: Apart, *, steady: bool
 ) -> None:
     """Add an inner tensor where it lies."""
     attribute = name.rpartition(".")[2]

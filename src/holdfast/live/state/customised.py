@@ -34,8 +34,10 @@ import torch
 from torch import nn
 
 from holdfast.base.errors import HoldfastError, UsageError, warn_user
+from holdfast.live.state.encoding import encode
 from holdfast.live.state.ignoring import Ignored
-from holdfast.live.state.live import Live, encode, unwrap
+from holdfast.live.state.modules import unwrap
+from holdfast.live.state.named import Collected, NamedTensors
 from holdfast.live.state.own_state_dicts import (
     SavedTensors,
     asked,
@@ -259,7 +261,7 @@ def _live(part: nn.Module, tensors: dict[str, torch.Tensor]) -> set[str]:
 
 def form(name: str, value: Any) -> Any:
     """A value as it would be saved under a name, large tensors by digest."""
-    live = Live()
+    live = Collected()
     tree = encode(live, name, [value], inline=True)
     tensors = [(n, t.placed.dtype, t.placed.shape) for n, t in live.tensors.items()]
     return tree, live.contents, tensors
@@ -339,7 +341,7 @@ def own_tensors(found: Iterable[Own]) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ((own.name(entry), tensor) for entry, tensor in own.tensors.items())
 
 
-def add_own(live: Live, key: str, found: Iterable[Own], *, steady: bool = False) -> None:
+def add_own(live: NamedTensors, key: str, found: Iterable[Own], *, steady: bool = False) -> None:
     """Add live tensors, by the names that state_dict() gives them.  Shared ones are saved once."""
     first: dict[tuple[Any, ...], str] = {}
     for name, tensor in own_tensors(found):
@@ -357,7 +359,7 @@ def add_own(live: Live, key: str, found: Iterable[Own], *, steady: bool = False)
 
 
 def add_made(
-    live: Live, key: str, found: Iterable[Own], on_resize: Mapping[str, str] | None = None
+    live: Collected, key: str, found: Iterable[Own], on_resize: Mapping[str, str] | None = None
 ) -> None:
     """Add made values, as an extra per module; a wrapper and what it wraps have one together."""
     for own in found:
@@ -373,7 +375,7 @@ def add_made(
             entries[entry] = _encoded(live, key, own, entry, extra)
 
 
-def _encoded(live: Live, key: str, own: Own, entry: str, extra: str) -> Any:
+def _encoded(live: Collected, key: str, own: Own, entry: str, extra: str) -> Any:
     """Encode a made value for its module's extra; digests of its large tensors go there, too."""
     full = f"{key}.{own.name(entry)}"
     try:

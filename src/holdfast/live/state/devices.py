@@ -33,7 +33,7 @@ from holdfast.base.events import emit
 from holdfast.live.state.graphs import is_barred, working
 
 if TYPE_CHECKING:
-    from holdfast.live.state.live import Live
+    from holdfast.live.state.named import NamedTensors
 
 
 def is_device(device: torch.device) -> bool:
@@ -46,7 +46,7 @@ def devices_of(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
     return [device for device in dict.fromkeys(t.device for t in tensors) if is_device(device)]
 
 
-def devices_in(live: Live) -> list[torch.device]:
+def devices_in(live: NamedTensors) -> list[torch.device]:
     """The devices on which this rank has some of a state."""
     if live.devices is None:
         tensors = live.tensors.values()

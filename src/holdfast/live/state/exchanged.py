@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 
 from holdfast.base.notices import Notices
-from holdfast.live.state.live import State, stages
+from holdfast.live.state.recognising import State, stages
 
 
 class Taken:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from holdfast.base.errors import UsageError
-from holdfast.live.state.live import State
+from holdfast.live.state.recognising import State
 from holdfast.live.state.several import apart, as_seen, parts_of
 
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.live.state.customised import named_entries
-from holdfast.live.state.live import State, is_loader, is_optimizer, is_stateful, stages
+from holdfast.live.state.recognising import State, is_loader, is_optimizer, is_stateful, stages
 
 KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 """Kinds of generators whose states are known."""

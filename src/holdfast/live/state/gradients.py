@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from holdfast.live.state.live import State
 from holdfast.live.state.observer import calls_hooks
 from holdfast.live.state.placed import local_of, memory_of
+from holdfast.live.state.recognising import State
 from holdfast.live.state.several import parts_of
 from holdfast.live.state.wrapped import stepping
 from holdfast.live.state.writes import count_and_address, times_written

@@ -38,8 +38,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from holdfast.base.errors import UsageError, warn_user
-from holdfast.live.state.live import State, is_of_framework, stages
 from holdfast.live.state.outside import few
+from holdfast.live.state.recognising import State, is_of_framework, stages
 from holdfast.live.state.several import (
     SHOWN,
     as_seen,

@@ -18,8 +18,15 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from holdfast.core.format.extras import MAX_DEPTH
-from holdfast.live.state.live import State, in_order, is_loader, is_optimizer, is_stateful, stages
 from holdfast.live.state.own_state_dicts import memory_of
+from holdfast.live.state.recognising import (
+    State,
+    in_order,
+    is_loader,
+    is_optimizer,
+    is_stateful,
+    stages,
+)
 from holdfast.live.state.rng import Rng
 
 LEAVES = (int, float, complex, str, bytes, type(None))

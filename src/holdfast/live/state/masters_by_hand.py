@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.live.state.kinds import PLAIN
-from holdfast.live.state.live import State, in_order, named_parameters, stages
+from holdfast.live.state.modules import named_parameters
 from holdfast.live.state.placed import local_of
+from holdfast.live.state.recognising import State, in_order, stages
 
 SAMPLE = 256
 """Elements that are compared of each weight."""

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from holdfast.base.errors import UsageError
 from holdfast.core.layout import Box
 from holdfast.live.sources import Cut, Framework, Group, Master, Source
-from holdfast.live.state.live import unwrap
+from holdfast.live.state.modules import unwrap
 from holdfast.live.state.shards import (
     TensorShard,
     is_megatrons,

@@ -14,7 +14,8 @@ from torch import nn
 
 from holdfast.base.errors import warn_user
 from holdfast.live.state.ignoring import trainable_marks
-from holdfast.live.state.live import State, stages, unwrap
+from holdfast.live.state.modules import unwrap
+from holdfast.live.state.recognising import State, stages
 
 Layers = list[tuple[str, nn.Module]]
 

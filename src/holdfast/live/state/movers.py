@@ -33,7 +33,7 @@ import numpy as np
 
 from holdfast.core.layout import Box
 from holdfast.live.state.arrays import raw_array
-from holdfast.live.state.live import Live, LiveTensor
+from holdfast.live.state.named import Collected, LiveTensor
 from holdfast.live.state.writes import corner, write_count
 
 SMALL_BYTES = 16 << 20
@@ -87,7 +87,7 @@ class Movers:
         """Tensors that no optimizer moves, by name."""
         self._views: dict[str, tuple[LiveTensor, list[np.ndarray[Any, Any]]]] = {}
         """A few elements of the parts of tensors, by name; those of other tensors are no use."""
-        self._watched: tuple[Live, list[int], Corners] | None = None
+        self._watched: tuple[Collected, list[int], Corners] | None = None
         """The state at a call whose window is looked at as a whole."""
         self._is_first = True
         self._images: dict[tuple[str, Box], bytes] = {}
@@ -95,9 +95,9 @@ class Movers:
         self._compared: set[str] = set()
         """Names of those of which two images were compared."""
 
-    def sort(self, live: Live) -> bool:
-        """Say which tensors are to be copied at the call (`Live.aside`).  True if the save has to hold up
-        the training until all is copied, since not enough is known."""
+    def sort(self, live: Collected) -> bool:
+        """Say which tensors are to be copied at the call (`Collected.aside`).  True if the save has to
+        hold up the training until all is copied, since not enough is known."""
         self.look()
         if is_small(live):
             live.aside, self._seen, self._views = set(live.tensors), {}, {}
@@ -122,7 +122,7 @@ class Movers:
         live.aside |= self._written & live.tensors.keys()
         return self._is_first or is_new
 
-    def watch(self, live: Live) -> None:
+    def watch(self, live: Collected) -> None:
         """Look at all that is written from now on until `look`: a save was held up."""
         self._is_first = False
         self._watched = live, versions(live), self.corners(live)
@@ -142,7 +142,7 @@ class Movers:
         self._seen, self._watched, self._is_first = {}, None, True
         self._images, self._compared = {}, set()
 
-    def compare_images(self, live: Live, images: dict[tuple[str, Box], bytes]) -> None:
+    def compare_images(self, live: Collected, images: dict[tuple[str, Box], bytes]) -> None:
         """Learn from what was copied of tensors on a device, which is asked nothing at the call.  On the
         saving thread."""
         before, self._images = self._images, images
@@ -154,7 +154,9 @@ class Movers:
         self._compared |= {name for name, _ in images.keys() & before.keys()}
         self._compared |= live.tensors.keys() - {name for name, _ in images}  # others copy them
 
-    def corners(self, live: Live, known: Mapping[str, LastSeen] = MappingProxyType({})) -> Corners:
+    def corners(
+        self, live: Collected, known: Mapping[str, LastSeen] = MappingProxyType({})
+    ) -> Corners:
         """Return a few elements of each weight that is copied in the window, where it is on the host.
 
         States of optimizers are left out, to which scripts do not write.
@@ -168,7 +170,7 @@ class Movers:
             )
         }
 
-    def corners_at_call(self, live: Live) -> Corners:
+    def corners_at_call(self, live: Collected) -> Corners:
         """The same, with what `sort` has just looked at."""
         return self.corners(live, self._seen)
 
@@ -190,7 +192,7 @@ def is_on_host(t: LiveTensor) -> bool:
     return t.placed.local.is_cpu
 
 
-def is_small(live: Live) -> bool:
+def is_small(live: Collected) -> bool:
     """True if all that could be copied in the window has `SMALL_BYTES` at most."""
     left = SMALL_BYTES
     for t in live.tensors.values():
@@ -201,12 +203,12 @@ def is_small(live: Live) -> bool:
     return True
 
 
-def versions(live: Live) -> list[int]:
+def versions(live: Collected) -> list[int]:
     """Version counters of the tensors that are copied in the window."""
     return [t.version for name, t in live.tensors.items() if name not in live.aside]
 
 
-def changed(live: Live, before: list[int]) -> list[str]:
+def changed(live: Collected, before: list[int]) -> list[str]:
     """Names of the tensors, copied in the window, that were written since the counters were at `before`."""
     now = versions(live)
     if now == before:

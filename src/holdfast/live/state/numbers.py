@@ -24,8 +24,8 @@ from holdfast.live.sources import is_owned
 from holdfast.live.state.customised import named_entries
 from holdfast.live.state.generators import OwnGenerators
 from holdfast.live.state.ignoring import Ignored
-from holdfast.live.state.live import State, is_loader, is_optimizer, is_stateful, stages
 from holdfast.live.state.outside import OWN, held, place_of, places_of, saved_names
+from holdfast.live.state.recognising import State, is_loader, is_optimizer, is_stateful, stages
 from holdfast.live.state.several import inner_optimizers, parts_of
 from holdfast.live.state.wrapped import is_zero1
 from holdfast.live.state.writes import Mark

@@ -7,6 +7,7 @@ their optimizer.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from math import inf
 from typing import Any
 
 import torch
@@ -15,18 +16,12 @@ from torch.optim import Optimizer
 
 from holdfast.base.errors import UsageError
 from holdfast.live.sources import Group, Master, Source
-from holdfast.live.state.live import (
-    Live,
-    State,
-    encode,
-    in_order,
-    is_optimizer,
-    is_stateful,
-    named_parameters,
-    stages,
-)
+from holdfast.live.state.encoding import encode
 from holdfast.live.state.memory_order import Orders, note_order
+from holdfast.live.state.modules import named_parameters
+from holdfast.live.state.named import Collected, NamedTensors
 from holdfast.live.state.placed import Placed, parts_in, place
+from holdfast.live.state.recognising import State, in_order, is_optimizer, is_stateful, stages
 from holdfast.live.state.several import Several, holder
 from holdfast.live.state.wrapped import stepping
 
@@ -135,8 +130,20 @@ def hyper(group: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in group.items() if k not in left_out}
 
 
+def encoded_hyper(key: str, group: dict[str, Any]) -> Any:
+    """A parameter group's hyper-parameters as extras.  UsageError for sharded tensors among them."""
+    live = Collected(inline_bytes=inf)
+    encoded = encode(live, key, hyper(group), inline=True)
+    if live.tensors:
+        raise UsageError(
+            f"{min(live.tensors)}: a sharded tensor in a parameter group cannot be recorded",
+            hint="have it whole (full_tensor()), or use memory= and durable saves alone",
+        )
+    return encoded
+
+
 def add_optimizer(
-    live: Live, key: str, optimizer: Any, source: Source, all_names: dict[int, list[str]]
+    live: Collected, key: str, optimizer: Any, source: Source, all_names: dict[int, list[str]]
 ) -> None:
     """Add an optimizer's states, parameter groups and what it keeps of parameters beside tensors."""
     saved: list[Any] = []
@@ -200,7 +207,7 @@ def _check_state(name: str, state: Any) -> None:
 
 
 def add_common(
-    live: Live, key: str, optimizer: Any, on_resize: dict[str, str] | None = None
+    live: Collected, key: str, optimizer: Any, on_resize: dict[str, str] | None = None
 ) -> None:
     """Add an optimizer's state that belongs to no parameter, such as a counter in `state["k"]`.
 
@@ -288,7 +295,7 @@ def states_of(optimizer: Any, p: torch.Tensor, master: Master | None) -> Mapping
 
 
 def add_state(
-    live: Live,
+    live: NamedTensors,
     prefix: str,
     state: str,
     p: torch.Tensor,
@@ -309,7 +316,7 @@ def add_state(
         live.add(name, state, value, steady=steady)
 
 
-def add_ties(live: Live, key: str, state: str, names: Sequence[str]) -> None:
+def add_ties(live: NamedTensors, key: str, state: str, names: Sequence[str]) -> None:
     """State of a tied parameter goes by each of its names, as the parameter itself does."""
     for name in names[1:]:
         live.alias(f"{key}.{name}.{state}", f"{key}.{names[0]}.{state}")

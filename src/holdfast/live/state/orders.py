@@ -36,7 +36,7 @@ from holdfast.core.format.extras import ORDER
 from holdfast.live.state.generators import KINDS, put_state, state_of
 
 if TYPE_CHECKING:
-    from holdfast.live.state.live import Live
+    from holdfast.live.state.named import Collected
 
 MOST_SAMPLERS = 10
 """Samplers inside of each other that are looked into."""
@@ -218,7 +218,7 @@ def tell_other_data(name: str, saved: Data, live: Data) -> None:
 # -- beside a loader's state ------------------------------------------------------------------------
 
 
-def add_order(live: Live, name: str, loader: Any, saved: Any, rule: str | None) -> None:
+def add_order(live: Collected, name: str, loader: Any, saved: Any, rule: str | None) -> None:
     """Add what is kept beside the state of a loader, which `saved` is; nothing if it has no data to tell
     of.  `rule`: of that state, when the number of ranks changes."""
     amid = _is_amid(saved)
@@ -235,7 +235,7 @@ def add_order(live: Live, name: str, loader: Any, saved: Any, rule: str | None) 
 
 
 def _inline(value: Any, path: str) -> Any:
-    from holdfast.live.state.live import inline_tensor
+    from holdfast.live.state.encoding import inline_tensor
 
     return inline_tensor(value)
 

@@ -29,8 +29,9 @@ from torch.optim import Optimizer
 
 from holdfast.base.errors import warn_user
 from holdfast.live.state.kinds import is_plain_type
-from holdfast.live.state.live import State, is_optimizer, is_stateful, stages, tensors_of
+from holdfast.live.state.modules import tensors_of
 from holdfast.live.state.placed import memory_of
+from holdfast.live.state.recognising import State, is_optimizer, is_stateful, stages
 from holdfast.live.state.several import inner_optimizers, parts_of
 from holdfast.live.state.wrapped import stepping
 from holdfast.live.state.writes import times_written

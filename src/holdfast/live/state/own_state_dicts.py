@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from holdfast.live.state.live import has_extra_state, parts_of
+from holdfast.live.state.modules import has_extra_state, parts_of
 from holdfast.live.state.wrappers import parts
 
 # -- asking ------------------------------------------------------------------------------------------

@@ -25,8 +25,9 @@ import torch
 
 from holdfast.base.errors import warn_user
 from holdfast.live.sources import Group
-from holdfast.live.state.live import Live, State, in_order
+from holdfast.live.state.named import Collected
 from holdfast.live.state.optimizers import ParamNames, is_plain, tensors_in
+from holdfast.live.state.recognising import State, in_order
 
 IS_POSITION = re.compile(r"group\d+\.\d+")
 _WRAPPERS = re.compile(
@@ -116,7 +117,7 @@ def shown_alike(found: Mapping[tuple[int, ...], list[str]]) -> str:
     )
 
 
-def note_positions(live: Live, key: str, optimizer: Any, named: Named, state: State) -> None:
+def note_positions(live: Collected, key: str, optimizer: Any, named: Named, state: State) -> None:
     """Note of which weights parameters are the masters, if they are any; else give a HoldfastWarning, at
     the first save, for those that a restart may take for each other.
 

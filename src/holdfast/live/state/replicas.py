@@ -38,7 +38,7 @@ from holdfast.core.group import Group
 from holdfast.core.layout import Placement
 from holdfast.live.state.arrays import raw_array
 from holdfast.live.state.devices import devices_of, on, wait_for
-from holdfast.live.state.live import Live, LiveTensor
+from holdfast.live.state.named import Collected, LiveTensor
 from holdfast.live.state.sampling import Class, Replicated, Row, Sample, Sampler, value_of
 from holdfast.live.state.snapshot import SetAside, StateView
 
@@ -98,7 +98,7 @@ class Replicas:
     def check(
         self,
         name: str,
-        live: Live | None,
+        live: Collected | None,
         kept: SetAside,
         placement: Placement,
         group: Group,
@@ -141,7 +141,7 @@ class Replicas:
         self._arranged_for = None
         self.is_due = asked.again
 
-    def _wanted(self, live: Live | None, num_ranks: int) -> dict[str, LiveTensor]:
+    def _wanted(self, live: Collected | None, num_ranks: int) -> dict[str, LiveTensor]:
         """Return the tensors to be proved now, in whole."""
         tensors = live.tensors if live is not None else {}
         if self.mode == "verify":
@@ -151,7 +151,7 @@ class Replicas:
             return {n: t for n, t in wanted.items() if 0 < len(_mesh_of(t)) < num_ranks}
         return wanted
 
-    def _settle(self, talk: _Talk, live: Live | None, mine: _Rows, kinds: list[Class]) -> None:
+    def _settle(self, talk: _Talk, live: Collected | None, mine: _Rows, kinds: list[Class]) -> None:
         """Compare the single tensors of some classes: LayoutError if any differ, a notice of buffers."""
         for _, rows in mine.rows:
             for index, _, _ in rows:
@@ -368,7 +368,7 @@ def _lines(differ: dict[str, str]) -> list[str]:
     return [f"  {name}: {ranks}" for name, ranks in list(differ.items())[:MOST_NAMED]]
 
 
-def _tell_buffers(live: Live, differ: dict[str, str]) -> None:
+def _tell_buffers(live: Collected, differ: dict[str, str]) -> None:
     """HoldfastWarning for buffers that differ and stay so."""
     sent = {key for key, modules in live.modules.items() if _are_sent(modules)}
     lost = {name: ranks for name, ranks in differ.items() if name.split(".", 1)[0] not in sent}

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from holdfast.core.codec.digest import digest
 from holdfast.live.state.devices import Moment, after, on_stream
-from holdfast.live.state.live import LiveTensor
+from holdfast.live.state.named import LiveTensor
 from holdfast.live.state.snapshot import SetAside
 
 SMALL_BYTES = 64 << 10

@@ -43,9 +43,9 @@ from holdfast.live.state.devices import (
     on_streams,
     wait_for_stream,
 )
-from holdfast.live.state.live import Live
 from holdfast.live.state.managed import wait_for_writers
 from holdfast.live.state.movers import Corners, Movers, changed, is_on_host, unlike, versions
+from holdfast.live.state.named import Collected
 from holdfast.live.state.window import Window
 from holdfast.live.state.writes import address_and_strides, corner
 
@@ -72,7 +72,7 @@ class Buffer(Protocol):
 
     view: memoryview
 
-    def reserve(self, size: int, live: Live) -> memoryview:
+    def reserve(self, size: int, live: Collected) -> memoryview:
         """At least `size` bytes on a page boundary, the same ones each time while they suffice.
 
         Page-locked for the device of `live`, if that is one.
@@ -90,7 +90,7 @@ class PrivateBuffer:
         self._locked: LockedPages | None = None
         self.view = memoryview(b"")
 
-    def reserve(self, size: int, live: Live) -> memoryview:
+    def reserve(self, size: int, live: Collected) -> memoryview:
         """A view of at least `size` bytes; earlier views become stale if it has to grow."""
         if len(self.view) < size:
             self._unpin()
@@ -173,9 +173,9 @@ SetAside = dict[tuple[str, int], torch.Tensor]
 
 
 @torch.inference_mode(False)  # type: ignore[untyped-decorator]  # torch refuses such copies outside
-def set_aside(live: Live, kept: SetAside) -> None:
-    """Copy what may be written before the copy in the background is made (`Live.aside`) into `kept`, which
-    is reused.  Blocks; large tensors of the host are copied by several threads."""
+def set_aside(live: Collected, kept: SetAside) -> None:
+    """Copy what may be written before the copy in the background is made (`Collected.aside`) into `kept`,
+    which is reused.  Blocks; large tensors of the host are copied by several threads."""
     into, sources = [], []
     for name in live.aside:
         for number, part in enumerate(live.tensors[name].parts):
@@ -223,7 +223,7 @@ def _pieces(
     yield from zip(into.tensor_split(number), source.tensor_split(number))
 
 
-def fingerprint(live: Live, kept: SetAside) -> list[Any]:
+def fingerprint(live: Collected, kept: SetAside) -> list[Any]:
     """Names and places of what is set aside, and addresses and strides of the rest: they must not change if
     a list of copies is to be used again."""
     return [
@@ -253,7 +253,7 @@ class Copies:
     def plan(
         image: Image,
         entries: tuple[TensorEntry, ...],
-        live: Live,
+        live: Collected,
         kept: SetAside,
         memory: memoryview,
     ) -> Copies:
@@ -364,14 +364,14 @@ class Copies:
 class StateView:
     """The training thread's side of a snapshot: what the state was when it was asked for."""
 
-    live: Live
+    live: Collected
     versions: list[int]
     ready: Moment
     corners: Corners = field(default_factory=dict)
     """A few elements of each weight on the host."""
 
     @staticmethod
-    def of(live: Live, corners: Corners) -> StateView:
+    def of(live: Collected, corners: Corners) -> StateView:
         devices = devices_in(live)
         if live.tensors and not devices:  # one may write to them on the host
             devices = devices_in_use()

@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 from holdfast.base.errors import FormatError
 from holdfast.core.format.extras import MADE_OF
 from holdfast.live.state.kinds import writing
-from holdfast.live.state.live import Live
-from holdfast.live.state.placed import torch_dtype
+from holdfast.live.state.named import NamedTensors
 
 COMPRESSED = {
     torch.sparse_csr: ("crow_indices", "col_indices"),
@@ -28,7 +27,7 @@ COMPRESSED = {
 """Methods that give the indices of a compressed layout, outer ones first."""
 
 
-def add_sparse(live: Live, name: str, state: str, tensor: torch.Tensor) -> bool:
+def add_sparse(live: NamedTensors, name: str, state: str, tensor: torch.Tensor) -> bool:
     """Add indices and values of a sparse tensor; False for a layout that is not known, or a DTensor's."""
     if isinstance(tensor, DTensor) or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return False
@@ -36,12 +35,7 @@ def add_sparse(live: Live, name: str, state: str, tensor: torch.Tensor) -> bool:
         return False
     from holdfast.live.state.apart import inner_state
 
-    inner = dense_parts(tensor)
-    if live.saved is not None:
-        saved = {one: live.saved(f"{name}.{one}") for one in inner}
-        if all(entry is not None for entry in saved.values()):
-            inner = {n: torch.empty(e.shape, dtype=torch_dtype(e.dtype)) for n, e in saved.items()}
-            live.puts.append(partial(_put, name, tensor, inner))
+    inner = live.memory_of_parts(name, dense_parts(tensor), partial(_put, name, tensor))
     live.extras[name + MADE_OF] = said_of(tensor)
     live.apart[name] = [f"{name}.{one}" for one in inner]
     for one, part in inner.items():

@@ -17,7 +17,8 @@ import torch
 from holdfast.base.errors import HoldfastError
 from holdfast.core.format import extras
 from holdfast.live.state.kinds import PLAIN
-from holdfast.live.state.live import State, stages, tensors_of
+from holdfast.live.state.modules import tensors_of
+from holdfast.live.state.recognising import State, stages
 from holdfast.live.state.rng import Rng
 from holdfast.live.state.writes import Mark
 

@@ -16,7 +16,8 @@ from holdfast.base.errors import UsageError, warn_user
 from holdfast.core.format.extras import FROZEN
 from holdfast.live.sources import Source
 from holdfast.live.state.ignoring import trainable_marks
-from holdfast.live.state.live import Live, named_parameters, reshard, unwrap
+from holdfast.live.state.modules import named_parameters, reshard, unwrap
+from holdfast.live.state.named import Collected, Prepared
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -53,7 +54,7 @@ def is_marked(module: nn.Module) -> bool:
     return any(part in trainable_marks for part in unwrap(module).modules())
 
 
-def leave_out(live: Live, key: str, module: nn.Module, source: Source) -> set[int]:
+def leave_out(live: Collected, key: str, module: nn.Module, source: Source) -> set[int]:
     """Note in `live` which parameters are left out; return their ids."""
     if not is_marked(module):
         return set()
@@ -78,7 +79,7 @@ def leave_out(live: Live, key: str, module: nn.Module, source: Source) -> set[in
     return {id(p) for p in frozen.values()}
 
 
-def find_frozen(live: Live, key: str, module: nn.Module) -> set[int]:
+def find_frozen(live: Prepared, key: str, module: nn.Module) -> set[int]:
     """Note in `live`, in a restore, which parameters are left out; return their ids."""
     frozen = frozen_in(module)
     live.frozen |= {f"{key}.{name}": (_dtype(p), tuple(p.shape)) for name, p in frozen.items()}

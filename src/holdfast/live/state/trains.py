@@ -28,9 +28,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from holdfast.live.state.live import State, is_of_framework, stages, tensors_of
+from holdfast.live.state.modules import tensors_of
 from holdfast.live.state.observer import StepCounts, calls_hooks
 from holdfast.live.state.outside import few, held
+from holdfast.live.state.recognising import State, is_of_framework, stages
 from holdfast.live.state.still import Still
 from holdfast.live.state.writes import Mark, count_and_address
 

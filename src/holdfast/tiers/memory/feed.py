@@ -33,16 +33,11 @@ from holdfast.live.saving.exactness import Exactness
 from holdfast.live.saving.planning import SavePlan
 from holdfast.live.state.arrays import raw_array
 from holdfast.live.state.followed import check_apart
-from holdfast.live.state.live import (
-    Live,
-    LiveTensor,
-    State,
-    is_optimizer,
-    named_parameters,
-    stages,
-)
+from holdfast.live.state.modules import named_parameters
+from holdfast.live.state.named import Collected, LiveTensor
 from holdfast.live.state.optimizers import named_groups, param_names
 from holdfast.live.state.placed import Placed
+from holdfast.live.state.recognising import State, is_optimizer, stages
 from holdfast.live.state.snapshot import StateView
 from holdfast.live.state.wrapped import ELEMENTWISE, is_zero1
 from holdfast.live.state.writes import Marks
@@ -128,7 +123,7 @@ class Feed:
         """Mark the point in the training at which the snapshot of that number is taken."""
         self.twins.mark(number, self._set_aside)
 
-    def arranged(self, live: Live) -> Live:
+    def arranged(self, live: Collected) -> Collected:
         """Return the same state, with what belongs together side by side."""
         self._named = named_params(self._state())
         live = together(live, self._named)
@@ -137,7 +132,7 @@ class Feed:
             self.twins.forget("an optimizer has other parameters now")
         return live
 
-    def follows(self, live: Live, *, durable: bool) -> bool:
+    def follows(self, live: Collected, *, durable: bool) -> bool:
         """True if a snapshot of this state can be taken from the replica."""
         if not self.twins.current or (durable and self.proof.comes):
             return False
@@ -261,7 +256,7 @@ class Feed:
         key: str,
         optimizer: Any,
         pairs: list[tuple[str, torch.Tensor]],
-        live: Live,
+        live: Collected,
         boxes: dict[str, list[Box]],
     ) -> Iterator[FedPart]:
         weights = {id(t.source): t for t in live.tensors.values() if t.state == "param"}
@@ -431,7 +426,7 @@ def named_params(state: State) -> list[Named]:
     return found
 
 
-def together(live: Live, named: list[Named]) -> Live:
+def together(live: Collected, named: list[Named]) -> Collected:
     """Return the same state, with each weight's states behind it, so that a rank saves most of them
     together."""
     states: dict[int, list[str]] = {}

@@ -14,8 +14,8 @@ from holdfast.core.format.manifest import Manifest
 from holdfast.core.group import Group
 from holdfast.core.store import Store
 from holdfast.live.restore.targets import RestoreOptions
-from holdfast.live.restore.transaction import restore
-from holdfast.live.state.live import State
+from holdfast.live.state.recognising import State
+from holdfast.live.transaction import restore
 from holdfast.tiers.memory.node.inventory import Inventory, Key, SnapshotStore, image_of
 
 

@@ -20,9 +20,10 @@ import torch
 from holdfast.base.errors import UsageError
 from holdfast.core.format.manifest import FileEntry, TensorEntry
 from holdfast.live.saving.planning import SavePlan
-from holdfast.live.state.live import Live, LiveTensor, State
+from holdfast.live.state.named import Collected, LiveTensor
 from holdfast.live.state.optimizers import named_groups, param_names
 from holdfast.live.state.placed import place, torch_dtype
+from holdfast.live.state.recognising import State
 from holdfast.live.state.wrapped import is_zero1
 from holdfast.tiers.memory.replica import image_of, pieces_of
 from holdfast.tiers.memory.twin import ParamPart
@@ -59,7 +60,7 @@ class RecomputedStates:
             twin.copy_weights()
 
     def learn(
-        self, number: int, plan: SavePlan, file: FileEntry, live: Live, image: memoryview
+        self, number: int, plan: SavePlan, file: FileEntry, live: Collected, image: memoryview
     ) -> None:
         """Learn the states from the image of the other rank, as it was at that mark; make the twins
         anew if they are of other parameters."""

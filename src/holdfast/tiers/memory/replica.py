@@ -32,7 +32,7 @@ from holdfast.live.saving.planning import SavePlan
 from holdfast.live.state.arrays import raw_array
 from holdfast.live.state.carrying import CarriedCopies
 from holdfast.live.state.devices import Moment, after, devices_in, on_streams, page_locks
-from holdfast.live.state.live import Live, LiveTensor
+from holdfast.live.state.named import Collected, LiveTensor
 from holdfast.live.state.snapshot import SetAside
 
 WINDOW_BYTES = 4 << 20
@@ -109,7 +109,7 @@ class ReplicaImage:
 def replica_image(
     plan: SavePlan,
     file: FileEntry,
-    live: Live,
+    live: Collected,
     aside: SetAside,
     redone: Mapping[str, LiveTensor],
 ) -> ReplicaImage | None:
@@ -273,7 +273,7 @@ def _windows(start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 def replica_guard(
     plan: SavePlan,
-    live: Live,
+    live: Collected,
     aside: SetAside,
     redone: Mapping[str, LiveTensor],
     stripes: Stripes,

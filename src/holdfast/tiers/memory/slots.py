@@ -11,7 +11,7 @@ from pathlib import Path
 from holdfast.base.errors import AgentError, StoreError
 from holdfast.core.store.oserrors import translated
 from holdfast.live.state.devices import LockedPages, devices_in, lock_pages
-from holdfast.live.state.live import Live
+from holdfast.live.state.named import Collected
 from holdfast.live.state.snapshot import Buffer, PrivateBuffer
 from holdfast.tiers.memory.node import messages as w
 
@@ -34,7 +34,7 @@ class Slots:
         self._forget = forget
         self._mapped: dict[tuple[str, int], _Mapped] = {}
 
-    def view(self, name: str, live: Live) -> memoryview:
+    def view(self, name: str, live: Collected) -> memoryview:
         """Return a view of all of a file; the same object each time.  StoreError."""
         path = str(self._directory / name)
         with translated("map", "", path), open(path, "r+b", buffering=0) as file:
@@ -90,7 +90,7 @@ class SlotBuffer:
         self._ask = lease
         self._spare = spare
 
-    def reserve(self, size: int, live: Live) -> memoryview:
+    def reserve(self, size: int, live: Collected) -> memoryview:
         """Return at least `size` bytes, like `Buffer.reserve`."""
         if self.lease is None or self.lease.capacity < size:
             try:

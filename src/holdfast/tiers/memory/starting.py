@@ -10,7 +10,7 @@ from holdfast.base.errors import UsageError, warn_user
 from holdfast.core.checkpoint.peers import raise_on_all
 from holdfast.live.saving import Saver
 from holdfast.live.saving.durable import Durable
-from holdfast.live.state.live import State
+from holdfast.live.state.recognising import State
 from holdfast.tiers.memory.job import is_anothers, job_of, last_run
 from holdfast.tiers.memory.node.client import Client
 from holdfast.tiers.memory.options import Memory

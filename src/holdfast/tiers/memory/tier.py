@@ -27,7 +27,8 @@ from holdfast.live.saving.durable import Durable
 from holdfast.live.saving.holding import is_bypassed
 from holdfast.live.saving.messages import Written
 from holdfast.live.saving.operation import Replica
-from holdfast.live.state.live import Live, State
+from holdfast.live.state.named import Collected
+from holdfast.live.state.recognising import State
 from holdfast.live.state.snapshot import CopyTap, PrivateBuffer
 from holdfast.tiers.memory.decision import Decision, Filled, decided, of_all
 from holdfast.tiers.memory.feed import Feed
@@ -123,7 +124,7 @@ class MemoryTier:
 
     def begin(
         self,
-        describe_live: Callable[[], Live],
+        describe_live: Callable[[], Collected],
         step: int,
         *,
         durable: bool,
@@ -151,11 +152,11 @@ class MemoryTier:
         with self.durable.held.by(op.kind, step):
             return self.saver.begin(op, describe_live)
 
-    def arranged(self, live: Live) -> Live:
+    def arranged(self, live: Collected) -> Collected:
         """Return the state in the order in which it is to be shared among ranks."""
         return live if self._feed is None else self._feed.arranged(live)
 
-    def prepare(self, describe_live: Callable[[], Live]) -> Save:
+    def prepare(self, describe_live: Callable[[], Collected]) -> Save:
         """Plan a snapshot and have the memory for it ready.  Returns at once."""
         op = self.saver.operation(self, Request(0, is_rehearsal=True))
         self._turns.line_up()

@@ -34,7 +34,7 @@ from holdfast.core.store import Store
 from holdfast.live.state.devices import devices_of, lock_pages
 from holdfast.live.state.lending import is_torchs
 from holdfast.live.state.observer import hooks_after
-from holdfast.live.state.step_extras import encoded_hyper
+from holdfast.live.state.optimizers import encoded_hyper
 from holdfast.tiers.records.copying import GradientCopier, OpenRecord
 from holdfast.tiers.records.optimizers import (
     Groups,

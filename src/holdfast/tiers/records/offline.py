@@ -19,14 +19,14 @@ from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.group import Group
 from holdfast.core.store import Store
 from holdfast.formats.read.unpickle import understood
-from holdfast.live.restore.reading import tell_exactness
+from holdfast.live.reading import tell_exactness
 from holdfast.live.restore.targets import RestoreOptions
-from holdfast.live.restore.transaction import restore
 from holdfast.live.state.customised import OWN
 from holdfast.live.state.ignoring import trainable_marks
-from holdfast.live.state.live import State
 from holdfast.live.state.placed import torch_dtype
 from holdfast.live.state.positions import in_saved_order
+from holdfast.live.state.recognising import State
+from holdfast.live.transaction import restore
 from holdfast.tiers.records.log import Log, RecordedStep, open_log
 from holdfast.tiers.records.replay import Replay, merged_groups
 from holdfast.tiers.records.segment import Identity

@@ -17,7 +17,7 @@ from holdfast.live.saving.planning import SavePlan as Placing
 from holdfast.live.saving.planning import new_plan
 from holdfast.live.state.agreed import Agreement
 from holdfast.live.state.arrays import raw_array
-from holdfast.live.state.live import Live
+from holdfast.live.state.named import Collected
 from holdfast.live.state.placed import Placed, local_of, memory_of, torch_dtype
 from holdfast.tiers.records.optimizers import NamedOptimizer, grad_name
 from holdfast.tiers.records.packing import (
@@ -95,7 +95,7 @@ class RecordLayout:
         agreement: Agreement,
         sparse: tuple[TensorEntry, ...],
         rank: int,
-        live: Live,
+        live: Collected,
         optimizers: list[NamedOptimizer],
         room: int,
     ) -> RecordLayout:
@@ -175,7 +175,7 @@ def packs_of(
     agreement: Agreement,
     sparse: tuple[TensorEntry, ...],
     rank: int,
-    live: Live,
+    live: Collected,
     params: dict[str, torch.Tensor],
 ) -> dict[str, Pack]:
     """The parts of the tensors `sparse` that this rank packs, by optimizer's key."""

@@ -26,7 +26,7 @@ from holdfast.core.layout import Mesh
 from holdfast.core.store import Store
 from holdfast.live.compression.marks import HALVES, rounded_to
 from holdfast.live.state.agreed import Agreement, Description, describe, merge
-from holdfast.live.state.live import Live
+from holdfast.live.state.named import Collected
 from holdfast.tiers.records.optimizers import GRAD, Groups, NamedOptimizer, grad_name, kind_of
 from holdfast.tiers.records.packing import SPARSE, parted, pays
 from holdfast.tiers.records.places import RecordLayout
@@ -47,10 +47,10 @@ ROUNDED = {str(dtype).removeprefix("torch."): dtype for dtype in HALVES}
 
 def held(
     optimizers: list[NamedOptimizer], values: dict[str, torch.Tensor], dense: Collection[str] = ()
-) -> Live:
+) -> Collected:
     """The tensors of a record; gradients lie as their parameters do.  `dense`: those that are recorded
     whole, whatever was declared of them."""
-    live = Live()
+    live = Collected()
     for one in optimizers:
         for name, p in one.params:
             full = grad_name(one.key, name)
@@ -69,7 +69,7 @@ def declared(p: torch.Tensor) -> str:
     return GRAD if dtype is None else str(dtype).removeprefix("torch.")
 
 
-def agree(group: Group, live: Live, mesh: Mesh | None, number: int) -> Agreement:
+def agree(group: Group, live: Collected, mesh: Mesh | None, number: int) -> Agreement:
     """Agree on what the records of all ranks hold together.  Collective; blocks."""
 
     def together(answers: list[bytes]) -> bytes:

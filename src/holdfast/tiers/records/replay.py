@@ -48,19 +48,25 @@ from holdfast.core.checkpoint.rows import ArrayTarget, Want, plan_rows
 from holdfast.core.group import Group
 from holdfast.core.layout import Box
 from holdfast.core.store import Store
+from holdfast.live.kinds.choosing import kinds_of
+from holdfast.live.kinds.restoring import Restoring
 from holdfast.live.restore.compare import judge_together
-from holdfast.live.restore.extras import ExtrasRestorer, decode_value, put_groups
+from holdfast.live.restore.decoding import decode_value
 from holdfast.live.restore.former import are_former
+from holdfast.live.restore.groups import put_groups
 from holdfast.live.restore.mismatches import Problems
 from holdfast.live.restore.targets import RestoreOptions, is_known, only_tensors, target_of
 from holdfast.live.saving.merging import merge_extras
+from holdfast.live.sources import Sources
 from holdfast.live.state.agreed import Agreement
 from holdfast.live.state.blockwise import Blockwise, steps_by_itself
 from holdfast.live.state.devices import devices_of, wait_for
 from holdfast.live.state.lending import is_torchs
-from holdfast.live.state.live import Live, State, named_parameters, stages
+from holdfast.live.state.modules import named_parameters
+from holdfast.live.state.named import Prepared
 from holdfast.live.state.observer import hooked, hooks_after, unhooked, without_hooks_before
 from holdfast.live.state.placed import local_of
+from holdfast.live.state.recognising import State, stages
 from holdfast.live.state.wrapped import ELEMENTWISE, stepping
 from holdfast.tiers.records.copies import headers_behind, take_copies
 from holdfast.tiers.records.finding import recorded
@@ -304,7 +310,8 @@ class Replay:
         """True if the records were made on another layout.  NotRecoverable if that cannot be replayed."""
         checkpoint = self.log.open(step, {}, {})
         lenient = _lenient(self.options)
-        resized = judge_together(checkpoint, self.live, Problems(), None, self.group, lenient)
+        live = Prepared(tensors=self.live.tensors)
+        resized = judge_together(checkpoint, live, Problems(), None, self.group, lenient)
         kinds = {o.key: type(stepping(o.optimizer)).__name__ for o in self.optimizers}
         whole = [key for key, kind in kinds.items() if kind not in ELEMENTWISE]
         if resized and whole:
@@ -456,12 +463,13 @@ class Replay:
     def _put_rest(self, step: RecordedStep) -> None:
         """Put buffers and extras back as they were after the step."""
         checkpoint = recorded(self.log, step)
-        live = Live(keys=set(self.state), tensors=dict(self.live.tensors))
-        plan = ExtrasRestorer(checkpoint, self.state, live, self.group, _lenient(self.options))
-        plan.resized = self._is_resized(step)
+        live = Prepared(tensors=dict(self.live.tensors))
+        kinds = kinds_of(self.state, self.state, Sources())
+        plan = Restoring(checkpoint, self.state, kinds, live, self.group, _lenient(self.options))
         plan.is_whole = False
+        plan.find()
         with raise_on_all(self.group, step.step):
-            plan.check_rules()
+            plan.check_rules(self._is_resized(step))
         read_together(checkpoint.images, plan.wants, self.group if self.group.size > 1 else None)
         with raise_on_all(self.group, step.step):
             plan.put()

@@ -22,14 +22,15 @@ from holdfast.core.group import Group
 from holdfast.core.layout import Box, Mesh
 from holdfast.core.store import MemoryStore, Store
 from holdfast.core.store.views import JoinedStore
+from holdfast.live.collecting import collect_step
 from holdfast.live.restore.targets import RestoreOptions
 from holdfast.live.saving import Save
 from holdfast.live.saving.messages import digests
 from holdfast.live.state.customised import asked_once
 from holdfast.live.state.lending import only_reads
-from holdfast.live.state.live import Live, State
+from holdfast.live.state.named import Collected
 from holdfast.live.state.observer import StepCall
-from holdfast.live.state.step_extras import collect_step_extras
+from holdfast.live.state.recognising import State
 from holdfast.tiers.records.bases import Bases, Unrecorded
 from holdfast.tiers.records.capture import RecordCapture, WayToStorage
 from holdfast.tiers.records.clock import Clock, Spent
@@ -394,13 +395,13 @@ class DeltaTier:
         self._optimizers.rename(state)
         named, groups = self._optimizers.named, self._optimizers.groups
         values = self._watch.expect(state)
-        rest = collect_step_extras(state, groups, self.on_resize)
+        rest = collect_step(state, groups, self.on_resize)
         objects = self._of_objects(rest, state)
         self._parts = _parts_of(rest, objects)
         values |= objects
         self._capture.plan(named, groups, values, encode_extras(rest.extras))
 
-    def _of_objects(self, rest: Live, state: State) -> dict[str, torch.Tensor]:
+    def _of_objects(self, rest: Collected, state: State) -> dict[str, torch.Tensor]:
         """Sharded tensors in the state of objects: records hold them whole at every step."""
         known = self._watch.tensors(state)
         return {name: t.source for name, t in rest.tensors.items() if name not in known}
@@ -429,7 +430,7 @@ class DeltaTier:
             return
         with self._clock.held(), span("delta.call", step=step), asked_once():
             state = self.state()
-            rest = collect_step_extras(state, self._optimizers.groups, self.on_resize)
+            rest = collect_step(state, self._optimizers.groups, self.on_resize)
             changed = self._watch.changed(state)
             if self._watch.is_edited():
                 self._edited("after it")
@@ -487,7 +488,7 @@ class DeltaTier:
         step: int,
         parent: Identity,
         *,
-        rest: Live,
+        rest: Collected,
         changed: set[str],
         state: State,
     ) -> None:
@@ -555,6 +556,6 @@ class DeltaTier:
         self._capture.close(limit_s)
 
 
-def _parts_of(rest: Live, names: Iterable[str]) -> Parts:
+def _parts_of(rest: Collected, names: Iterable[str]) -> Parts:
     placed = {name: rest.tensors[name].placed for name in names}
     return {name: (p.shape, p.box, p.dtype) for name, p in placed.items()}

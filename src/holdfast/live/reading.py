@@ -32,10 +32,10 @@ from holdfast.core.format.manifest import Manifest, decode
 from holdfast.core.group import Group
 from holdfast.core.store import LocalStore, Store, in_one, open_store, split_prefix
 from holdfast.live.restore.targets import RestoreOptions
-from holdfast.live.restore.transaction import restore
 from holdfast.live.roots import open_shared, patience_s
 from holdfast.live.saving.exactness import EXACT, REPLICA
-from holdfast.live.state.live import State
+from holdfast.live.state.recognising import State
+from holdfast.live.transaction import restore
 
 
 def load_from(

@@ -31,28 +31,32 @@ from holdfast.core.checkpoint.rows import Want
 from holdfast.core.format.manifest import TensorEntry
 from holdfast.core.group import Group
 from holdfast.core.layout import whole
+from holdfast.live.kinds.choosing import kinds_of
+from holdfast.live.kinds.restoring import Restoring
 from holdfast.live.restore.compare import compare, judge_together
-from holdfast.live.restore.extras import ExtrasRestorer
 from holdfast.live.restore.materialising import materialise
 from holdfast.live.restore.mismatches import Mismatch, Problems, differs
 from holdfast.live.restore.one_memory import two_values
+from holdfast.live.restore.optimizer_states import StateChange
 from holdfast.live.restore.overlapping import Aside, read_overlapping
 from holdfast.live.restore.positions import by_order
-from holdfast.live.restore.targets import Change, RestoreOptions, target_of, targets
+from holdfast.live.restore.targets import RestoreOptions, entry_of, target_of
 from holdfast.live.restore.uninitialised import nan_if_it_fails
+from holdfast.live.sources import Sources
 from holdfast.live.state.devices import devices_in, wait_for
 from holdfast.live.state.kinds import writing
-from holdfast.live.state.live import (
-    Live,
+from holdfast.live.state.named import Prepared
+from holdfast.live.state.placed import Placed
+from holdfast.live.state.recognising import (
     State,
     check_keys,
     in_order,
     is_of_framework,
     is_optimizer,
     is_stateful,
+    sources_in,
     stages,
 )
-from holdfast.live.state.placed import Placed
 from holdfast.live.state.several import as_seen
 from holdfast.live.state.window import wait_for_copies
 from holdfast.live.state.wrappers import SECOND, has_wrappers
@@ -89,36 +93,37 @@ def _outside_inference_mode() -> Iterator[None]:
 
 def _restore(checkpoint: Checkpoint, state: State, group: Group, options: RestoreOptions) -> None:
     with nan_if_it_fails(state):
-        prepared = _prepare(checkpoint, state, group, options)
+        plan = _prepare(checkpoint, state, group, options)
     try:
         with raise_on_all(group, checkpoint.step):
-            prepared.begin()
+            plan.begin()
         with span("restore.read", step=checkpoint.step):
-            _in_turn(prepared)
+            _in_turn(plan)
         with raise_on_all(group, checkpoint.step):
-            for aside in prepared.asides.values():
+            for aside in plan.asides.values():
                 aside.put()
-            for put in prepared.live.puts:
+            for put in plan.live.puts:
                 put()
-            prepared.put_extras()
-            wait_for(devices_in(prepared.live))  # for what was read on the side, and is let go of
+            plan.restoring.put()
+            _hand_over(plan.restoring.state, state)
+            wait_for(devices_in(plan.live))  # for what was read on the side, and is let go of
         with raise_on_all(group, checkpoint.step):
-            for source in prepared.live.sources.of_frameworks():
+            for source in plan.sources.of_frameworks():
                 source.refresh()
     except BaseException as error:  # a KeyboardInterrupt, too: a notebook goes on
-        poison(prepared.live)
+        poison(plan.live, plan.sources)
         _tell_left_behind(error)
         raise
     finally:
-        count_writes(prepared.live)
+        count_writes(plan.live)
 
 
-def _in_turn(prepared: _Prepared) -> None:
+def _in_turn(plan: _Plan) -> None:
     """Read behind all that the training has given to devices, and before what it gives them next: threads
     that read have other streams than it."""
-    devices = devices_in(prepared.live)
+    devices = devices_in(plan.live)
     wait_for(devices)
-    prepared.read()
+    plan.read()
     wait_for(devices)
 
 
@@ -133,12 +138,12 @@ def _tell_left_behind(error: BaseException) -> None:
         error.hint = f"{error.hint}; {late}" if error.hint else late
 
 
-def count_writes(live: Live) -> None:
+def count_writes(live: Prepared) -> None:
     """Raise version counters, for those who go by them: filling a tensor's memory does not."""
     count_write([t.source for t in live.tensors.values()])
 
 
-def poison(live: Live) -> None:
+def poison(live: Prepared, sources: Sources) -> None:
     """Fill float and complex tensors with NaN: a half-loaded state must not be mistaken for a good one."""
     for t in live.tensors.values():
         dtype = t.placed.local.dtype
@@ -147,27 +152,29 @@ def poison(live: Live) -> None:
                 with writing(part.local), suppress(RuntimeError):  # float4 has no NaN
                     part.local.fill_(float("nan"))
     if any(t.state == "param" for t in live.tensors.values()):
-        for source in live.sources.of_frameworks():
+        for source in sources.of_frameworks():
             source.poison()
 
 
 @dataclass
-class _Prepared:
-    live: Live
+class _Plan:
+    restoring: Restoring
     begin: Callable[[], None]
     """Makes the live state ready to be read into: its first change."""
     read: Callable[[], None]
     asides: dict[int, Aside]
-    put_extras: Callable[[], None]
+    sources: Sources
+
+    @property
+    def live(self) -> Prepared:
+        return self.restoring.live
 
 
-def _prepare(
-    checkpoint: Checkpoint, given: State, group: Group, options: RestoreOptions
-) -> _Prepared:
+def _prepare(checkpoint: Checkpoint, given: State, group: Group, options: RestoreOptions) -> _Plan:
     """Find where everything goes, and open what it is read from.  Nothing that is live has changed if this
     fails, which it does on all ranks alike.  Collective."""
-    state, live, problems = given, Live(), Problems()
-    masters: list[MasterChange] = []
+    state, live, problems = given, Prepared(), Problems()
+    changes: list[StateChange | MasterChange] = []
     try:
         state = in_order(as_seen(state))
         materialise([module for value in state.values() for module in stages(value) or ()])
@@ -175,28 +182,30 @@ def _prepare(
         with uncollected():
             checkpoint = _with_own(_under_live_names(checkpoint, state), state, group)
             checkpoint, unproved = by_order(checkpoint, state, options)
-            live, changes = targets(checkpoint, state, options)
-            masters = _master_changes(checkpoint, state, live, options)
-            problems = compare(checkpoint, live, state, options)
-            _tell_unfit(problems, live, options)
-            extras = ExtrasRestorer(checkpoint, state, live, group, options)
-        problems.add(extras.problems)
+            live = Prepared(saved=partial(entry_of, checkpoint))
+            sources = sources_in(state)
+            kinds = kinds_of(state, state, sources)
+            restoring = Restoring(checkpoint, state, kinds, live, group, options)
+            changes = [change for kind in kinds.values() for change in kind.place(restoring)]
+            problems = compare(checkpoint, live, options)
+            _tell_misfits(problems, live, options)
+            restoring.find()
+        problems.add(restoring.problems)
         problems.found += unproved
         asides = {} if problems.found else read_overlapping(checkpoint, live)
-        arrays = extras.claims.arrays
+        arrays = restoring.claims.arrays
         problems.found += [] if problems.found else two_values(checkpoint, live, arrays)
     except Exception as error:
         problems.found.append(Mismatch("said", "", str(error)))
-        _read_numbers(checkpoint, state, [], group)
-        problems.found += [one for change in masters for one in change.problems]
+        problems.found += _read_numbers(checkpoint, state, changes, group, is_known=False)
         judge_together(checkpoint, live, problems, error, group, options)
         raise
-    _read_numbers(checkpoint, state, masters, group)
-    problems.found += [one for change in masters for one in change.problems]
-    extras.resized = judge_together(checkpoint, live, problems, None, group, options)
-    options.kept.extend([*problems.missing, *(key for key, _ in live.problems)])
+    problems.found += _read_numbers(checkpoint, state, changes, group)
+    is_resized = judge_together(checkpoint, live, problems, None, group, options)
+    misfits = [one.key for one in live.misfits if not one.is_idle]
+    options.kept.extend([*problems.missing, *misfits])
     with raise_on_all(group, checkpoint.step):
-        extras.check_rules()
+        restoring.check_rules(is_resized)
     with raise_on_all(group, checkpoint.step):
         wants, padded = _wanted(checkpoint, live, asides)
     peers = group if group.size > 1 else None
@@ -204,12 +213,11 @@ def _prepare(
         from holdfast.live.restore.landing import LockedBlocks
 
         checkpoint.images.block_memory = partial(LockedBlocks, devices)
-    read = plan_together(checkpoint.images, wants + extras.wants, peers)
-    begin = partial(_begin, [*changes, *masters], padded)
-    return _Prepared(live, begin, read, asides, partial(_put_extras, extras, state, given))
+    read = plan_together(checkpoint.images, wants + restoring.wants, peers)
+    return _Plan(restoring, partial(_begin, changes, padded), read, asides, sources)
 
 
-def _begin(changes: list[Change | MasterChange], padded: list[torch.Tensor]) -> None:
+def _begin(changes: list[StateChange | MasterChange], padded: list[torch.Tensor]) -> None:
     """Give optimizers the states that are to be read, and zero what is padding."""
     for change in changes:
         change.apply()
@@ -228,18 +236,27 @@ def _arranged(checkpoint: Checkpoint, state: State) -> State:
 
 
 def _read_numbers(
-    checkpoint: Checkpoint, state: State, masters: list[MasterChange], group: Group
-) -> None:
-    """Read the numbers that masters share, if a framework has any.  Collective."""
-    if is_of_framework(state):
-        from holdfast.live.restore.masters import read_numbers
+    checkpoint: Checkpoint,
+    state: State,
+    changes: list[StateChange | MasterChange],
+    group: Group,
+    *,
+    is_known: bool = True,
+) -> list[Mismatch]:
+    """Read the numbers that masters share, if a framework has any; return what masters cannot take.
+    Collective.  `is_known`: false where preparing has failed, and so nothing is to be read here."""
+    if not is_of_framework(state):
+        return []
+    from holdfast.live.restore.masters import MasterChange, read_numbers
 
-        with raise_on_all(group, checkpoint.step):
-            read_numbers(checkpoint, masters)
+    masters = [change for change in changes if isinstance(change, MasterChange)]
+    with raise_on_all(group, checkpoint.step):
+        read_numbers(checkpoint, masters if is_known else [])
+    return [one for change in masters for one in change.problems]
 
 
 def _wanted(
-    checkpoint: Checkpoint, live: Live, asides: dict[int, Aside]
+    checkpoint: Checkpoint, live: Prepared, asides: dict[int, Aside]
 ) -> tuple[list[Want], list[torch.Tensor]]:
     """The reads that fill this rank's part of every live tensor, and the parts that are to be zero before,
     for their rows of padding were not saved."""
@@ -292,35 +309,23 @@ def _with_own(checkpoint: Checkpoint, state: State, group: Group) -> Checkpoint:
     return with_own(checkpoint, state, group)
 
 
-def _master_changes(
-    checkpoint: Checkpoint, state: State, live: Live, options: RestoreOptions
-) -> list[MasterChange]:
-    """Changes to the states of masters that serve several weights, if a framework has any."""
-    if not live.sources.of_frameworks():
-        return []
-    from holdfast.live.restore.masters import master_changes
-
-    return master_changes(checkpoint, state, live, options)
-
-
-def _tell_unfit(problems: Problems, live: Live, options: RestoreOptions) -> None:
+def _tell_misfits(problems: Problems, live: Prepared, options: RestoreOptions) -> None:
     """Tell of states with which an optimizer cannot go on, which are left out if the load is not strict,
     and of those that it will have and not look at."""
     if options.strict:
-        problems.found += [differs(key, why) for key, why in live.problems]
-    for unfit, what in (
-        (live.problems if not options.strict else [], "states of another optimizer are left out"),
-        (live.idle, "states are put back that their optimizer has no use for"),
+        problems.found += [differs(one.key, one.why) for one in live.misfits if not one.is_idle]
+    for is_idle, what in (
+        (False, "states of another optimizer are left out"),
+        (True, "states are put back that their optimizer has no use for"),
     ):
-        if unfit:
-            said = "; ".join(f"{key}: {why}" for key, why in unfit)
-            warn_user(f"{what}: {said}")
+        said = [f"{one.key}: {one.why}" for one in live.misfits if one.is_idle is is_idle]
+        if said and (is_idle or not options.strict):
+            warn_user(f"{what}: {'; '.join(said)}")
 
 
-def _put_extras(plan: ExtrasRestorer, seen: State, given: State) -> None:
-    """Put the extras back; plain values, which are put into the state itself, into the user's own.
+def _hand_over(seen: State, given: State) -> None:
+    """Put values that are others now into the user's own state.
 
     Objects with a state of their own stay where the user has them, whatever key they were loaded under."""
-    plan.put()
     if seen is not given:
         given |= {key: value for key, value in seen.items() if not is_stateful(value)}

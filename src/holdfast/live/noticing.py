@@ -14,13 +14,13 @@ from __future__ import annotations
 from typing import Any
 
 from holdfast.base.notices import Notices
-from holdfast.live.state.collecting import RunState
+from holdfast.live.collecting import RunState
 from holdfast.live.state.gradients import KeptGradients, PendingGradients, gradients_text
-from holdfast.live.state.live import State
 from holdfast.live.state.merged import layers_with_adapters, merged_in, merged_text
 from holdfast.live.state.numbers import Numbers, cut_off
 from holdfast.live.state.observer import StepCounts
 from holdfast.live.state.outside import few
+from holdfast.live.state.recognising import State
 from holdfast.live.state.trains import Trains, has_trained
 
 AT_FIRST = 4

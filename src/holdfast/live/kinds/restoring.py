@@ -1,0 +1,380 @@
+"""A restore, as the kinds of values see it: what was saved, what it is to become here, what is in the way.
+
+The part that is no tensor is planned, and refused where it must be, before anything is read; it is put back
+when all is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from holdfast.base.errors import FormatError, RuleError, StateMismatch
+from holdfast.base.events import emit
+from holdfast.base.suggest import did_you_mean
+from holdfast.core.checkpoint.opened import Checkpoint
+from holdfast.core.checkpoint.rows import Want
+from holdfast.core.format.extras import ORDER
+from holdfast.core.format.manifest import Manifest
+from holdfast.core.group import Group
+from holdfast.core.layout import Box, whole
+from holdfast.live.kinds.kind import Kind
+from holdfast.live.kinds.object import ObjectKind
+from holdfast.live.restore.decoding import decode_value
+from holdfast.live.restore.filling import Claims, Filling, keep_missing
+from holdfast.live.restore.mismatches import Mismatch, Problems, differs
+from holdfast.live.restore.nested import (
+    Nested,
+    homeless_in,
+    nested,
+    not_its_state,
+    put_state,
+    tensors_of,
+    with_live,
+    with_tensors,
+)
+from holdfast.live.restore.readable import check_extras
+from holdfast.live.restore.settings import GroupSettings
+from holdfast.live.restore.targets import RestoreOptions, empty_alike, target_of
+from holdfast.live.restore.written import WrittenByLoads
+from holdfast.live.state.encoding import RULES, outline_tensor
+from holdfast.live.state.named import Prepared
+from holdfast.live.state.optimizers import tensors_in
+from holdfast.live.state.placed import local_of, place, torch_dtype
+from holdfast.live.state.recognising import State
+
+_RULES = ", ".join(RULES)
+
+
+class Restoring:
+    """One restore on this rank."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        state: State,
+        kinds: Mapping[str, Kind],
+        live: Prepared,
+        group: Group,
+        options: RestoreOptions,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.state = state
+        """The values by key, in which those that are replaced are put."""
+        self.kinds = kinds
+        self.live = live
+        self.group = group
+        self.options = options
+        self.is_resized = False
+        """True if the ranks are arranged in another way than when the step was saved."""
+        self.is_whole = True
+        """True if optimizers' states are in the checkpoint; in a record they are not."""
+        self.problems = Problems()
+        """Differences between what is saved and what is live, outside of tensors."""
+        self.wants: list[Want] = []
+        self.moved: set[str] = set()
+        """Keys of values that each rank has its own of, on ranks that lie otherwise than they did."""
+        self.claims = Claims()
+        """Containers, arrays and objects of the state that have places in the step."""
+        self.settings = GroupSettings(checkpoint.step)
+        self.filling = Filling(checkpoint.step, live.tensors.values())
+        self._loaded: dict[str, torch.Tensor] = {}
+        self._alike: dict[str, torch.Tensor] = {}
+        """Tensors that objects have now, by name, of those objects to which saved tensors go."""
+        live.keys = set(kinds)
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.checkpoint.manifest
+
+    # -- what was saved -----------------------------------------------------------------------------
+
+    @cached_property
+    def own(self) -> dict[str, Any]:
+        """Extras that the rank of this number has saved for itself; none if the ranks lie otherwise."""
+        if not self.manifest.per_rank or self.is_resized:
+            return {}
+        own = self.checkpoint.rank_extras(self.group.rank)
+        check_extras(own, self.kinds)
+        return own
+
+    def is_saved(self, name: str) -> bool:
+        """True if an extra was saved, by all ranks together or by each for itself."""
+        return name in self.manifest.extras or name in self.manifest.per_rank
+
+    def of_all(self, name: str) -> Iterator[Any]:
+        """Yield an extra as each rank had it that did, in rank order."""
+        for rank in sorted(self.manifest.file_of):
+            own = self.checkpoint.rank_extras(rank)
+            if name in own:
+                yield own[name]
+
+    def any_tree(self, name: str) -> dict[str, Any]:
+        """Saved values that a module made for its state_dict(), encoded: another rank's, where this one had
+        none."""
+        if name in self.manifest.extras:
+            tree = self.manifest.extras[name]
+        else:
+            ranks = self.manifest.file_of
+            rank = self.group.rank if self.group.rank in ranks else min(ranks)
+            tree = self.checkpoint.rank_extras(rank).get(name, {})
+        if not isinstance(tree, dict):
+            raise FormatError(f"malformed extras: {name!r} is no state of a module")
+        return tree
+
+    def tree(self, name: str) -> Any:
+        """An extra that is part of a value, as this rank is to have it; None if it is not."""
+        if not (self.is_resized and name in self.manifest.per_rank):
+            return self.own.get(name, self.manifest.extras.get(name))
+        rule = self.told_rule(name)
+        return next(self.of_all(name), None) if rule in ("rank0", "same") else None
+
+    def decode(self, tree: Any, live: Any = None) -> Any:
+        """Decode a saved tree; tensors are those that were read, or those that `live` has."""
+        known = dict(tensors_in(live)) if live is not None else {}
+
+        def tensor(name: str) -> Any:
+            found = self._loaded.get(name)
+            return known[name.split(".", 1)[1]] if found is None else found
+
+        return decode_value(tree, tensor)
+
+    # -- finding what is in the way -----------------------------------------------------------------
+
+    def find(self) -> None:
+        """Find what does not fit outside of tensors, and memory for tensors in the states of objects."""
+        if self.options.only is not None:
+            for kind in self.kinds.values():
+                kind.compare_part(self)
+        else:
+            check_extras(self.manifest.extras, self.kinds)
+            for key, kind in self.kinds.items():
+                if self.options.strict and key in self.manifest.extras:
+                    tree = self.manifest.extras[key]
+                    self.problems.found += self.claims.problems(key, kind.value, tree)
+                kind.compare(self)
+                if kind.has_extra() and not self.is_saved(key):
+                    self._note_missing(key, kind)
+            for kind in self.kinds.values():
+                kind.compare_with_others(self)
+        self._find_memory()
+
+    def _note_missing(self, key: str, kind: Kind) -> None:
+        if getattr(kind.value, "on_resize", None) == "fresh":
+            return
+        if not self.options.strict:
+            self.problems.missing.append(key)
+            return
+        hint = did_you_mean(key, [*self.manifest.extras, *self.manifest.per_rank])
+        self.problems.found.append(Mismatch("missing", key, f" ({hint})" if hint else ""))
+
+    def differs(self, name: str, said: str) -> None:
+        """Note that what was saved under a name is not what is here."""
+        self.problems.found.append(differs(name, said))
+
+    def unexpected(self, names: Iterable[str]) -> None:
+        """Note names that are saved, and that nothing here has a place for."""
+        self.problems.unexpected += [
+            Mismatch("unexpected", name)
+            for name in names
+            if name not in self.live.owned and self.options.wanted(name)
+        ]
+
+    def lacks(self, name: str, line: str) -> None:
+        """Note, in a line of the framework's own, what this run needs and an extra has not."""
+        self.problems.found.append(Mismatch("said", name, line))
+
+    def compare_object(self, path: str, value: Any, tree: Any) -> None:
+        """Compare what was saved in the place of an object with a state_dict()."""
+        self.problems.found += not_its_state(path, value, tree)
+        self.compare_objects_in(path, value.state_dict, tree)
+
+    def compare_objects_in(self, path: str, ask: Callable[[], Any], tree: Any) -> None:
+        """Find states of objects that were saved in a state, which `ask()` gives now, and that have no
+        object there."""
+        self._note_homeless(homeless_in(path, ask, tree))
+
+    def compare_nested(self, key: str, value: Any, tree: Any) -> Nested:
+        """Compare the objects inside a list or dict with what was saved in their places."""
+        found = nested(key, value, tree)
+        self.problems.found += found.missing
+        self._note_homeless(found.homeless)
+        for slot in found.slots:
+            self.compare_objects_in(slot.path, slot.live.state_dict, slot.tree)
+        return found
+
+    def _note_homeless(self, homeless: list[Mismatch]) -> None:
+        """States of objects that are not here: a problem or, if the load is not strict, told once."""
+        if self.options.strict:
+            self.problems.found += homeless
+        else:
+            self.problems.unexpected += [
+                Mismatch("unexpected", one.name, f": {one.said}") for one in homeless
+            ]
+
+    # -- memory for tensors that have no place of their own -----------------------------------------
+
+    def _find_memory(self) -> None:
+        """Give memory to tensors inside the states of objects, and to those that a user's dict lacks, which
+        are unexpected if the load is strict."""
+        live, names = self.live, [*self.checkpoint.object_tensors, *self.of_each_rank]
+        self._alike = self._in_objects(set(names)) if self.options.only is None else {}
+        for name in names:
+            kind = self.kinds.get(name.split(".", 1)[0])
+            if kind is None or name in live.tensors or name in live.apart:
+                continue
+            is_held = kind.holds(name, self)
+            if is_held:
+                live.owned.add(name)
+            if is_held or (is_held is False and not self.options.strict):
+                tensor, box = kind.memory_for(name, self)
+                self._loaded[name] = tensor
+                if box.size:
+                    dtype, index = self.checkpoint.info(name).dtype, self.checkpoint.index(name)
+                    self.wants.append(Want(index, box, target_of(local_of(tensor), dtype, name)))
+
+    @cached_property
+    def of_each_rank(self) -> list[str]:
+        """Tensors in the states of objects that each rank has saved for itself: sharded ones."""
+        kept = [kind for key, kind in self.kinds.items() if key in self.manifest.per_rank]
+        begins = tuple(f"{path}." for kind in kept for path, _ in kind.objects())
+        return [name for name in self.manifest.by_name if name.startswith(begins)]
+
+    def _in_objects(self, names: Collection[str]) -> dict[str, torch.Tensor]:
+        """Tensors that objects of the state have now, by name, of those objects that some of the saved
+        tensors `names` go to; these are asked for their state_dict(), in one order on all ranks."""
+        found: dict[str, torch.Tensor] = {}
+        for kind in self.kinds.values() if names else ():
+            for path, one in kind.objects():
+                if any(name.startswith(f"{path}.") for name in names):
+                    tree = kind.saved_state(path, self.checkpoint)
+                    found |= tensors_of(path, one.state_dict, tree)
+        return found
+
+    def memory_alike(self, name: str) -> tuple[torch.Tensor, Box]:
+        """Memory for a tensor in an object's state, on the device and cut as the one that it has now."""
+        info, alike = self.checkpoint.info(name), self._alike.get(name)
+        dtype = torch_dtype(info.dtype)
+        if alike is not None and (made := empty_alike(alike, info.shape, dtype)) is not None:
+            return made, place(made, name).box
+        return torch.empty(info.shape, dtype=dtype), whole(info.shape)
+
+    def with_alike(self, key: str, tree: Any) -> Any:
+        """A saved tree whose tensors go where the objects of a value have such tensors now."""
+        return with_tensors(key, tree, self._put_alike) if self._alike else tree
+
+    def _put_alike(self, name: str, tree: Any) -> Any:
+        """Refer to a tensor that lies in the state of an object by name, if the object has one there now,
+        and have it loaded as that is."""
+        alike, tensor = self._alike.get(name), outline_tensor(tree["$tensor"])
+        if alike is None or (made := empty_alike(alike, tuple(tensor.shape), tensor.dtype)) is None:
+            return tree
+        part = place(made, name)
+        part.local.copy_(tensor[part.box.within((0,) * tensor.ndim)])
+        self._loaded[name] = made
+        return {"$at": name}
+
+    # -- rules for what each rank has saved for itself ----------------------------------------------
+
+    def check_rules(self, is_resized: bool) -> None:
+        """RuleError, on every rank alike, for an extra that has no rule for the new mesh.  Collective."""
+        self.is_resized, per_rank = is_resized, self.manifest.per_rank
+        self.moved = set(per_rank) if is_resized else self._lying_otherwise()
+        if not self.moved or self.options.only is not None:
+            return
+        known = {name for kind in self.kinds.values() for name in kind.extras(self)}
+        moved = [name for name in per_rank if name in known and name in self.moved]
+        lost = [name for name in moved if self.rule(name) is None]
+        if lost:
+            named = [f"{name!r}{self._differing(name)}" for name in lost]
+            raise RuleError(
+                f"{', '.join(named)}: saved by each rank of [{self.manifest.layout}] for itself; "
+                f"what becomes of it on {self.group.size} rank(s) arranged differently is not declared",
+                step=self.checkpoint.step,
+                hint=f"pass on_resize={{{lost[0]!r}: RULE}} with RULE one of {_RULES}",
+            )
+        for name in moved:
+            value = self.state.get(name)
+            if self.rule(name) == "redistribute" and not callable(
+                getattr(value, "redistribute", None)
+            ):
+                raise RuleError(
+                    f"{name!r} has no method redistribute(states, rank, world_size)",
+                    hint=f"write one, or choose another rule of {_RULES}",
+                )
+
+    def _lying_otherwise(self) -> set[str]:
+        """Keys of optimizers of which ranks have their own values, and other parts of the parameters.
+
+        All ranks speak of each key, also those that have no such optimizer.  An optimizer's has no rule.
+        """
+        return {
+            key
+            for key, rule in self.manifest.per_rank.items()
+            if rule is None
+            and self.group.any(key in self.kinds and self.kinds[key].lies_otherwise(self))
+        }
+
+    def _differing(self, name: str) -> str:
+        return self.kinds[name].differing(self.checkpoint) if name in self.kinds else ""
+
+    def rule(self, name: str) -> str | None:
+        """The rule for an extra: what the caller, the object itself, its module or the save has said."""
+        own = getattr(self.state.get(name), "on_resize", None)
+        of_module = self.options.on_resize.get(name.partition(".")[0]) if "." in name else None
+        declared = self.options.on_resize.get(name) or own or of_module
+        return declared or self.manifest.per_rank.get(name)
+
+    def told_rule(self, name: str) -> str | None:
+        """`rule`, which is followed now."""
+        rule = self.rule(name)
+        emit("extras.resized", key=name, rule=rule)
+        return rule
+
+    # -- putting back -------------------------------------------------------------------------------
+
+    def put_state(self, key: str, value: Any, tree: Any) -> None:
+        """Load an object's saved state by its `load_state_dict`."""
+        put_state(key, value, self.with_alike(key, tree), self.decode)
+
+    def with_objects(self, path: str, ask: Callable[[], Any], tree: Any) -> Any:
+        """Load the objects in a live state, which `ask()` gives; return its saved tree with them in it."""
+        return with_live(path, ask, tree, self.decode)
+
+    def put_values(self, key: str, live: Any, tree: Any) -> None:
+        """Put saved values into the user's own containers; tensors there are loaded, and objects stay."""
+        tree = self.with_alike(key, tree)
+        inside = nested(key, live, tree)
+        if inside.missing:
+            raise StateMismatch("; ".join(one.text for one in inside.missing))
+        inside.put(self.decode)
+        found = self.decode(inside.tree, live)
+        if isinstance(live, dict) and isinstance(found, dict) and not self.options.strict:
+            if not self.filling.has(live):
+                keep_missing(live, found)
+        self.state[key] = self.filling.put(key, live, tree, found)
+
+    def put(self) -> None:
+        """Put everything back that is no tensor of its own, generators of random numbers last."""
+        if self.options.only is not None:
+            for kind in self.kinds.values():
+                kind.put_part(self)
+            return
+        if any(n.endswith(f".{ORDER}") for n in (*self.manifest.extras, *self.manifest.per_rank)):
+            from holdfast.live.restore.orders import put_orders
+
+            objects = {key: list(kind.objects()) for key, kind in self.kinds.items()}
+            put_orders(self.checkpoint, objects, self.own, self.rule)
+        having = [key for key, kind in self.kinds.items() if isinstance(kind, ObjectKind)]
+        written = WrittenByLoads(self.live, self.state, self.checkpoint.step) if having else None
+        for key in sorted(self.kinds, key=lambda k: (k == "rng", k)):
+            self.kinds[key].put(self)
+            self.settings.put_back(key)
+            if written is not None and key in having:
+                written.look(key)
+        if not self.group.rank or self.manifest.per_rank:
+            self.filling.tell()
+        self.settings.tell()

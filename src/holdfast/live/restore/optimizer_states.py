@@ -1,0 +1,332 @@
+"""States of an optimizer's parameters: where saved ones go, and those that are no tensors, put back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only, tree_map_with_path
+
+from holdfast.base.errors import FormatError
+from holdfast.core.checkpoint.opened import Checkpoint
+from holdfast.core.format.extras import MADE_OF
+from holdfast.live.restore.expected import Fitting
+from holdfast.live.restore.groups import beside_plain, fill_in_place, memory_orders, plain_states
+from holdfast.live.restore.nested import with_live
+from holdfast.live.restore.targets import RestoreOptions, counts_stay, empty_in
+from holdfast.live.sources import Master, Source
+from holdfast.live.state.named import Prepared
+from holdfast.live.state.optimizers import (
+    KINDS,
+    add_state,
+    add_ties,
+    holder_of,
+    named_groups,
+    tensors_in,
+)
+from holdfast.live.state.placed import is_apart, local_of, place, torch_dtype
+from holdfast.live.state.wrapped import stepping
+
+
+def saved_states(checkpoint: Checkpoint, key: str) -> dict[str, list[str]]:
+    """States saved under an optimizer's key, by name of the parameter, each name if it is tied."""
+    found: dict[str, dict[str, None]] = {}
+    for name in checkpoint.names():
+        state = checkpoint.manifest.tensors[checkpoint.index(name)].state
+        if state not in KINDS and name.startswith(key + "."):
+            states = found.setdefault(name[len(key) + 1 : -len(state) - 1], {})
+            states[_outer(checkpoint, name, state) if "." in state else state] = None
+    return {name: list(states) for name, states in found.items()}
+
+
+def is_saved_apart(checkpoint: Checkpoint, name: str) -> bool:
+    """True if a tensor was saved as the several tensors that it is made of."""
+    return name + MADE_OF in checkpoint.manifest.extras
+
+
+def _outer(checkpoint: Checkpoint, name: str, state: str) -> str:
+    """The state that the tensor `name` is a part of; `state` itself if that is whole."""
+    base, words = name.removesuffix(state), state.split(".")
+    begins = (".".join(words[:n]) for n in range(1, len(words)))
+    return next((s for s in begins if is_saved_apart(checkpoint, base + s)), state)
+
+
+def _dtypes(checkpoint: Checkpoint) -> dict[str, str]:
+    """Dtypes of the saved parameters, by name, both without and with the module's key in front."""
+    params = [t for t in checkpoint.manifest.tensors if t.state == "param"]
+    inside = {t.name.partition(".")[2]: t.dtype for t in params}
+    return inside | {t.name: t.dtype for t in params}
+
+
+@dataclass(frozen=True)
+class StateChange:
+    """A change to an optimizer's state of one parameter, made once the checkpoint is known to fit."""
+
+    optimizer: Optimizer
+    param: torch.Tensor
+    made: dict[str, torch.Tensor]
+    drop: list[str]
+    """State that the saved run did not have: a parameter before its first gradient has none."""
+
+    def apply(self) -> None:
+        state = self.optimizer.state[self.param]
+        state.update(self.made)
+        for name in self.drop:
+            del state[name]
+        if not state:
+            del self.optimizer.state[self.param]
+
+
+class StatePlaces:
+    """Places for the saved states of one optimizer's parameters, which are added to `live`."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        live: Prepared,
+        options: RestoreOptions,
+        key: str,
+        names: dict[int, list[str]],
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.live = live
+        self.options = options
+        self.key = key
+        self.names = names
+        """All names of each parameter, by its id."""
+        self._saved = saved_states(checkpoint, key)
+        self._plain = plain_states(checkpoint, key)
+        self._orders = memory_orders(checkpoint, key)
+        self._was = _dtypes(checkpoint) if options.cast else {}
+        tree = checkpoint.manifest.extras.get(key)
+        body = tree.get("$optimizer") if isinstance(tree, dict) else None
+        groups = [] if body is None else body["groups"]
+        self._told = {name for group in groups for name in group["params"]}
+        """Parameters of which the checkpoint says something, if only that they have no states."""
+
+    def find(self, optimizer: Any, source: Source) -> list[StateChange]:
+        """Add all places.  Nothing is changed yet: the changes returned make them."""
+        groups = source.groups(optimizer)
+        pairs = named_groups(groups, {i: found[0] for i, found in self.names.items()})
+        fitting = None
+        if source.saves_rest:
+            fitting = Fitting.of(self.checkpoint, self.key, groups, pairs, self.options)
+        changes = []
+        for number, ((group, _), some) in enumerate(zip(groups, pairs)):
+            for name, p in some:
+                master = source.master(p)
+                inner, tensor = holder_of(optimizer, p, master)
+                if inner is None:
+                    continue  # other ranks have it
+                have, saved = inner.state.get(tensor, {}), self._wanted(name)
+                fits = fitting is None or fitting.fits(number, name, inner, p, saved, have)
+                if not fits and not self.options.strict:
+                    self.live.unfit.add(id(p))
+                    continue
+                made = {
+                    state: self._memory(name, state, inner, tensor, group, master)
+                    for state in saved
+                    if self._is_lacking(name, state, have.get(state))
+                }
+                drop = self._dropped(name, have, saved, is_torchs=source.saves_rest)
+                changes.append(StateChange(inner, tensor, made, drop))
+                self._add(name, p, master, {s: made[s] if s in made else have[s] for s in saved})
+        if fitting is not None:
+            self.live.misfits += fitting.misfits()
+        return changes
+
+    def _wanted(self, name: str) -> list[str]:
+        wanted, start = self.options.wanted, f"{self.key}.{name}"
+        return [state for state in self._saved.get(name, []) if wanted(f"{start}.{state}")]
+
+    def _is_lacking(self, name: str, state: str, have: Any) -> bool:
+        """True if the optimizer has no such state, or one that is in one memory and was saved as several
+        tensors, or the other way round.  UsageError for a live one of a kind that is not known."""
+        if not isinstance(have, torch.Tensor):
+            return True
+        full = f"{self.key}.{name}.{state}"
+        if is_apart(have) == is_saved_apart(self.checkpoint, full):
+            return False
+        if is_apart(have):
+            from holdfast.live.state.making import says
+
+            if says(have, full) is None:
+                place(have, full)
+        return True
+
+    def _memory(
+        self,
+        name: str,
+        state: str,
+        optimizer: Optimizer,
+        p: torch.Tensor,
+        group: dict[str, Any],
+        master: Master | None,
+    ) -> torch.Tensor:
+        """Memory for a saved state of a parameter that has none."""
+        full = f"{self.key}.{name}.{state}"
+        if is_saved_apart(self.checkpoint, full):
+            from holdfast.live.state.making import made
+
+            said = self.checkpoint.manifest.extras[full + MADE_OF]
+            return made(full, said, optimizer, p, self.live.saved)
+        was, order = self._was.get(name), self._orders.get(name, {}).get(state)
+        return _new_state(self.checkpoint, full, p, group, master, was, order)
+
+    def _dropped(
+        self, name: str, have: dict[str, Any], saved: list[str], *, is_torchs: bool
+    ) -> list[str]:
+        """States that the saved run did not have; none where the checkpoint says nothing of the parameter
+        and the load is not strict."""
+        is_told = self.options.strict or name in self._told
+        if self.options.only is not None or not is_told:
+            return []
+        there = {*saved, *(self._plain or {}).get(name, ())}
+        every = is_torchs and self._plain is not None
+        return [
+            state
+            for state, value in have.items()
+            if state not in there and (every or isinstance(value, torch.Tensor))
+        ]
+
+    def _add(
+        self, name: str, p: torch.Tensor, master: Master | None, states: dict[str, torch.Tensor]
+    ) -> None:
+        for state, value in states.items():
+            add_state(self.live, f"{self.key}.{name}", state, p, value, master)
+            add_ties(self.live, self.key, state, self.names.get(id(p), ()))
+
+
+def _new_state(
+    checkpoint: Checkpoint,
+    name: str,
+    p: torch.Tensor,
+    group: dict[str, Any],
+    master: Master | None,
+    was: str | None,
+    order: list[int] | None,
+) -> torch.Tensor:
+    """Memory for a saved state: cut like its parameter if it has its shape, else as `empty_beside` says.
+    Numbers are on the parameter's device, as torch's optimizers load them, but for counts that stay.
+
+    It gets the parameter's dtype if it was saved in the saved parameter's (`was`); its dims lie in that
+    `order`.
+    """
+    info = checkpoint.info(name)
+    dtype = torch_dtype(info.dtype)
+    if info.dtype == was and info.shape == tuple(p.shape) != ():
+        dtype = p.dtype
+    is_count = name.endswith(".step")
+    with torch.no_grad():
+        if info.shape == () and (is_count or p.shape != ()):
+            stays = is_count and counts_stay(group)
+            return torch.empty((), dtype=dtype, device="cpu" if stays else p.device)
+        if order is not None and master is None and not isinstance(p, DTensor):
+            return empty_in(order, info.shape, dtype, p.device, name)
+        if info.shape == tuple(p.shape) or (master is not None and info.shape):
+            return torch.empty_like(p, dtype=dtype, requires_grad=False)
+        if isinstance(p, DTensor):
+            from holdfast.live.restore.beside import empty_beside
+
+            return empty_beside(checkpoint, name, p, dtype)
+        return torch.empty(info.shape, dtype=dtype, device=p.device)
+
+
+def memory_beside(
+    checkpoint: Checkpoint, name: str, p: DTensor, plain: torch.Tensor
+) -> torch.Tensor:
+    """Memory for a tensor in a list that is a state of a sharded parameter; `plain` if it is whole."""
+    if tuple(p.shape) == tuple(plain.shape):  # cut as it is
+        return torch.empty_like(p, dtype=plain.dtype, requires_grad=False)
+    key, _, rest = name.partition(".")
+    known = beside_plain(checkpoint, key)
+    if known is None or not plain.ndim:
+        return plain
+    if any(rest.startswith(f"{n}.{state}.") for n, some in known.items() for state in some):
+        return plain
+    from holdfast.live.restore.beside import empty_beside
+
+    return empty_beside(checkpoint, name, p, plain.dtype)
+
+
+def checked_common(name: str, common: Any) -> dict[str, Any]:
+    """Return `common` if it is what `add_common` saves; FormatError if it is something else."""
+    if not (isinstance(common, dict) and {"state", "on_device"} <= set(common)):
+        raise FormatError(f"malformed extras: {name!r} is no state of an optimizer")
+    return common
+
+
+def put_common_state(optimizer: Optimizer, saved: dict[str, Any] | None) -> None:
+    """Put back state that belongs to no parameter: what was not saved is deleted; tensors are filled where
+    they are, for a captured graph may hold them."""
+    state: dict[Any, Any] = stepping(optimizer).state
+    found, on_device = ({}, []) if saved is None else (saved["state"], saved["on_device"])
+    for key in [k for k in state if not isinstance(k, torch.Tensor) and k not in found]:
+        del state[key]
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    device = next((local_of(p).device for p in params), torch.device("cpu"))
+    for key, value in found.items():
+        if key in on_device:
+            value = tree_map_only(torch.Tensor, lambda t: t.to(device), value)
+        if not fill_in_place(state.get(key), value, {}):
+            state[key] = value
+
+
+def put_in_order(value: Any, state: str, lies: dict[str, list[int]]) -> None:
+    """Let tensors inside a state lie in memory as they did, in place.  `lies`: orders of dims, by path."""
+    for path, tensor in tensors_in(value, state) if lies else ():
+        if path in lies:
+            new = empty_in(lies[path], tuple(tensor.shape), tensor.dtype, tensor.device, path)
+            tensor.data = new.copy_(tensor)
+
+
+def on_device_of(p: torch.Tensor, value: Any, group: dict[str, Any]) -> Any:
+    """Return a state with tensors in lists and dicts on its parameter's device, as torch's optimizers load
+    them: all but counts under the name "step", where these stay."""
+    stays = counts_stay(group)
+
+    def moved(path: tuple[Any, ...], one: Any) -> Any:
+        is_count = bool(path) and getattr(path[-1], "key", None) == "step" and stays
+        return one if is_count or not isinstance(one, torch.Tensor) else one.to(p.device)
+
+    return tree_map_with_path(moved, value)
+
+
+def put_plain_states(
+    key: str,
+    optimizer: Optimizer,
+    source: Source,
+    tree: Any,
+    pairs: list[list[tuple[str, torch.Tensor]]],
+    decode: Callable[[Any], Any],
+    unfit: Collection[int] = (),
+) -> None:
+    """Put back what an optimizer keeps of a parameter beside tensors.  `unfit`: ids of those left out."""
+    for (group, _), params in zip(source.groups(optimizer), pairs):
+        for name, p in params:
+            if id(p) in unfit:
+                continue
+            inner, tensor = holder_of(optimizer, p, source.master(p))
+            if inner is None:
+                continue
+            body = tree["$optimizer"]
+            plain = body["plain"].get(name, ()) if "plain" in body else None
+            lies = body.get("order", {}).get(name, {})
+            for state, value in body["state"].get(name, {}).items():
+                where = f"{key}.{name}.{state}"
+                ask = partial(inner.state.get(tensor, {}).get, state)
+                found = decode(with_live(where, ask, value, decode))
+                if not isinstance(p, DTensor):
+                    put_in_order(found, state, lies)
+                if isinstance(p, DTensor) and plain is not None and state not in plain:
+                    from holdfast.live.restore.beside import on_mesh_of
+
+                    found = on_mesh_of(p, found)
+                if tensor.device.type != "cpu":
+                    found = on_device_of(tensor, found, group)
+                inner.state[tensor][state] = found

@@ -1,0 +1,148 @@
+"""Extras: what is no tensor of a checkpoint, encoded, and small tensors inside it."""
+
+from __future__ import annotations
+
+import base64
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from holdfast.base.errors import UsageError
+from holdfast.core.codec.digest import hexdigest
+from holdfast.core.format import extras
+from holdfast.live.state.kinds import check_kind
+from holdfast.live.state.loaded import loaded_states
+from holdfast.live.state.managed import wait_for_writers
+from holdfast.live.state.named import Collected
+from holdfast.live.state.own_errors import naming
+from holdfast.live.state.placed import memory_of, torch_dtype
+from holdfast.live.state.recognising import is_loader, is_stateful
+
+RULES = ("same", "rank0", "redistribute", "fresh")
+"""Rules that a user may give for extras, when the number of ranks changes."""
+
+
+PER_RANK = ("redistribute", "fresh", "ask")
+"""Rules of extras that each rank keeps for itself."""
+
+
+def encode(
+    live: Collected, key: str, value: Any, *, inline: bool, rule: str | None = None, depth: int = 0
+) -> Any:
+    """Extras of `value`; tensors inside become tensors of the checkpoint unless small and inline.
+
+    `rule`: of the extra that it goes into, if that is not called `key`.  `depth`: objects that it is in.
+    """
+    if depth > extras.MAX_DEPTH:
+        raise UsageError(
+            f"{key[:80]}: objects whose state_dict() has objects, deeper than {extras.MAX_DEPTH}",
+            hint="does a state_dict() return its object itself?",
+        )
+    each_rank = (rule or live.rules.get(key)) in PER_RANK
+    objects: list[tuple[str, Any, dict[str, Any]]] = []
+    """Path, object, and where its state goes: asked for in one order on all ranks (`in_order`)."""
+
+    def on_other(leaf: Any, path: str) -> Any:
+        name = f"{key}.{path}" if path else key
+        if isinstance(leaf, torch.dtype):
+            return {"$dtype": str(leaf).removeprefix("torch.")}
+        if inline and isinstance(leaf, torch.Tensor) and leaf.is_quantized:
+            from holdfast.live.state.quantised import quantised_parts
+
+            return {"$quantized": extras.encode(quantised_parts(leaf, path), on_other, path)}
+        if isinstance(leaf, torch.Tensor) and not inline:
+            return _named(live, name, leaf, path)
+        if isinstance(leaf, torch.Tensor):
+            check_kind(memory_of(leaf), name)
+            if is_cut(leaf):  # each rank has its part: a tensor like a module's
+                live.add(name, "tensor", leaf, steady=False)
+                return {"$at": name}
+            small = leaf.numel() * leaf.element_size() <= live.inline_bytes
+            if small or each_rank:
+                return inline_tensor(leaf)
+            live.contents.setdefault(key, []).append(content_digest(leaf))
+            live.add(name, "tensor", leaf, steady=False)
+            return {"$at": name}
+        if is_stateful(leaf) and not isinstance(leaf, (nn.Module, Optimizer)):
+            objects.append((path, leaf, {"$object": None}))
+            return objects[-1][-1]
+        if isinstance(leaf, torch.Size):
+            return {"$tuple": list(leaf)}
+        raise UsageError(
+            f"{name}: a {type(leaf).__module__}.{type(leaf).__qualname__} cannot be saved",
+            hint="take torchdata's StatefulDataLoader, which has state_dict(): docs/how-to/loaders.md"
+            if isinstance(leaf, DataLoader)
+            else "give it state_dict()/load_state_dict(), hand modules and optimizers over as "
+            "values of the state itself, or reduce it to numbers, strings, lists, dicts or tensors",
+        )
+
+    if isinstance(value, torch.Size):
+        value = tuple(value)
+    try:
+        tree = extras.encode(value, on_other, utf8=True)
+    except extras.Unsaved as error:
+        raise error.within(key) from None
+    for path, leaf, into in sorted(objects, key=itemgetter(0)):
+        name = f"{key}.{path}" if path else key
+        with naming(name, leaf, "state_dict"):
+            saved = loaded_states.of(leaf)
+        into["$object"] = encode(live, name, saved, inline=True, depth=depth + 1)
+        if is_loader(leaf):
+            add_order(live, name, leaf, saved, rule or live.rules.get(key))
+    return tree
+
+
+def add_order(live: Collected, name: str, loader: Any, saved: Any, rule: str | None) -> None:
+    """Add what is kept of a data loader beside its state, if torch's loaders are there at all."""
+    from holdfast.live.state.orders import add_order
+
+    add_order(live, name, loader, saved, rule)
+
+
+def _named(live: Collected, name: str, leaf: torch.Tensor, path: str) -> dict[str, str]:
+    """Add a tensor of a user's own dict or list, and refer to it."""
+    if not path:  # its name would be that of the value itself
+        raise extras.Unsaved(" key", "a tensor under an empty text cannot be saved", "name it")
+    live.add(name, "tensor", leaf, steady=False)
+    return {"$at": name}
+
+
+def is_cut(tensor: torch.Tensor) -> bool:
+    """True if ranks hold different parts of a tensor."""
+    return isinstance(tensor, DTensor) and not all(p.is_replicate() for p in tensor.placements)
+
+
+def content_digest(tensor: torch.Tensor) -> str:
+    """Digest of a tensor's own elements on this rank."""
+    plain = _plain(memory_of(tensor)).reshape(-1)
+    return hexdigest(plain.view(torch.uint8).numpy().data)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same values whose memory is just these, in row-major order, on the CPU."""
+    wait_for_writers((tensor,))
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
+def inline_tensor(tensor: torch.Tensor) -> dict[str, Any]:
+    """A small tensor as JSON: dtype, shape, bytes."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    plain = _plain(tensor)
+    data = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return {"$tensor": [dtype, list(tensor.shape), base64.b64encode(data).decode()]}
+
+
+def outline_tensor(body: Any) -> torch.Tensor:
+    """The inverse of `inline_tensor`, on the CPU."""
+    dtype, shape, data = body
+    raw = bytearray(base64.b64decode(data))
+    if not raw:
+        return torch.empty(shape, dtype=torch_dtype(dtype))
+    return torch.frombuffer(raw, dtype=torch.uint8).view(torch_dtype(dtype)).reshape(shape)

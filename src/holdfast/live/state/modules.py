@@ -1,0 +1,117 @@
+"""Modules of the live state: the user's own under wrappers, and the names of what they have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from holdfast.live.sources import frameworks
+from holdfast.live.state.kinds import check_unit
+from holdfast.live.state.wrappers import Wrappers, parts
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The user's own module under DDP, torch.compile, Fabric and wrappers of frameworks."""
+    wrappers = Wrappers()
+    while True:
+        inside = wrappers.wrapped(module)
+        if inside is None:
+            inside = inside_framework(module)
+        if inside is None:
+            return module
+        module = inside
+
+
+def inside_framework(module: nn.Module) -> nn.Module | None:
+    """The module in a framework's wrapper; None if it is no such wrapper."""
+    found = (framework.inside(module) for framework in frameworks())
+    return next((one for one in found if one is not None), None)
+
+
+def names_in(module: nn.Module) -> dict[str, Sequence[str]]:
+    """Names that frameworks give what is in an unwrapped module, by path; what they do not name keeps its
+    path."""
+    found: dict[str, Sequence[str]] = {}
+    for framework in frameworks():
+        found |= framework.names(module)
+    return found
+
+
+def reshard(module: nn.Module) -> None:
+    """Put the parts of FSDP2's parameters in their places, instead of what was gathered of them."""
+    every = parts_of(module)
+    kinds = {
+        kind
+        for kind in set(map(type, every))
+        if hasattr(kind, "reshard") and hasattr(kind, "unshard")
+    }
+    for part in every if kinds else ():
+        if type(part) in kinds:
+            part.reshard()
+
+
+def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Sharded parameters under their own names; tied ones appear under each name."""
+    module = unwrap(module)
+    reshard(module)
+    names = names_in(module)
+    for prefix, part in parts(module):
+        check_unit(part, module)
+        for name, p in part._parameters.items():
+            if p is not None:
+                for own in names.get(prefix + name) or (prefix + name,):
+                    yield own, p
+
+
+def named_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Persistent buffers."""
+    module = unwrap(module)
+    names = names_in(module)
+    for prefix, part in parts(module):
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                yield names.get(prefix + name, (prefix + name,))[0], buffer
+
+
+def parts_of(root: nn.Module) -> dict[nn.Module, None]:
+    """A module and all in it, each once: three times as fast as `modules()`, which names them."""
+    found: dict[nn.Module, None] = {root: None}
+    left = [root]
+    while left:
+        for part in left.pop()._modules.values():
+            if part is not None and part not in found:
+                found[part] = None
+                left.append(part)
+    return found
+
+
+def tensors_of(root: nn.Module) -> list[torch.Tensor]:
+    """The parameters and buffers of a module and all in it.  Megatron's DDP has a list in the place of
+    `buffers()`."""
+    return [
+        t
+        for part in parts_of(root)
+        for t in (*part._parameters.values(), *part._buffers.values())
+        if t is not None
+    ]
+
+
+def has_extra_state(kind: type[nn.Module]) -> bool:
+    """True if modules of a class have state of their own."""
+    return kind.get_extra_state is not nn.Module.get_extra_state
+
+
+def extra_states(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules with state of their own (`get_extra_state`)."""
+    module = unwrap(module)
+    if not any(map(has_extra_state, set(map(type, parts_of(module))))):
+        return  # and nothing is to be named
+    names = names_in(module)
+    seen: set[int] = set()
+    for prefix, part in parts(module):
+        if id(part) not in seen and has_extra_state(type(part)):
+            seen.add(id(part))
+            own = f"{prefix}_extra_state"
+            yield names.get(own, (own,))[0], part

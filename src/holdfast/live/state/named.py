@@ -1,0 +1,216 @@
+"""Tensors of a run by name, each with its place: what a save collects, and what a restore prepares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from holdfast.base.errors import UsageError
+from holdfast.core.format import extras
+from holdfast.core.format.manifest import TensorEntry
+from holdfast.core.layout import Box
+from holdfast.live.state.placed import Placed, is_apart, place, torch_dtype
+from holdfast.live.state.writes import Origin, write_count
+
+INLINE_BYTES = 64 << 10
+"""Tensors inside the state_dict of an object that are no larger go into the extras."""
+
+
+class LiveTensor(msgspec.Struct, frozen=True, eq=False):
+    """A tensor of the run as this rank holds it."""
+
+    name: str
+    state: str
+    placed: Placed
+    steady: bool
+    source: torch.Tensor
+    """The tensor that the run writes to: a DTensor counts its writes, its local tensor does not."""
+    rest: tuple[Placed, ...] = ()
+    """This rank's other parts, if it has several (ZeRO); all lie in one tensor."""
+    origin: Origin | None = None
+    """Origin of `source` when it was placed; lets the next save reuse this entry (`Collected.before`).
+    None if it must be placed anew."""
+
+    @property
+    def parts(self) -> tuple[Placed, ...]:
+        return (self.placed, *self.rest)
+
+    def holder(self, box: Box) -> int:
+        """The number of the part in which a box lies."""
+        if not self.rest:
+            return 0
+        return next(i for i, part in enumerate(self.parts) if part.box & box == box)
+
+    @property
+    def counted(self) -> torch.Tensor:
+        """The tensor that counts writes beside `source`: its local part."""
+        # a DTensor that is detached, as to place it, has a local part with a counter of its own
+        return self.placed.local if self.origin is None else self.origin.memory
+
+    @property
+    def version(self) -> int:
+        """Count that grows with every write by way of the tensor or of its local part."""
+        return write_count(self.source, self.counted)
+
+    @property
+    def is_still_there(self) -> bool:
+        """True if the source lies where it did when placed."""
+        return self.origin is not None and self.origin.still_has(self.source)
+
+
+class Misfit(msgspec.Struct, frozen=True):
+    """An optimizer, by its key, whose saved states do not fit, and why."""
+
+    key: str
+    why: str
+    is_idle: bool = False
+    """True if the states are put back, and the optimizer has no use for them itself."""
+
+
+@dataclass
+class NamedTensors:
+    """Tensors of this rank by name, each with its place in the whole."""
+
+    tensors: dict[str, LiveTensor] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Further names of tensors, with the first ones."""
+    extras: dict[str, Any] = field(default_factory=dict)
+    """Whatever is no tensor, encoded, by name."""
+    apart: dict[str, list[str]] = field(default_factory=dict)
+    """Names of the tensors that a tensor is made of, by its own (`state.apart`)."""
+    padded: set[str] = field(default_factory=set)
+    """Tensors whose dim 0 is padded for this layout: more or fewer rows may have been saved."""
+    devices: list[torch.device] | None = None
+    """Its devices, without the CPU, once that was asked (`state.devices`)."""
+
+    def add(self, name: str, state: str, tensor: torch.Tensor, *, steady: bool) -> None:
+        if is_apart(tensor):
+            from holdfast.live.state.apart import add_apart
+
+            if add_apart(self, name, state, tensor, steady=steady):
+                return
+        if name in self.tensors:
+            if self.tensors[name].placed.local.data_ptr() == place(tensor, name).local.data_ptr():
+                return
+            raise UsageError(f"two different tensors are named {name!r}")
+        if not name.isascii():
+            extras.encode(name, path=name, utf8=True)
+        placed = place(tensor, name)
+        local = placed.local
+        # conjugated and negated values are nowhere in memory; writes to inference tensors are not counted
+        lazy = local.is_conj() or local.is_neg() or tensor.is_inference()
+        origin = Origin.of(tensor)
+        self.tensors[name] = LiveTensor(
+            name, state, placed, steady and not lazy, tensor, (), origin
+        )
+
+    def memory_of_parts(
+        self,
+        name: str,
+        parts: dict[str, torch.Tensor],
+        put: Callable[[dict[str, torch.Tensor]], None],
+    ) -> dict[str, torch.Tensor]:
+        """The memory for the parts of a tensor whose number of elements may change: its own, or what a
+        restore reads into, and then `put`s."""
+        return parts
+
+    def alias(self, name: str, other: str) -> None:
+        """Let a tensor go by another name, too, with all that it is made of."""
+        inner = self.apart.get(other, [other])
+        self.aliases |= {name + one.removeprefix(other): one for one in inner}
+
+    def add_parts(
+        self,
+        name: str,
+        state: str,
+        parts: tuple[Placed, ...],
+        source: torch.Tensor,
+        *,
+        steady: bool,
+    ) -> None:
+        """Like `add`, with the places known; there may be none on this rank."""
+        if name in self.tensors:
+            raise UsageError(f"two different tensors are named {name!r}")
+        if parts:
+            self.tensors[name] = LiveTensor(name, state, parts[0], steady, source, parts[1:])
+
+
+@dataclass
+class Collected(NamedTensors):
+    """Everything that this rank holds at the moment of a save."""
+
+    keys: set[str] = field(default_factory=set)
+    kinds: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """The kind that a value is saved as, and the name of its type, by key."""
+    modules: dict[str, list[nn.Module]] = field(default_factory=dict)
+    """Modules as they were handed over, by key."""
+    trained: set[int] = field(default_factory=set)
+    """Parameters, by id, that an optimizer moves whose steps are seen."""
+    moved: set[str] = field(default_factory=set)
+    """Steady tensors that an optimizer moves whose steps are seen."""
+    aside: set[str] = field(default_factory=set)
+    """Tensors that are copied at the call (`state.movers`); the others are copied in the window."""
+    contents: dict[str, list[str]] = field(default_factory=dict)
+    """Digests of the tensors that an object's state refers to by name, by key."""
+    inline_bytes: float = INLINE_BYTES
+    """Largest size of tensors in the state_dict of an object that go into the extras, in bytes."""
+    rules: dict[str, str] = field(default_factory=dict)
+    """Declared fate of an extra when the number of ranks changes; `ask` for undeclared loaders."""
+    before: Mapping[str, LiveTensor] = field(default_factory=dict)
+    """Tensors found the last time, by name; those that lie where they did are not placed again."""
+
+    def add(self, name: str, state: str, tensor: torch.Tensor, *, steady: bool) -> None:
+        if not (self.before and self._take_over(name, state, tensor, steady)):
+            super().add(name, state, tensor, steady=steady)
+
+    def _take_over(self, name: str, state: str, tensor: torch.Tensor, steady: bool) -> bool:
+        """Add a tensor as it was found the last time, if it still lies where it did; True if so."""
+        known = self.before.get(name)
+        if known is None or known.source is not tensor or name in self.tensors:
+            return False
+        if (known.state, known.steady) != (state, steady) or not known.is_still_there:
+            return False
+        self.tensors[name] = known
+        return True
+
+
+@dataclass
+class Prepared(NamedTensors):
+    """The places to which a restore puts what it reads."""
+
+    saved: Callable[[str], TensorEntry | None] = lambda name: None
+    """What is saved under a name."""
+    keys: set[str] = field(default_factory=set)
+    owned: set[str] = field(default_factory=set)
+    """Saved tensors that have a place, but none of their own in `tensors`: those of the state_dict of
+    objects, and numbers that ZeRO keeps once for many parameters."""
+    taken: set[str] = field(default_factory=set)
+    """Extras of modules that have a place."""
+    frozen: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    """Dtype and shape of each parameter that is left out (`trainable_only`), by name."""
+    misfits: list[Misfit] = field(default_factory=list)
+    """Optimizers that cannot go on with what was saved, or have no use for it."""
+    unfit: set[int] = field(default_factory=set)
+    """By id, parameters whose saved states are left out for that, if the load is not strict."""
+    puts: list[Callable[[], None]] = field(default_factory=list)
+    """What is done once tensors are read, with those that are not filled in place."""
+
+    def memory_of_parts(
+        self,
+        name: str,
+        parts: dict[str, torch.Tensor],
+        put: Callable[[dict[str, torch.Tensor]], None],
+    ) -> dict[str, torch.Tensor]:
+        saved = {part: self.saved(f"{name}.{part}") for part in parts}
+        entries = {part: entry for part, entry in saved.items() if entry is not None}
+        if len(entries) < len(parts):
+            return parts
+        read = {n: torch.empty(e.shape, dtype=torch_dtype(e.dtype)) for n, e in entries.items()}
+        self.puts.append(partial(put, read))
+        return read
