@@ -67,20 +67,19 @@ from holdfast.session.attempts import SaveAttempt, under_way
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor, or a box of one, which a rank saves."""
+    """A tensor, or a box of one, which a rank saves.
+
+    `tensor` has the values in `box` of a tensor of `shape`; without these it is the whole.  `state`: the
+    kind, which is `param`, `buffer`, a state of an optimizer such as `exp_avg`, or `tensor`.  `planned`:
+    the planner's own name of it, if that is another one.
+    """
 
     name: str
-    """The name that the tensor has in the step, such as `model.h.0.weight`."""
     tensor: torch.Tensor
-    """The values, of the shape of the box."""
     shape: tuple[int, ...] | None = None
-    """Shape of the whole tensor; None if this is the whole."""
     box: Box | None = None
-    """The part of the whole that this is; None if it is all of it."""
     state: str = "tensor"
-    """The kind of the tensor: `param`, `buffer`, a state of an optimizer such as `exp_avg`, or `tensor`."""
     planned: str | None = None
-    """The planner's own name of the tensor, if it has another one."""
 
 
 class TensorShare(msgspec.Struct, frozen=True, array_like=True):
@@ -229,28 +228,32 @@ class PlannedSaves:
         return f"planned/{hexdigest(self.root.encode())}/{which}"
 
     def prepare(
-        self, attempt: SaveAttempt, rank: int, parts: Iterable[Part], values: Mapping[str, Any] = {}
+        self,
+        attempt: SaveAttempt,
+        rank: int,
+        parts: Iterable[Part],
+        values: Mapping[str, Any] | None = None,
     ) -> PreparedPart:
         """Lay out what this rank has to write; the tensors stay the planner's own.
 
-        `values`: JSON trees of values that are no tensors, by the planner's names; `commit` makes extras of
-        them.  UsageError for tensors that cannot be saved.
+        `values`: JSON trees of values that are no tensors, by the planner's names.  UsageError for tensors
+        that cannot be saved.
         """
         under_way(os.getpid()).take(self.root, attempt)
-        return PreparedPart(self.root, rank, attempt, dict(values), *_laid_out(parts))
+        return PreparedPart(self.root, rank, attempt, dict(values or {}), *_laid_out(parts))
 
     def commit(
         self,
         written: Sequence[RankWritten],
-        extras: Callable[[Mapping[str, TensorEntry]], dict[str, Any]] = lambda _: {},
+        extras: Callable[[Mapping[str, TensorEntry]], dict[str, Any]] | None = None,
         *,
         by: str = "",
     ) -> int:
         """On the coordinator: commit the step, of what all ranks have written; return its number.
 
         `extras` is called with the tensors of the step by the planner's names, for the JSON trees of the
-        values that are no tensors.  `by`: who plans, for whoever looks at the step.  An error if what ranks
-        saved does not fit together.
+        values that are no tensors; without it they are the `values` of all ranks.  `by`: who plans, for
+        whoever looks at the step.  An error if what ranks saved does not fit together.
         """
         attempt, store, began = written[0].attempt, open_store(self.root), time.perf_counter()
         if any(w.attempt != attempt for w in written):
@@ -368,12 +371,13 @@ def _pieces(rows: list[_Row]) -> Pieces:
 def _manifest(
     attempt: SaveAttempt,
     written: Sequence[RankWritten],
-    extras: Callable[[Mapping[str, TensorEntry]], dict[str, Any]],
+    extras: Callable[[Mapping[str, TensorEntry]], dict[str, Any]] | None,
     line: Line,
     by: str,
 ) -> Manifest:
     """The manifest of what all ranks have written; it is known from that alone, but for its `line`."""
     tensors, shardings, planned = _merged(written)
+    values = {name: tree for w in written for name, tree in w.values.items()}
     manifest = Manifest(
         holdfast=VERSION,
         step=attempt.step,
@@ -392,7 +396,7 @@ def _manifest(
         tensors=tensors,
         aliases={},
         files=tuple(sorted((w.file for w in written if w.file), key=lambda f: f.rank)),
-        extras=extras(planned),
+        extras=values if extras is None else extras(planned),
         per_rank={},
     )
     check(manifest)  # what no reader would take is not committed
