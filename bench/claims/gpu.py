@@ -525,7 +525,9 @@ class Parts:
         seconds = None if None in firsts or broke is None else max(firsts) - broke  # type: ignore[type-var,operator]
         ended = process.returncode == 0 and seconds is not None
         what = f"{ranks} rank(s), {backend}, {fault}: until the next step"
-        self.rows.append(row(what, "" if ended else "not recovered", "", seconds or 1e9, " s"))
+        self.rows.append(
+            row(what, "" if ended else "not recovered", "", seconds if ended else 1e9, " s")
+        )
         return {"next_step_s": seconds, "status": process.returncode} | (
             {} if ended else {"text": text[-1500:]}
         )
