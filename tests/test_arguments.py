@@ -587,7 +587,7 @@ def public_calls() -> dict[str, Any]:
         value = getattr(holdfast, name)
         if name == "integrations":  # modules for trainers, which need not be installed here
             continue
-        if name == "extend":  # for those who write libraries, with types; tests/dcp and tests/trainers use it
+        if name == "extend":  # for those who write libraries, with types: tests/dcp uses it
             continue
         if inspect.ismodule(value):
             own = getattr(value, "__all__", None) or [
