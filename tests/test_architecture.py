@@ -35,7 +35,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "policy": (),
     "formats": (("rules",), ("read",), ("write", "looking"), ("converting",)),
     "live": (
-        ("sources",),
+        ("every", "sources"),
         ("state",),
         ("compression", "saving"),
         ("roots",),

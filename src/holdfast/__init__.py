@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from holdfast.integrations import dcp
     from holdfast.launch.recovery import kept, recoverable
     from holdfast.live import compression, sources
+    from holdfast.live.every import Every
     from holdfast.live.restore.result import Found, Restored
     from holdfast.live.saving import Save
     from holdfast.live.state.ignoring import ignore
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from holdfast.policy.tuning import Auto
     from holdfast.session.checkpointer import Checkpointer
     from holdfast.session.once import load, save
-    from holdfast.session.schedule import Every
     from holdfast.tiers.memory.options import Memory
     from holdfast.tiers.records.options import Delta
 
@@ -54,7 +54,7 @@ _HOME = {
     "Checkpointer": "holdfast.session.checkpointer",
     "Converted": "holdfast.formats.converting",
     "Delta": "holdfast.tiers.records.options",
-    "Every": "holdfast.session.schedule",
+    "Every": "holdfast.live.every",
     "Found": "holdfast.live.restore.result",
     "HoldfastError": "holdfast.base.errors",
     "HoldfastWarning": "holdfast.base.errors",

@@ -36,6 +36,7 @@ from holdfast.core.checkpoint.tidying import Keep
 from holdfast.core.group import Group
 from holdfast.core.layout import Mesh
 from holdfast.live.collecting import RunState
+from holdfast.live.every import Every
 from holdfast.live.noticing import Noticing
 from holdfast.live.roots import open_shared, require_native_root
 from holdfast.live.saving import Save
@@ -47,7 +48,7 @@ from holdfast.live.state.rng import Rng
 from holdfast.live.state.window import rest, resting
 from holdfast.session.beginning import Beginning
 from holdfast.session.ending import Ending, Saves
-from holdfast.session.schedule import Every, every_of
+from holdfast.session.schedule import every_of
 from holdfast.session.tiers import Tiers
 
 if TYPE_CHECKING:

@@ -1,48 +1,16 @@
-"""Frequencies of each tier: fixed numbers of steps (`Every`), or as often as pays (`Auto`)."""
+"""The frequencies that a user asks for: fixed numbers of steps (`Every`), or as often as pays (`Auto`)."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from holdfast.base.arguments import MAX_STEP, count_of, unfit
 from holdfast.base.errors import UsageError
+from holdfast.live.every import Every
 
 if TYPE_CHECKING:
     from holdfast.policy.tuning import Auto
-
-
-@dataclass(frozen=True, slots=True)
-class Every:
-    """Number of steps after which each tier acts again.  None: only when asked."""
-
-    durable: int | None = None
-    memory: int | None = None
-    delta: int | None = None
-
-    def __post_init__(self) -> None:
-        for tier in ("durable", "memory", "delta"):
-            n = getattr(self, tier)
-            if n is not None:
-                n = count_of(
-                    n,
-                    "Every",
-                    tier,
-                    most=MAX_STEP,
-                    hint="leave it out, or say None, and it acts only when asked",
-                )
-                object.__setattr__(self, tier, n)
-        if self.delta not in (None, 1):
-            raise UsageError(
-                f"Every(delta={self.delta!r}): records are of every step, so 1 or None"
-            )
-
-    @classmethod
-    def by_hand(cls, *, memory: int | None = None, delta: int | None = None) -> Every:
-        """The frequencies of a run that saves durably when its script, or its trainer, calls `save`: `step`
-        makes no durable save, and does not warn of that."""
-        return cls(MAX_STEP, memory, delta)
 
 
 def every_of(every: Any, *, memory: bool, delta: bool) -> Every | Auto | None:

@@ -19,10 +19,10 @@ from holdfast.base.events import Event, emit, subscribe
 from holdfast.base.wire import decode_msgpack
 from holdfast.core.group import Group
 from holdfast.core.store import LocalStore, Store
+from holdfast.live.every import Every
 from holdfast.live.saving import Save
 from holdfast.policy.tuning import START, Auto, History, Kind, Tuner
 from holdfast.policy.wasted import Frequencies
-from holdfast.session.schedule import Every
 from holdfast.session.tiers import Tiers
 from holdfast.session.tuning_store import TuningState, TuningStore
 from holdfast.tiers.records.clock import Spent

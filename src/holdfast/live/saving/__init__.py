@@ -1,12 +1,12 @@
 """A save, from the call to the manifest.
 
-`operation.py` has the save itself, in five phases, and the protocol of a tier; `saver.py` what the saves of
-a run have in common; `durable.py` the tier of storage.  Follow a save from `Durable.begin`, and then
-through `SaveOperation` from top to bottom.
+`operation.py` has the save itself, in five phases, and the protocol of whoever keeps its image; `saver.py`
+what the saves of a run have in common; `durable.py` keeps images in storage.  Follow a save from
+`Durable.begin`, and then through `SaveOperation` from top to bottom.
 """
 
 from holdfast.live.saving.handle import Save, text_of
-from holdfast.live.saving.operation import Draft, Request, SaveOperation, Tier
+from holdfast.live.saving.operation import Draft, Keeper, Request, SaveOperation
 from holdfast.live.saving.saver import Saver
 
-__all__ = ["Draft", "Request", "Save", "SaveOperation", "Saver", "Tier", "text_of"]
+__all__ = ["Draft", "Keeper", "Request", "Save", "SaveOperation", "Saver", "text_of"]

@@ -46,7 +46,7 @@ LOOK_S = 0.5
 class Durable:
     """Saves to a store.  Every method is collective: all ranks call it in the same order."""
 
-    name = "save"
+    kind = "save"
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ A save goes through five phases, on three threads.  Each thread ends where it ha
     training     collect   name and place the state; set aside what others than its optimizers write
     saving       agree     which step, and who saves what; a new plan where layouts have changed
                  copy      lay the image out, and fill it in the window that ends with the next step
-    the tier's   keep      put the bytes where they stay, behind the copier
+    the keeper's keep      put the bytes where they stay, behind the copier
                  commit    rank 0 makes the step exist, if every rank has kept its part
 
 Each phase returns what the next one needs: a `StateView`, an `AgreedSave`, a `Draft`, a file.  An error on
@@ -112,10 +112,10 @@ class Draft:
         return None if image is None or image.is_empty else image
 
 
-class Tier(Protocol):
+class Keeper(Protocol):
     """Whoever keeps images: three methods, and a thread for the second."""
 
-    name: str
+    kind: str
     """Name of its saves in events: `save`, `snapshot`."""
     worker: Worker
 
@@ -167,7 +167,7 @@ class SaveOperation:
     def __init__(
         self,
         saver: Saver,
-        tier: Tier,
+        keeper: Keeper,
         number: int,
         request: Request,
         *,
@@ -176,7 +176,7 @@ class SaveOperation:
     ) -> None:
         """`number`: the same on all ranks.  `on_end`: called once, before the handle tells the end."""
         self.saver = saver
-        self.tier = tier
+        self.keeper = keeper
         self.number = number
         self.request = request
         self.companion = companion
@@ -192,7 +192,7 @@ class SaveOperation:
         self.must_hold = False
         """True if the training is to be held up until all is copied."""
         self.has_memory = False
-        """True from when the tier has given it memory."""
+        """True from when the keeper has given it memory."""
         self._is_released = False
 
     @property
@@ -206,8 +206,8 @@ class SaveOperation:
 
     @property
     def kind(self) -> str:
-        """Name of the save in events: its tier's, but a snapshot that goes on to storage is a save."""
-        return "save" if self.request.durable else self.tier.name
+        """Name of the save in events: its keeper's, but a snapshot that goes on to storage is a save."""
+        return "save" if self.request.durable else self.keeper.kind
 
     @property
     def in_words(self) -> str:
@@ -276,7 +276,7 @@ class SaveOperation:
             with uncollected():
                 description = self.saver.describe(self.live)
             if not self.request.busy:
-                buffer = self.tier.take(self)
+                buffer = self.keeper.take(self)
                 self.has_memory = True
         except Exception as error:
             self.error = self.error or error
@@ -319,7 +319,7 @@ class SaveOperation:
             raise
 
     def _draft(self, agreed: AgreedSave) -> Draft:
-        """Lay the image out in the memory taken.  A failure is the tier's to tell: others wait for it."""
+        """Lay the image out in the memory taken.  A failure is the keeper's to tell: others wait for it."""
         filling = FillProgress()
         try:
             moment, exactness = self._moment_to_copy(agreed.plan)
@@ -348,11 +348,11 @@ class SaveOperation:
             return None
 
     def _hand_over(self, draft: Draft) -> None:
-        """Let the tier keep the image, on its own thread, while it is being filled."""
-        self.tier.worker.submit(self.guarded, self.tier.keep, self, draft)
+        """Let the keeper have the image, on its own thread, while it is being filled."""
+        self.keeper.worker.submit(self.guarded, self.keeper.keep, self, draft)
 
     def _copy(self, draft: Draft, beside: CopyTap | None) -> None:
-        """Fill the image; a failure is the tier's to tell."""
+        """Fill the image; a failure is the keeper's to tell."""
         if draft.layout is None:
             return
         image, copies = draft.layout
@@ -384,10 +384,10 @@ class SaveOperation:
             del work, args
 
     def release(self) -> None:
-        """Give the tier its memory back, so that the next save may begin.  Safe to call twice."""
+        """Give the keeper its memory back, so that the next save may begin.  Safe to call twice."""
         if not self._is_released:
             self._is_released = True
-            self.tier.release(self)
+            self.keeper.release(self)
 
     def end(self, error: BaseException | None = None) -> None:
         """Say that the operation has succeeded, or failed with `error`."""

@@ -13,7 +13,7 @@ from holdfast.base.threads import Worker
 from holdfast.core.group import Group
 from holdfast.core.layout import Mesh
 from holdfast.live.saving.handle import Save
-from holdfast.live.saving.operation import Companion, Draft, Request, SaveOperation, Tier
+from holdfast.live.saving.operation import Companion, Draft, Keeper, Request, SaveOperation
 from holdfast.live.saving.planning import Planner
 from holdfast.live.state.agreed import describe
 from holdfast.live.state.movers import Movers
@@ -75,7 +75,7 @@ class Saver:
 
     def operation(
         self,
-        tier: Tier,
+        keeper: Keeper,
         request: Request,
         *,
         companion: Companion | None = None,
@@ -83,7 +83,9 @@ class Saver:
     ) -> SaveOperation:
         """Return an operation that has not begun.  Each has to be given to `begin`, in the same order."""
         self._number += 1
-        return SaveOperation(self, tier, self._number, request, companion=companion, on_end=on_end)
+        return SaveOperation(
+            self, keeper, self._number, request, companion=companion, on_end=on_end
+        )
 
     def begin(self, op: SaveOperation, describe_live: Callable[[], Collected]) -> Save:
         """Start an operation: blocks as `SaveOperation.collect`, then goes on in the background; there it

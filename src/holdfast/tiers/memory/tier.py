@@ -83,7 +83,7 @@ class Turns:
 class MemoryTier:
     """Snapshots into shared memory.  Every method is collective: all ranks call it in the same order."""
 
-    name = "snapshot"
+    kind = "snapshot"
 
     def __init__(
         self,
