@@ -44,10 +44,12 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("collecting",),
         ("transaction", "noticing"),
         ("reading",),
+        ("shelves",),
+        ("tier",),
     ),
     "tiers": (("memory", "records"), ("mirror",)),
     "session": (
-        ("schedule",),
+        ("schedule", "root"),
         ("tuning_store", "tiers"),
         ("frozen_numbers", "late", "survey"),
         ("beginning", "ending", "once", "restart", "sigterm", "steering"),

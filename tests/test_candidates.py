@@ -13,6 +13,7 @@ A script says what there is, newest last, and what must happen:
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,11 @@ from holdfast.errors import HoldfastError, NotRecoverable
 from holdfast.live.restore.candidates import Candidate, newest_first, newest_good
 
 SCRIPTS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
+
+
+def snapshot(run: int, step: int, attempt: str = "") -> Candidate:
+    attempt = attempt or f"{run:04d}-{step:06d}"
+    return Candidate(run, step, attempt, tier="memory", place="memory", nearness=1)
 
 
 def told(candidate: Candidate) -> str:
@@ -39,11 +45,11 @@ def play(script: str) -> tuple[list[str], list[str]]:
             case ["steps", *numbers]:
                 there += [Candidate(1, int(n)) for n in numbers]
             case ["memory", *numbers]:
-                there += [Candidate(1, int(n), f"0001-{int(n):06d}") for n in numbers]
+                there += [snapshot(1, int(n)) for n in numbers]
             case ["run", run, "steps", *numbers]:
                 there += [Candidate(int(run), int(n)) for n in numbers]
             case ["run", run, "memory", *numbers]:
-                there += [Candidate(int(run), int(n), f"{run}-{n}") for n in numbers]
+                there += [snapshot(int(run), int(n), f"{run}-{n}") for n in numbers]
             case ["damaged", *what, kind]:
                 damaged[" ".join(what)] = kind
             case [] | ["#", *_]:
@@ -86,7 +92,7 @@ def test_what_to_do_where_nothing_can_be_restored(memory: bool) -> None:
     def attempt(candidate: Candidate) -> None:
         raise errors.Corrupt("it is bad")
 
-    there = [Candidate(1, 10), Candidate(1, 20, "0001-000020" if memory else "")]
+    there = [Candidate(1, 10), snapshot(1, 20) if memory else Candidate(1, 20)]
     with pytest.raises(NotRecoverable) as caught:
         newest_good(there, attempt, lambda *_: None)
     assert "holdfast verify" in caught.value.hint
@@ -94,9 +100,9 @@ def test_what_to_do_where_nothing_can_be_restored(memory: bool) -> None:
 
 
 def test_of_two_saves_of_a_step_the_later_one_comes_first() -> None:
-    stored, before = Candidate(1, 20), Candidate(1, 20, "0001-000020", replaced=True)
+    stored, before = Candidate(1, 20), replace(snapshot(1, 20), replaced=True)
     assert newest_first([before, stored]) == [stored, before]
-    assert newest_first([stored, Candidate(1, 20, "0001-000020")])[1] == stored
+    assert newest_first([stored, snapshot(1, 20)])[1] == stored
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ def test_what_a_batch_takes_is_shared_by_its_records(tmp_path: Path) -> None:
             ckpt.step(step)
             if step == 1:
                 ckpt.wait()
-        ckpt._tiers.delta.settle()  # type: ignore[union-attr]
+        ckpt._tiers.get("delta").flush()
         learned = ckpt._steering._tuner.learned  # type: ignore[union-attr]
     batches = [e.fields for e in told][1:]
     assert {b["records"] for b in batches} == {4}

@@ -144,7 +144,7 @@ class Life:
     @property
     def chained(self) -> bool:
         """Whether a record leads to the live state, or one can lead on from it."""
-        delta = self.ckpt._tiers.delta
+        delta = self.ckpt._tiers.get("delta")
         return delta is not None and delta.parent is not None
 
     def one(self, acts: list[str]) -> None:

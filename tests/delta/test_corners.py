@@ -99,7 +99,7 @@ def test_a_record_that_cannot_be_handed_over(
     monkeypatch.setattr(capture, "HURRY_S", 0.2)
     broken: list[str] = []
     ckpt = checkpointer(root, run, when_full=when_full, queue=9)
-    monkeypatch.setattr(ckpt._tiers.delta._capture, "_deadline_s", 0.3)  # type: ignore[union-attr]
+    monkeypatch.setattr(ckpt._tiers.get("delta")._capture, "_deadline_s", 0.3)
     with holdfast.events.listen(
         lambda e: broken.append(e.fields["why"]) if e.name == "delta.broken" else None
     ):
@@ -476,7 +476,7 @@ def test_two_checkpointers_record_one_optimizer(root: Path) -> None:  # noqa: F8
 def await_error(ckpt: holdfast.Checkpointer) -> None:
     """Until the queue knows that nothing is written any more."""
     until = time.monotonic() + 120
-    while ckpt._tiers.delta.error is None:
+    while ckpt._tiers.get("delta").error is None:
         assert time.monotonic() < until
         time.sleep(0.01)
 
@@ -489,7 +489,7 @@ def test_batches_of_another_size(root: Path) -> None:  # noqa: F811
             run.step(step)
             ckpt.step(step)
             if step in (6, 11):
-                ckpt._tiers.delta.rebatch(3 if step == 6 else 1)
+                ckpt._tiers.get("delta").rebatch(3 if step == 6 else 1)
         expected = run.everything()
     for base in (4, 8, 12):
         forget(root, base)

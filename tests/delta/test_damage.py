@@ -313,7 +313,7 @@ def test_a_writer_that_stands_still_is_not_waited_for_for_ever(root: Path) -> No
         on_error="raise",
         deadline_s=120,
     )
-    capture = ckpt._tiers.delta._capture
+    capture = ckpt._tiers.get("delta")._capture
 
     def train() -> None:
         for number in range(1, 20):
@@ -361,7 +361,7 @@ def test_a_writer_that_does_not_read_holds_nobody_up(root: Path) -> None:  # noq
     with holdfast.Checkpointer(root, state, every=every, delta=delta) as ckpt:
         train(ckpt, range(1, 3))
         ckpt.wait()
-        records = ckpt._tiers.delta
+        records = ckpt._tiers.get("delta")
         assert records is not None
         records.way.flush(60.0)
         pid = the_writer()
@@ -369,7 +369,7 @@ def test_a_writer_that_does_not_read_holds_nobody_up(root: Path) -> None:  # noq
         try:
             train(ckpt, range(3, 8))
             with pytest.raises(Deadline):  # what it has not taken is lost with this process
-                records.handed_over(0.1)
+                records.wait(0.1)
             assert not records.way.queue.is_empty
         finally:
             os.kill(pid, signal.SIGCONT)

@@ -159,8 +159,9 @@ def test_a_run_that_begins_anew_beside_later_steps(
         run.step(step)
         ckpt.step(step)
     found = run.everything()
-    tidy_log = ckpt._tiers._tidy_log
-    monkeypatch.setattr(ckpt._tiers, "_tidy_log", lambda *left: (tidy_log(*left), is_tidy.set()))
+    records = ckpt._tiers.get("delta")
+    tidy_log = records._tidy_log
+    monkeypatch.setattr(records, "_tidy_log", lambda *left: (tidy_log(*left), is_tidy.set()))
     ckpt.close()
     assert holdfast.steps(root) == [1, 100]
     check_equal(restored(root), found)

@@ -251,7 +251,7 @@ def test_wait_ends_in_time_with_records(root: Path) -> None:
         ckpt.step(step)
     ckpt.wait()
     ckpt.wait(0.0)  # nothing is under way
-    delta, stuck = ckpt._tiers.delta, threading.Event()
+    delta, stuck = ckpt._tiers.get("delta"), threading.Event()
     assert delta is not None
     delta._capture._copier.then(stuck.wait)
     error = ended(lambda: ckpt.wait(0.1))

@@ -146,7 +146,7 @@ def what_fails_on_one_rank_is_uploaded_later(root: Path) -> None:
             holdfast.Checkpointer(state=state, **homes_of(root)) as ckpt,
         ):
             first = save(ckpt, state, 1)
-            while ckpt._tiers.upload is not None and ckpt._tiers.upload._news.failure is None:
+            while ckpt._tiers.get("upload")._news.failure is None:
                 threading.Event().wait(0.01)
             assert not first.uploaded
             dist.barrier()

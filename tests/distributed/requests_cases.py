@@ -146,8 +146,7 @@ def with_records(run: Run) -> None:
 def settle(ckpt: holdfast.Checkpointer) -> None:
     """Wait for all that is under way to storage."""
     ckpt._tiers.durable.settle(120)
-    assert ckpt._tiers.delta is not None
-    ckpt._tiers.delta.settle()
+    ckpt._tiers.get("delta").flush()
 
 
 def main(out: Path) -> None:

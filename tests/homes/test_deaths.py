@@ -31,7 +31,7 @@ def life(monkeypatch, homes: Homes, saves: Saves, *, anew: bool = False, **optio
             run.ckpt.restore()
         for step, value in saves:
             run.save(step, value)
-            upload = run.ckpt._tiers.upload
+            upload = run.ckpt._tiers.get("upload")
             assert upload is not None
             upload._worker.settle(60)
 

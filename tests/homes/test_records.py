@@ -393,7 +393,7 @@ def test_damage_in_the_root_is_not_copied_and_told(
     with warnings.catch_warnings(record=True) as caught, one.checkpointer() as ckpt:
         warnings.simplefilter("always")
         one.steps(ckpt, 1, 13)
-        ckpt._tiers.delta.way.flush(60)  # type: ignore[union-attr]
+        ckpt._tiers.get("delta").way.flush(60)
         damage(one.root, what)
         gate.set()
     behind, root = LocalStore(one.behind), LocalStore(one.root)

@@ -378,7 +378,7 @@ def test_who_loses_the_home_behind_uploads_no_more(monkeypatch) -> None:
             assert other.ckpt.restore() == 1
             other.save_and_upload(7)
         run.save(2)
-        until(lambda: run.ckpt._tiers.upload._has_ended)
+        until(lambda: run.ckpt._tiers.get("upload")._has_ended)
         run.save(3)
     assert contents(homes.root) == {1: 1.0, 2: 2.0, 3: 3.0}
     assert contents(homes.behind) == {1: 1.0, 7: 7.0}

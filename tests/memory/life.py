@@ -329,13 +329,13 @@ class Life:
             if s.get("helper", ())[:1] == [step]:
                 self.write(helper=deaths.helper(s["helper"][1]))
             if s.get("rebatch", ())[:1] == [step]:
-                ckpt._tiers.delta.rebatch(s["rebatch"][1])
+                ckpt._tiers.get("delta").rebatch(s["rebatch"][1])
             if step == s.get("settle_at") or (
                 s.get("settle", True) and step not in range(*s.get("hurry", [0]))
             ):
                 self._settle(ckpt)
             if step in range(*s.get("flush", [0])):
-                ckpt._tiers.delta._capture.way.flush(60)
+                ckpt._tiers.get("delta")._capture.way.flush(60)
             took, began = time.monotonic() - began, time.monotonic()
             seen = {"events": dict(self.events), "planned": dict(planned)}
             self.write(step=step, digest=digest(model, optim), took=took, **seen)

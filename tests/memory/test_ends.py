@@ -180,7 +180,7 @@ def test_a_snapshot_in_flight_is_completed_by_a_run_that_raises(
     ckpt = holdfast.Checkpointer(
         root, {"x": {"t": VALUES}}, every=holdfast.Every(memory=1), memory=holdfast.Memory("none")
     )
-    client, hurried = ckpt._tiers.memory.agent.client, []
+    client, hurried = ckpt._tiers.get("memory").agent.client, []
     note = lambda e: hurried.append(client.leaving) if e.name == "snapshot.committed" else None  # noqa: E731
     with holdfast.events.listen(note), pytest.raises(Crash), ckpt:
         step_and_raise(ckpt)

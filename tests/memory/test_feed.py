@@ -359,7 +359,7 @@ def test_states_that_are_set_elsewhere(folder: Path, what: str) -> None:
         if run.step == 4 and what == "written":
             run.optimizer.state[run.model.gain]["exp_avg"].zero_()
         if run.step == 5:  # the replica learns from this one, or from the one before
-            run.ckpt._tiers.memory._feed.twins.forget("a test")
+            run.ckpt._tiers.get("memory")._feed.twins.forget("a test")
         run.save()
     assert "written outside" in run.seen("twins.lost")[0]["why"]
     assert not run.seen("feed.drift")
@@ -556,7 +556,7 @@ def test_a_state_that_is_loaded_in_between_is_learned_anew(folder: Path) -> None
 def test_a_proof_that_is_left_out_is_made_up_for(folder: Path) -> None:
     """A save that others lean on is of the live state, too, and proves as much."""
     run = Run(folder, prove_every=3)
-    feed = run.ckpt._tiers.memory._feed
+    feed = run.ckpt._tiers.get("memory")._feed
     for _ in range(3):
         run.train()
         run.save()
@@ -584,7 +584,7 @@ def test_a_proof_that_ends_meanwhile_is_another_one_s(
     for _ in range(3):
         run.train()
         run.save()
-    feed, arranged = run.ckpt._tiers.memory._feed, Feed.arranged
+    feed, arranged = run.ckpt._tiers.get("memory")._feed, Feed.arranged
 
     def compared(feed: Feed, live: Any) -> Any:
         feed.proof.is_owed = False

@@ -82,8 +82,7 @@ def test_the_requests_of_an_upload(seaweed: SeaweedFS, proxy: Proxy, tmp_path: P
         for step in range(1, 6):
             before = kinds.copy()
             until_uploaded(saved(ckpt, state, step))
-            assert ckpt._tiers.upload is not None
-            ckpt._tiers.upload._worker.settle(WAIT_S)
+            ckpt._tiers.get("upload")._worker.settle(WAIT_S)
             costs.append(dict(kinds - before))
     assert costs[-1] == costs[-2]
     assert sum(costs[-1].values()) <= 8, costs[-1]
@@ -102,7 +101,7 @@ def test_a_bucket_that_is_away_for_a_while(tmp_path: Path, monkeypatch: pytest.M
             server.kill()
             for step in (2, 3):
                 last = saved(ckpt, state, step)
-            while ckpt._tiers.upload is not None and ckpt._tiers.upload._news.failure is None:
+            while ckpt._tiers.get("upload")._news.failure is None:
                 threading.Event().wait(0.05)
             server.start()
             until_uploaded(last)

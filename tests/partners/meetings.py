@@ -269,8 +269,7 @@ def no_message_has_the_token_of_an_agent(root: Path) -> None:
             for step in (1, 2):
                 ckpt.step(step)
                 ckpt.wait()
-            assert ckpt._tiers.memory is not None
-            token = ckpt._tiers.memory.agent.card.token.encode()
+            token = ckpt._tiers.get("memory").agent.card.token.encode()
         assert len(token) == 64
         assert any(b"agent" in one or b"127.0.0.1" in one or b":" in one for one in said)
         assert not [one for one in said if token in one]

@@ -195,7 +195,7 @@ def test_uploaded_with_labels_and_metrics(tmp_path: Path) -> None:
             save = ckpt.save(step, metrics={"loss": 1.0 / step})
             ckpt.pin(1, "first")
             save.wait(300)
-            ckpt._tiers.upload._worker.settle(60)
+            ckpt._tiers.get("upload")._worker.settle(60)
         ckpt.metrics(3, accuracy=0.5)
     for root in (url, behind):
         assert holdfast.steps(root) == [1, 3]

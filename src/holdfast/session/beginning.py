@@ -46,8 +46,8 @@ class Beginning:
         self._notices = notices
         self._anew = anew
         self._is_decided = anew or not tiers.there
-        self._unasked = tiers.memory if self._is_decided and not anew else None
-        """Memory that may have snapshots of a run before, where the root has no steps."""
+        self._unasked = [*tiers] if self._is_decided and not anew else []
+        """Tiers that may hold steps of a run before, where the root has none."""
         self._origin: RestoredFrom | None = None
         """The place of the step that was restored."""
         self._least: int | None = None
@@ -84,11 +84,9 @@ class Beginning:
     def check_decided(self) -> None:
         """UsageError if the root or memory has steps, and the user has not said what becomes of them.
         Collective at first."""
-        if self._unasked is not None:
-            memory, self._unasked = self._unasked, None
-            if found := memory.survey().manifests:
-                newest = max(m.step for m in found)
-                self._is_decided, self._there = False, f"step {newest} in host memory"
+        unasked, self._unasked = self._unasked, []
+        if found := [there for tier in unasked if (there := tier.there())]:
+            self._is_decided, self._there = False, found[0]
         if not self._is_decided:
             raise UsageError(
                 f"{self._root} has steps of a run before ({self._there}), and none was restored: a "
@@ -143,7 +141,7 @@ class Beginning:
     def went_on(self, restored: Restored, origin: RestoredFrom, *, is_asked: bool) -> None:
         """Note what was restored, and tell of what the state lacks.  `is_asked`: the user has named an
         older step, and may number anew.  Collective."""
-        self._is_decided, self._unasked, self._origin = True, None, origin
+        self._is_decided, self._unasked, self._origin = True, [], origin
         if restored.found and not (is_asked or self._anew):
             self._least = int(restored)
         missing = self._missing(origin.keys)

@@ -11,7 +11,6 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,7 +19,6 @@ from holdfast.base.arguments import (
     choice_of,
     flag_of,
     function_of,
-    instance_of,
     path_of,
     patterns_of,
     rules_of,
@@ -38,7 +36,7 @@ from holdfast.core.layout import Mesh
 from holdfast.live.collecting import RunState
 from holdfast.live.every import Every
 from holdfast.live.noticing import Noticing
-from holdfast.live.roots import open_shared, require_native_root
+from holdfast.live.roots import require_native_root
 from holdfast.live.saving import Save
 from holdfast.live.state.encoding import RULES
 from holdfast.live.state.loaded import loaded_states
@@ -46,10 +44,12 @@ from holdfast.live.state.named import Collected
 from holdfast.live.state.recognising import State, check_keys
 from holdfast.live.state.rng import Rng
 from holdfast.live.state.window import rest, resting
+from holdfast.live.tier import Asked, Tier
 from holdfast.session.beginning import Beginning
 from holdfast.session.ending import Ending, Saves
+from holdfast.session.root import ROOT
 from holdfast.session.schedule import every_of
-from holdfast.session.tiers import Tiers
+from holdfast.session.tiers import TierOptions, Tiers
 
 if TYPE_CHECKING:
     from holdfast.live.restore.result import Found, Restored
@@ -60,12 +60,7 @@ if TYPE_CHECKING:
     from holdfast.session.sigterm import SigtermStop
     from holdfast.session.steering import Steering
     from holdfast.tiers.memory.options import Memory
-    from holdfast.tiers.memory.tier import MemoryTier
     from holdfast.tiers.records.options import Delta
-
-NO_RECORDS = (
-    "records are switched on (delta=) and none is made: every=Every(delta=1) records every step"
-)
 
 
 class Checkpointer:
@@ -123,13 +118,11 @@ class Checkpointer:
         call = "Checkpointer"
         root = path_of(path, call, "path")
         require_native_root(root)
-        behind = None if upload is None else path_of(upload, call, "upload")
         state = {} if state is None else state
         if not isinstance(state, dict) or state:
             check_keys(state)
         _check_choices(call, when_busy, on_error, replicas, anew)
-        _check_tiers(memory=memory, delta=delta, keep=keep, upload_keep=upload_keep)
-        _check_homes(root, behind, upload_keep)
+        options = TierOptions(root, keep, upload, upload_keep, memory, delta).checked()
         known = (*state, "rng") if state else None
         on_resize = rules_of(on_resize, RULES, known, call, "on_resize")
         every = every_of(every, memory=memory is not None, delta=delta is not None)
@@ -144,24 +137,22 @@ class Checkpointer:
         group = Group(deadline_s, "Checkpointer()")
         self._saves = Saves(group, self._notices)
         self._tiers = Tiers(
-            open_shared(root, group),
             group,
             self._state.everything,
-            keep=keep,
+            options,
+            self._notices,
             mesh=named,
             replicas=replicas,
-            carry_bytes=0 if memory is None else memory.carry_bytes,
-            upload=None if behind is None else open_shared(behind, group),
-            upload_keep=upload_keep,
+            on_resize=on_resize,
+            is_tuned=not (every is None or isinstance(every, Every)),
         )
-        self._tiers.keep(memory, delta, on_resize)
         self._beginning = Beginning(self._tiers, self._state, self._notices, anew=bool(anew))
         self._steering = _steering(every, self._tiers)
         self.every = _in_force(every, self._steering)
         """The frequencies in force now."""
         self._stop = None if sigterm_s is None else _stop_at_sigterm(group, sigterm_s)
-        uploads = list if self._tiers.upload is None else self._tiers.upload.unheard
-        self._ending = Ending(group, self._saves.untold, self._unheard, uploads)
+        outliving = [tier.unheard for tier in self._tiers if tier.outlives]
+        self._ending = Ending(group, self._saves.untold, self._unheard, outliving)
         self._noticing = Noticing(self._state, self._notices)
 
     def __enter__(self) -> Checkpointer:
@@ -174,8 +165,8 @@ class Checkpointer:
         at: TracebackType | None,
     ) -> None:
         try:
-            if error is not None and self._tiers.memory is not None and self._is_open:
-                self._tiers.memory.leave()
+            for tier in self._tiers if error is not None and self._is_open else ():
+                tier.leave()
         finally:  # also if this rank hears only now that another is lost
             self._end(None, finished=error is None, error=error)
 
@@ -220,26 +211,28 @@ class Checkpointer:
         if self._stop is not None and self._stop.now(step):
             self._save_and_stop(step, self._stop)
         if self._steering is not None:
-            self.every = self._steering.at(step, self._tiers.delta)
-        every, memory = self.every, self._tiers.memory
-        due, due_in_memory = (
-            n is not None and step % n == 0 for n in (every.durable, every.memory)
-        )
-        if due or due_in_memory:
+            self.every = self._steering.at(step)
+        due = self.every.durable is not None and step % self.every.durable == 0
+        own = [tier for tier in self._tiers if tier.due(step, self.every)]
+        if due or own:
             self._check_newer(step)
-        elif self._tiers.delta is not None:
+        elif any(tier.follows_steps for tier in self._tiers):
             self._beginning.check(step, self._noticing)
-        if not (due or due_in_memory or self._prepared):
+        if not (due or own or self._prepared):
             self._beginning.look_for_late(is_save=False)
-        if self._recorded_by_a_save(step, due, metrics):
-            pass
-        elif due:
+        is_base = self._act(step)
+        if is_base and not due:
+            self._beginning.look_for_late()
+        if is_base or due:
             added = None if metrics is None else self._attached(metrics)
             must, yields = self.when_busy != "skip", self.when_busy is None
-            self._begin(step, must=must, yields=yields, added=added)
-        elif due_in_memory and memory is not None:
-            self._snapshot(step, memory)
-        elif not self._prepared:
+            if is_base:
+                must, yields = True, False
+            self._begin(step, must=must, live=is_base, yields=yields, added=added)
+            own = [tier for tier in own if tier is not self._tiers.carrier]
+        for tier in own:
+            self._begin_own(tier, step)
+        if not (is_base or due or own or self._prepared):
             self._prepare()
             self._warn_if_never_due()
         self._prepared = True
@@ -250,50 +243,21 @@ class Checkpointer:
         self._beginning.check(step, self._noticing)
         self._beginning.look_for_late()
 
-    def _recorded_by_a_save(
-        self, step: int, durable: bool, metrics: Mapping[str, float] | None
-    ) -> bool:
-        """Make a record of this step; if records have nothing to lead on from, a full save instead."""
-        delta = self._tiers.delta
-        if delta is None:
-            return False
-        if self.every.delta is None:
-            if self._steering is None and not self._prepared:
-                self._notices.warn(NO_RECORDS)
-            delta.end("no records are due")
-            return False
-        delta.record(step, self.every.durable)
-        while delta.news:
-            self._notices.warn(delta.news.pop(0))
-        if (notice := delta.notice()) is not None:
-            self._notices.complain(notice)
-        if self._steering is not None and self._steering.batch is not None:
-            delta.rebatch(self._steering.batch)
-        failed = delta.error
-        if failed is not None:
-            failed.hint = failed.hint or "records begin again with the next full save"
-        self._notices.complain_once(failed, f"records end: {failed}")
-        if failed is not None and durable:
-            delta.revive()
-        if not delta.needs_base(step):
-            return False
-        if not durable:
-            self._beginning.look_for_late()
-        added = None if metrics is None else self._attached(metrics)
-        save = self._begin(step, must=True, live=True, added=added)
-        delta.begin_from((self._tiers.run, step), save)
-        delta.prepare()
-        return True
+    def _act(self, step: int) -> bool:
+        """Have tiers keep what the step has changed.  True if that has to lead on from a durable save."""
+        needs_save = [tier.act(step, self.every) for tier in self._tiers]
+        if self._steering is not None:
+            self._steering.acted()
+        return any(needs_save)
 
-    def _snapshot(self, step: int, memory: MemoryTier) -> None:
+    def _begin_own(self, tier: Tier, step: int) -> None:
+        """Begin a save that is a tier's own."""
         self._noticing.saving(step)
-        with span("snapshot.call", step=step):
-            must = self.when_busy == "queue"
-            save = memory.begin(self._collect, step, durable=False, must=must)
+        save = tier.begin(self._collect, step, must=self.when_busy == "queue")
         self._saves.untold.append(save)
         self._beginning.refuse(save)
         if self._steering is not None:
-            self._steering.saving("memory", save)
+            self._steering.saving(tier.name, save)
 
     def _warn_if_never_due(self) -> None:
         if self.every == Every() and self._steering is None and self._stop is None:
@@ -303,11 +267,10 @@ class Checkpointer:
 
     def _prepare(self) -> None:
         """Have memory ready before the first save is due."""
-        if self._tiers.memory is not None:
-            self._saves.untold.append(self._tiers.memory.prepare(self._collect))
-            self._beginning.refuse(self._saves.untold[-1])
-        elif self.every.durable is not None:
-            self._beginning.refuse(self._tiers.durable.prepare(self._collect))
+        rehearsal = self._tiers.carrier.prepare(self._collect, self.every)
+        if rehearsal is not None:
+            self._saves.rehearsed(rehearsal)
+            self._beginning.refuse(rehearsal)
 
     def save(
         self,
@@ -354,65 +317,42 @@ class Checkpointer:
         `live`: not from a replica, which could be lost meanwhile."""
         self._check_open()
         self._noticing.saving(step)
-        added = added or self._attached()
-        memory, delta, run = self._tiers.memory, self._tiers.delta, self._tiers.run
-        if delta is not None:
-            delta.check_save(step)
+        asked = Asked(step, must=must, yields=yields, live=live, attached=added or self._attached())
+        for tier in self._tiers:
+            tier.check_save(step)
         with span("save.call", step=step):
-            if memory is not None:
-                save = memory.begin(
-                    self._collect, step, durable=True, must=must, live=live, attached=added
-                )
-            else:
-                save = self._tiers.durable.begin(
-                    self._collect, step, must=must, yields=yields, attached=added
-                )
+            save = self._tiers.carrier.carry(self._collect, asked)
         self._saves.untold.append(save)
         self._saves.in_vain.begun(step)
         self._saves.numbers.look(self.state, step)
         self._beginning.refuse(save)
         if self._steering is not None:
-            self._steering.saving("durable", save)
-        if self._tiers.upload is not None:
-            self._tiers.upload.watch(save)
-        if delta is not None:
-            delta.saving(save)
-        if delta is not None and delta.parent is not None:
-            of_run, of_step = delta.parent
-            if of_step == step and of_run != run:  # it replaces what records would lead on from
-                delta.begin_from((run, step), save)
+            self._steering.saving(ROOT, save)
+        for tier in self._tiers:
+            tier.saving(save)
         return save
 
     def _collect(self) -> Collected:
-        memory = self._tiers.memory
         with self._beginning.collecting():
             self._noticing.check_in_backward()
-            live = self._state.collect()
-            return live if memory is None else memory.arranged(live)
+            return self._state.collect()
 
     def _report(self) -> None:
-        """Tell the user of saves that have failed since the last call, and of what memory cannot bear."""
+        """Tell the user of saves that have failed since the last call, and of what tiers have to tell."""
         self._look_back()
         self._notices.tell()
 
     def _look_back(self) -> None:
         """See what there is to be told."""
-        tiers = self._tiers
-        for tier in (tiers.saver, tiers.durable, tiers.memory, tiers.upload):
-            while tier is not None and tier.news:
-                self._notices.warn(tier.news.pop(0))
+        for news in (self._tiers.saver.news, *(tier.news for tier in reversed(self._tiers))):
+            while news:
+                self._notices.warn(news.pop(0))
         self._saves.look_back()
 
     def _unheard(self) -> list[str]:
         """Return the news that a next call would tell, beside saves that have failed."""
-        delta = self._tiers.delta
-        failed = None if delta is None else delta.error
-        news = self._notices.texts + self._lost_steps()
-        return news if self._notices.was_told(failed) else [*news, f"records end: {failed}"]
-
-    def _lost_steps(self) -> list[str]:
-        loss = "" if self._tiers.delta is None else self._tiers.delta.loss()
-        return [loss] if loss else []
+        tiers = [tier for tier in self._tiers if not tier.outlives]
+        return self._notices.texts + [text for tier in tiers for text in tier.unheard()]
 
     def _save_and_stop(self, step: int, stop: SigtermStop) -> None:
         emit("stopping", step=step)
@@ -469,10 +409,8 @@ class Checkpointer:
 
         self._check_open()
         saving = [s.step for s in self._saves.untold if s.kind == "save" and not s.done()]
-        tiers, upload = self._tiers, self._tiers.upload
-        changed = None if upload is None else upload.renew_notes
-        coming = dict.fromkeys(saving, tiers.run)
-        return Noting(tiers.group, tiers.durable.steps, coming, changed)
+        tiers, steps = self._tiers, self._tiers.durable.steps
+        return Noting(tiers.group, steps, dict.fromkeys(saving, tiers.run), steps.also_noted)
 
     # -- restoring --------------------------------------------------------------------------------
 
@@ -570,8 +508,8 @@ class Checkpointer:
         from holdfast.session.restart import Restart
 
         self.wait()
-        if self._tiers.delta is not None:
-            self._tiers.delta.settle()
+        for tier in self._tiers:
+            tier.flush()
         self._tiers.group.together(call)  # all ranks' records are there when rank 0 lists them
         options = RestoreOptions(
             cast=cast, strict=strict, on_resize=self._state.on_resize, mesh=self._tiers.mesh
@@ -581,33 +519,26 @@ class Checkpointer:
     def _go_on_from(self, restart: Restart, restored: Restored, *, must_save: bool) -> None:
         """Make the restored state the one that tiers go on from, and have it where the next restart finds
         it, if it was in the nodes' memory only or `must_save`."""
-        delta, memory = self._tiers.delta, self._tiers.memory
         self._tiers.saver.movers.forget()
         self._noticing.begin(int(restored))
         if restart.leaves_behind():
             self._tiers.leave_behind(None if restart.taken is None else restart.taken.step)
         restart.take_line()
-        records = None if restart.reached is None or self.every.delta is None else delta
-        if records is not None and not restart.is_complete():
-            records.end("the restored step has not all of the live state")
-            records = None
-        if records is not None and restart.reached is not None:
-            records.begin_from(restart.reached, save_bytes=restart.save_bytes)
+        reached = restart.summary()
+        leading = [tier for tier in self._tiers if tier.go_on(reached, self.every)]
         self._saves.numbers.went_on(self.state, restart.state, found=restored.found)
         for key in self.state:
             self.state[key] = restart.state[key]
-        # records that lead on from a step need it, too
-        is_lasting = self.every.durable is not None or (
-            delta is not None and delta.parent is not None
-        )
+        # what leads on from a step needs it, too
+        is_lasting = self.every.durable is not None or bool(leading)
         generators = Rng().state_dict()
-        if must_save or (is_lasting and restart.is_unsaved(is_recording=records is not None)):
+        if must_save or (is_lasting and restart.is_unsaved(is_recording=bool(leading))):
             added = restart.attached(self._attached, self._files or (), self._notices.warn)
             self._begin(int(restored), must=True, added=added)
-        elif memory is not None and restart.needs_protection():
-            self._snapshot(int(restored), memory)
-        if records is not None:
-            records.prepare()
+        elif (unprotected := restart.unprotected()) is not None:
+            self._begin_own(unprotected, int(restored))
+        for tier in leading:
+            tier.ready()
         Rng().load_state_dict(generators)  # a loader that was not loaded may draw when it is asked
 
     # -- ending -----------------------------------------------------------------------------------
@@ -623,10 +554,8 @@ class Checkpointer:
         self._check_ours()
         until = None if timeout is None else time.monotonic() + timeout
         self._saves.wait(until)
-        if self._tiers.delta is not None:
-            self._tiers.delta.handed_over(
-                None if until is None else max(until - time.monotonic(), 0.0)
-            )
+        for tier in self._tiers:
+            tier.wait(None if until is None else max(until - time.monotonic(), 0.0))
         self._report()
 
     def close(self, timeout: float | None = None) -> None:
@@ -665,7 +594,6 @@ class Checkpointer:
             self._notices.tell()  # beside the error: there is no next call
             raise
         self._look_back()
-        self._notices.warn(*self._lost_steps())
         self._notices.tell_all()
 
     def _call_the_last(self, timeout: float | None) -> float | None:
@@ -705,8 +633,8 @@ class Checkpointer:
         self._check_open()
         if not self._state.is_complete:
             self._state.check()
-            if self._tiers.delta is not None:
-                self._tiers.delta.complete()
+            for tier in self._tiers:
+                tier.complete()
             self._state.is_complete = True
 
 
@@ -724,28 +652,6 @@ def _check_choices(
         choice_of(when_busy, ("queue", "skip"), call, "when_busy")
     choice_of(on_error, ("warn", "raise"), call, "on_error")
     choice_of(replicas, ("once", "verify", "trust"), call, "replicas")
-
-
-def _check_tiers(**options: object) -> None:
-    """UsageError for options of another kind.  The modules of a tier are imported when it is asked for."""
-    modules = {
-        "Memory": "holdfast.tiers.memory.options",
-        "Delta": "holdfast.tiers.records.options",
-        "Keep": "holdfast.core.checkpoint.tidying",
-    }
-    for name, given in options.items():
-        if given is not None:
-            kind = name.rpartition("_")[2].capitalize()
-            expected = f"a holdfast.{kind}(...), or None"
-            cls = getattr(import_module(modules[kind]), kind)
-            instance_of(given, cls, "Checkpointer", name, expected)
-
-
-def _check_homes(root: str, behind: str | None, upload_keep: Keep | None) -> None:
-    if behind is not None or upload_keep is not None:
-        from holdfast.tiers.mirror.homes import check_homes
-
-        check_homes(root, behind, upload_keep)
 
 
 def _checked_sigterm(given: Any, call: str) -> float | None:

@@ -71,6 +71,11 @@ class Saves:
                 )
                 self._notices.complain(error, text)
 
+    def rehearsed(self, save: Save) -> None:
+        """Wait for a rehearsal, too, and tell how it has ended; of one for storage the first save tells."""
+        if save.kind != "save":
+            self.untold.append(save)
+
     def wait(self, until: float | None) -> None:
         """Wait until all have ended.  Deadline if that is not before `until`, of `time.monotonic`."""
         for save in list(self.untold):
@@ -94,16 +99,16 @@ class Ending:
         group: Group,
         saves: list[Save],
         unheard: Callable[[], list[str]],
-        uploads: Callable[[], list[str]],
+        outliving: list[Callable[[], list[str]]],
     ) -> None:
         """`saves`: those whose end has not been told, now and at any later time.  `unheard`: a method of
-        the Checkpointer, for what else has not been told.  `uploads`: for what uploads have to tell, which
-        go on when the script has dropped the Checkpointer."""
+        the Checkpointer, for what else has not been told.  `outliving`: the same for what goes on when the
+        script has dropped the Checkpointer."""
         self._group = group
         self._saves = saves
         self._unheard = WeakMethod(unheard)
         opened.add(unheard.__self__)  # type: ignore[attr-defined]
-        self._uploads = uploads
+        self._outliving = outliving
         self.is_closed = False
         self._cancel = at_exit(self._end)
 
@@ -131,7 +136,8 @@ class Ending:
 
     def _texts(self, late: list[int], waited_s: float, why: str) -> list[str]:
         unheard = self._unheard()
-        texts = ([] if unheard is None else unheard()) + self._uploads()
+        texts = [] if unheard is None else unheard()
+        texts += [text for tell in self._outliving for text in tell()]
         for save in self._saves:
             if save.step in late:
                 texts.append(

@@ -16,35 +16,32 @@ from holdfast.base.errors import (
 )
 from holdfast.base.events import emit, span
 from holdfast.core.checkpoint.lineage import line_from
-from holdfast.core.checkpoint.names import read_manifest
-from holdfast.core.checkpoint.notes import read_notes
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.checkpoint.peers import raise_on_all
 from holdfast.core.group import Group
 from holdfast.live.reading import (
     detected,
     load_from,
-    load_step,
     manifest_of,
     tell_exactness,
     tell_unused_records,
 )
-from holdfast.live.restore.candidates import STOPS, Candidate, newest_good
+from holdfast.live.restore.candidates import STOPS, Candidate, Identity, newest_good
 from holdfast.live.restore.nested import loaders_in
 from holdfast.live.restore.plain import Plain, plain_values
-from holdfast.live.restore.result import Found, FoundAt, Restored, RestoredFrom, Tier
+from holdfast.live.restore.result import Found, FoundAt, Restored, RestoredFrom
 from holdfast.live.restore.targets import RestoreOptions
 from holdfast.live.saving.exactness import EXACT
+from holdfast.live.shelves import Shelf
 from holdfast.live.state.recognising import State
 from holdfast.live.state.rng import Rng
+from holdfast.live.tier import Reached, Tier
 from holdfast.session.survey import Survey, gone
 
 if TYPE_CHECKING:
     from holdfast.core.format.manifest import Manifest
     from holdfast.live.saving.attaching import Attached
     from holdfast.session.tiers import Tiers
-    from holdfast.tiers.records.log import RecordedStep
-    from holdfast.tiers.records.segment import Identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +107,10 @@ class Restart:
         taken = self.taken
         if taken is None or self.reached is None:
             return None
-        tip = None if self.reached == (taken.run, taken.step) else self.reached
+        tip = None if self.reached == taken.base else self.reached
         at = FoundAt(self.tiers.store.url, taken.run, taken.step, self._seen.attempt, tip)
         plain = self._seen.plain
-        return Found(reached, tier_of(taken), plain.values, plain.undecided, self.num_replayed, at)
+        return Found(reached, taken.tier, plain.values, plain.undecided, self.num_replayed, at)
 
     def to_found(self, found: Found) -> int:
         """Restore exactly that state, from whichever tier has it.  NotRecoverable."""
@@ -123,13 +120,13 @@ class Restart:
                 f"step {found.step} was found in {at.root}, and this run is in {self.tiers.store.url}",
                 hint="hand over what find() of this Checkpointer returned",
             )
-        steps = self.survey.leading(at)
+        states = self.survey.leading(at)
         copies = self.survey.copies(at.run, at.step)
         copies = [c for c in copies if c.attempt in ("", at.attempt)]
-        copies.sort(key=lambda c: tier_of(c) != found.tier)  # which keeps the order of the rest
+        copies.sort(key=lambda c: c.tier != found.tier)  # which keeps the order of the rest
 
         def attempt(candidate: Candidate) -> None:
-            self._reach(candidate, steps, at.attempt)
+            self._reach(candidate, states, at.attempt)
 
         def unsound(candidate: Candidate, error: HoldfastError) -> None:
             self.tiers.unsound[self._name(candidate, at.attempt)] = error
@@ -144,9 +141,8 @@ class Restart:
         if self.taken is None:
             raise gone(at.step)
         if self.reached is None or self.reached[1] != found.step:
-            damaged = steps[self.num_replayed]
-            unreached = self._unreached(found.step, again)
-            self.tiers.unsound[damaged.identity, damaged.plan] = unreached
+            unreached, damaged = self._unreached(found.step, again), states[self.num_replayed]
+            self.survey.trail.damaged(damaged, unreached, self.tiers.unsound)
             raise unreached
         return found.step
 
@@ -155,18 +151,14 @@ class Restart:
         self.taken = newest_good(survey.candidates, attempt, _passed_over)
         if self.taken is not None:
             survey.warn_of_unproved(self.taken.step)
-        if self.reached is None:
-            survey.warn_of_baseless()
-            return 0
-        survey.warn_of_lost(self.reached)
-        if self.tiers.delta is None:
-            survey.warn_of_unused(self.reached)
-        return self.reached[1]
+        survey.trail.tell(self.reached)
+        return 0 if self.reached is None else self.reached[1]
 
     def _step(self, step: int, attempt: Callable[[Candidate, int], Identity]) -> int:
         self.taken = best = self.survey.leading_to(step)
-        copies = [c for c in self.survey.copies(best.run, best.step) if c.home]
-        if copies and not best.home:
+        copies = self.survey.copies(best.run, best.step)
+        copies = [c for c in copies if c.place and self._shelf(c).lasts]
+        if copies and best not in copies:
             self.taken = newest_good([best, *copies], lambda c: attempt(c, step), _passed_over)
             return step if self.reached is None else self.reached[1]
         return attempt(best, step)[1]
@@ -184,7 +176,7 @@ class Restart:
         if self.taken is None or self.reached is None:
             return Restored(0)
         loaders = loaders_in(self.state)
-        return Restored(step, tier_of(self.taken), self.num_replayed, self.exactness, loaders)
+        return Restored(step, self.taken.tier, self.num_replayed, self.exactness, loaders)
 
     # -- the reading ------------------------------------------------------------------------------
 
@@ -192,40 +184,35 @@ class Restart:
         """Read a step, and do the recorded steps after it again; return the state reached."""
         return self._reach(candidate, self.survey.after(candidate, until))
 
-    def _reach(
-        self, candidate: Candidate, steps: list[RecordedStep], attempt: str = ""
-    ) -> Identity:
-        """Read a step, and do `steps` again after it.  One that is refused in its midst ends them as a
-        damaged one does, but leaves a state that is of no step: all is read once more, at most twice."""
+    def _reach(self, candidate: Candidate, states: list[Identity], attempt: str = "") -> Identity:
+        """Read a step, and do what leads to `states` again after it.  A step that is refused in its midst
+        ends them as a damaged one does, but leaves a state that is of no step: all is read once more, at
+        most twice."""
         is_again = False
         while True:
-            self._fetch(candidate, attempt)
+            self._load(candidate, attempt)
             try:
-                self.reached = self._replay(candidate, steps)
+                self.reached = self._replay(candidate, states)
                 return self.reached
             except PASSED_OVER as error:
                 refused = error.step
-                before = [*takewhile(lambda step: step.step != refused, steps)]
-                if isinstance(error, STOPS) or len(before) == len(steps):
+                before = [*takewhile(lambda state: state[1] != refused, states)]
+                if isinstance(error, STOPS) or len(before) == len(states):
                     raise
                 emit("replay.ended", step=refused, error=str(error))
-                steps, is_again = [] if is_again else before, True
+                states, is_again = [] if is_again else before, True
 
-    def _fetch(self, candidate: Candidate, attempt: str = "") -> None:
+    def _load(self, candidate: Candidate, attempt: str = "") -> None:
         """Read a step.  NotFound if it is of another `attempt`."""
-        tiers, snapshots = self.tiers, self.survey.snapshots
-        if candidate.in_memory and snapshots is not None and tiers.memory is not None:
-            with span("restore.load", step=candidate.step, tier="memory"):
-                manifest = tiers.memory.load(
-                    snapshots, candidate.attempt, self.state, self.options, verify=self.verify
-                )
-        else:
-            with span("restore.load", step=candidate.step, tier=tier_of(candidate)):
-                manifest = load_step(
-                    self.survey.home(candidate), tiers.group, candidate.step, self.state, self.options,
-                    verify=self.verify, attempt=attempt,
-                )  # fmt: skip
+        shelf = self._shelf(candidate)
+        with span("restore.load", step=candidate.step, tier=candidate.tier):
+            manifest = shelf.load(
+                candidate, self.state, self.options, verify=self.verify, attempt=attempt
+            )
         self.exactness, self.manifest = tell_exactness(manifest), manifest
+
+    def _shelf(self, candidate: Candidate) -> Shelf:
+        return self.survey.shelves[candidate.tier]
 
     def _forget_generators(self) -> None:
         for value in self.state.values():
@@ -241,82 +228,43 @@ class Restart:
             tell_unused_records(url, group, found)
         return Restored(found, "source", loaders=loaders_in(self.state))
 
-    def _replay(self, base: Candidate, steps: list[RecordedStep]) -> Identity:
-        """Do `steps` after `base` again, as many as are sound; return the state reached."""
-        delta, log, self.num_replayed = self.tiers.delta, self.survey.log, 0
-        if delta is None or log is None or not steps:
-            return base.run, base.step
-        last = delta.replay(log, steps, self.state, self.options)
-        if last is None:
-            return base.run, base.step
-        self.num_replayed = steps.index(last) + 1
-        if not base.home:
-            self.survey.warn_of_copies(steps[: self.num_replayed])
-        return last.identity
+    def _replay(self, base: Candidate, states: list[Identity]) -> Identity:
+        """Do what leads to `states` after `base` again, as far as it is sound; return the state reached."""
+        self.num_replayed = 0
+        if states:
+            trail = self.survey.trail
+            self.num_replayed = trail.replay(base, states, self.state, self.options)
+        return states[self.num_replayed - 1] if self.num_replayed else base.base
 
     # -- the look, without reading tensors ---------------------------------------------------------
 
     def _look(self, candidate: Candidate, until: int | None = None) -> Identity:
         """Look at a step as `_attempt` would read it: its manifest, whether its files are there and as
         long as they should be, its extras, and the records that lead on from it."""
-        checkpoint, group = self._opened(candidate), self.tiers.group
+        shelf, group, unsound = self._shelf(candidate), self.tiers.group, self.tiers.unsound
+        checkpoint = shelf.opened(candidate, verify=self.verify)
         manifest = checkpoint.manifest
-        known = self.tiers.unsound.get(self._name(candidate, manifest.attempt))
+        known = unsound.get(self._name(candidate, manifest.attempt))
         if known is not None:
             raise known
         with raise_on_all(group, candidate.step):
             for file in manifest.files[group.rank :: group.size]:
-                checkpoint.images.check_size(file)
-                if candidate.in_memory:  # whose sizes the manifest says
-                    checkpoint.store.open(checkpoint.images.key(file)).close()
+                shelf.check(checkpoint, file)
         rules = self.options.on_resize
         with raise_on_all(group, candidate.step):
             plain = plain_values(checkpoint, self.state, group, rules)
-        steps, newer = self._sound(self.survey.after(candidate, until))
-        plain.update(newer)
-        self._seen, self.num_replayed = _Look(manifest.attempt, plain), len(steps)
-        self.reached = steps[-1].identity if steps else (candidate.run, candidate.step)
+        if states := self.survey.after(candidate, until):
+            num, newer = self.survey.trail.look(states, self.state, self.options, unsound)
+            states = states[:num]
+            plain.update(newer)
+        self._seen, self.num_replayed = _Look(manifest.attempt, plain), len(states)
+        self.reached = states[-1] if states else candidate.base
         return self.reached
-
-    def _opened(self, candidate: Candidate) -> Checkpoint:
-        """A candidate's step, opened.  Collective."""
-        tiers, snapshots = self.tiers, self.survey.snapshots
-        if candidate.in_memory and tiers.memory is not None and snapshots is not None:
-            return tiers.memory.opened(snapshots, candidate.attempt)
-        store = self.survey.home(candidate)
-        manifest = manifest_of(store, tiers.group, candidate.step)
-        return Checkpoint(store, manifest, verify=self.verify)
-
-    def _sound(self, steps: list[RecordedStep]) -> tuple[list[RecordedStep], Plain]:
-        """Return the first of some recorded steps: those whose records are there, as far as their lengths
-        and the extras of the last tell; and the plain values of the last.  Collective."""
-        log = self.survey.log
-        if log is None or not steps:
-            return [], Plain()
-        from holdfast.tiers.records.finding import num_there, recorded
-
-        group, unsound = self.tiers.group, self.tiers.unsound
-        known = (i for i, s in enumerate(steps) if (s.identity, s.plan) in unsound)
-        steps = steps[: next(known, len(steps))]
-        num = 0
-        with raise_on_all(group, steps[0].step if steps else 0):
-            num = num_there(log, steps, group.rank, group.size)
-        steps = steps[: -group.all_max(-num)]
-        while steps:
-            try:
-                with raise_on_all(group, steps[-1].step):
-                    newest = recorded(log, steps[-1])
-                    plain = plain_values(newest, self.state, group, self.options.on_resize)
-                return steps, plain
-            except PASSED_OVER as error:
-                emit("replay.ended", step=steps[-1].step, error=str(error))
-                steps = steps[:-1]
-        return [], Plain()
 
     @staticmethod
     def _name(candidate: Candidate, attempt: str) -> tuple[object, ...]:
         """The key of a step in `Tiers.unsound`."""
-        return tier_of(candidate), candidate.run, candidate.step, attempt
+        return candidate.tier, candidate.run, candidate.step, attempt
 
     # -- what follows -----------------------------------------------------------------------------
 
@@ -342,7 +290,7 @@ class Restart:
             if step is None:
                 return None
             metrics, files = attached_to(step, declared, warn)
-            if all(saved.step != step.manifest.step for saved in self.survey.durable):
+            if all(saved.step != step.manifest.step for saved in self.survey.root.saved):
                 adopt_labels(self.tiers.durable.steps, step.manifest.step)
             return make(metrics or None, files or None)
         except HoldfastError as error:
@@ -350,15 +298,11 @@ class Restart:
             return None
 
     def _elsewhere(self) -> Checkpoint | None:
-        """The step that is live now, if it was read from memory or from the home behind the root; None if
-        not, or if recorded steps were done again after it."""
-        taken, snapshots = self.taken, self.survey.snapshots
-        if taken is None or self.num_replayed:
+        """The step that is live now, if it was read elsewhere than in the root; None if not, or if recorded
+        steps were done again after it."""
+        if self.taken is None or self.num_replayed:
             return None
-        if taken.in_memory and snapshots is not None:
-            return Checkpoint(self.tiers.store, snapshots.find(taken.attempt))
-        store = self.survey.home(taken)
-        return Checkpoint(store, read_manifest(store, taken.step)) if taken.home else None
+        return self._shelf(self.taken).noted(self.taken)
 
     def leave_behind(self, loaded: int) -> None:
         """Go on as a new run if this one has saved a newer step than the one that was loaded by other calls
@@ -366,7 +310,7 @@ class Restart:
         here = self.tiers.run, loaded
         if any(one.end > here for one in self.survey.candidates):
             self.tiers.leave_behind(loaded)
-        own = [one for one in self.survey.durable if one.step == loaded]
+        own = [one for one in self.survey.root.saved if one.step == loaded]
         if own:
             manifest = manifest_of(self.tiers.store, self.tiers.group, loaded)
             self._take_line((manifest.run, loaded), manifest)
@@ -377,7 +321,7 @@ class Restart:
             self._take_line(self.reached, self.manifest)
 
     def _take_line(self, reached: Identity, manifest: Manifest) -> None:
-        there, line = [*self.survey.durable, *self.survey.uploaded], manifest.line
+        there, line = self.survey.saved, manifest.line
         base = manifest.run, manifest.step
         if base[0] != reached[0]:
             line = line_from(*base, line, there)
@@ -387,11 +331,10 @@ class Restart:
         """Return where the state that was reached can be read once more."""
         m, taken = self.manifest, self.taken
         reached = 0 if self.reached is None else self.reached[1]
-        if m is None or taken is None or taken.in_memory or self.num_replayed:
+        store = None if taken is None else self._shelf(taken).store
+        if m is None or store is None or self.num_replayed:
             return RestoredFrom(reached, self._saved_keys())
-        return RestoredFrom(
-            reached, self._saved_keys(), self.survey.home(taken), m.attempt, self.options
-        )
+        return RestoredFrom(reached, self._saved_keys(), store, m.attempt, self.options)
 
     def _saved_keys(self) -> frozenset[str]:
         """Return the keys of the step that was read, if it is one of this root."""
@@ -408,63 +351,41 @@ class Restart:
 
     def leaves_behind(self) -> bool:
         """True if there is anything newer than the state that was reached."""
-        delta = self.tiers.delta
-        if delta is not None and self.tiers.group.any(delta.recorded):
+        if self.tiers.have_moved_on():
             return True
         if not self.survey.candidates or self.reached is None:
             return False
         return self.reached != self.survey.candidates[0].end
 
-    @property
-    def save_bytes(self) -> int:
-        """Bytes of the full step that was read."""
-        return 0 if self.manifest is None else self.manifest.total_bytes
+    def summary(self) -> Reached:
+        """Return what tiers are to know of it."""
+        save_bytes = 0 if self.manifest is None else self.manifest.total_bytes
+        return Reached(self.reached, save_bytes, self._is_complete)
 
-    def is_complete(self) -> bool:
+    def _is_complete(self) -> bool:
         """True if no rank has state that the restore left as it was: then what was reached is all of the
         live state.  Collective."""
         return self.options.strict or not self.tiers.group.any(bool(self.options.kept))
 
-    def needs_protection(self) -> bool:
-        """True if part of what was taken from memory had to be rebuilt: one more loss is one too many."""
-        taken, snapshots = self.taken, self.survey.snapshots
-        if taken is None or not taken.in_memory or snapshots is None:
-            return False
-        return snapshots.lost_nodes(taken.attempt)[1] > 0
+    def unprotected(self) -> Tier | None:
+        """Return the tier that was restored from if it had to rebuild part of that: one more loss is one
+        too many.  None if it had not."""
+        taken = self.taken
+        if taken is None or not self._shelf(taken).lost_nodes(taken.attempt)[1]:
+            return None
+        tier: Tier = self.tiers.get(taken.tier)
+        return tier
 
     def is_unsaved(self, *, is_recording: bool) -> bool:
-        """True if what was taken is in memory only.  If `is_recording`, also if it is an older step that
-        one of two homes has not: records that lead on from it come to both."""
-        taken, survey = self.taken, self.survey
+        """True if what was taken may be lost with the nodes.  If `is_recording`, also if a tier lacks it
+        that records come to, which lead on from it."""
+        taken, root = self.taken, self.survey.root
         if taken is None:
             return False
-        at = taken.run, taken.step
-        here = {(s.run, s.step) for s in survey.durable}
-        if taken.in_memory or survey.behind is None or not is_recording:
-            return taken.in_memory and at not in here
-        there = {(s.run, s.step) for s in survey.uploaded}
-        if at == max(here | there) or at in here & there:
-            return False
-        return self.num_replayed > 0 or at not in here or not self._is_noted(taken.step)
-
-    def _is_noted(self, step: int) -> bool:
-        """True if a step of the root has labels, metrics or files, which another save of it would not have:
-        then it stays, and it is told what the home behind lacks.  Collective."""
-        store, behind = self.tiers.store, self.survey.behind
-
-        def look() -> bytes:
-            notes, manifest = read_notes(store), read_manifest(store, step)
-            own = manifest.metrics or manifest.attached or notes.values(manifest.run, step)
-            return b"noted" if own or step in notes.pinned else b""
-
-        is_noted = bool(self.tiers.group.from_rank0(look))
-        if is_noted and behind is not None and self.tiers.group.rank == 0:
-            warn_user(
-                f"records lead on from step {step}, which {behind.url} has not: until the next full "
-                f"save is uploaded, they are of use with {store.url} alone",
-                hint="it has labels, metrics or files, so it is not saved anew",
-            )
-        return is_noted
+        if not self._shelf(taken).lasts:
+            return taken.base not in {(s.run, s.step) for s in root.saved}
+        tiers = self.tiers if is_recording else ()
+        return any(tier.lacks(taken, root, num_replayed=self.num_replayed) for tier in tiers)
 
 
 def origin_of(root: str, source: str | None, group: Group) -> str | None:
@@ -493,11 +414,6 @@ def restore_generators(rng: Rng | None, restored: Restored | None) -> None:
             hint="leave them as the script seeded them",
         )
     rng.load_state_dict(rng.restored)
-
-
-def tier_of(candidate: Candidate) -> Tier:
-    """The tier that a candidate's full step is in."""
-    return "memory" if candidate.in_memory else "upload" if candidate.home else "durable"
 
 
 def _passed_over(candidate: Candidate, error: HoldfastError) -> None:

@@ -58,16 +58,17 @@ class Steering:
         store: Store,
         *,
         crashed: bool,
-        batch: int = 1,
+        records: DeltaTier | None = None,
     ) -> None:
-        """`batch`: records per file, to begin with.  `crashed`: the run before did not close.
+        """`records`: those of the run, whose batches are tuned.  `crashed`: the run before did not close.
         Collective."""
         self._group = group
+        self._records = records
         self._store = TuningStore(store)
         self._is_local = isinstance(store, LocalStore)
         self._kept = self._store.read() if group.rank == 0 else TuningState()
         self._after_failure = crashed or self._kept.failed
-        self._tuner = self._make_tuner(auto, tiers, batch)
+        self._tuner = self._make_tuner(auto, tiers, 1 if records is None else records.batch)
         self._written_s = self._kept.trained_s
         self._flying: list[tuple[str, Save, float]] = []
         """Saves under way: tier, save, and seconds that the steps since have taken longer."""
@@ -102,18 +103,24 @@ class Steering:
             look_every=LOOK_EVERY, start=start, known=kept.costs,
         )  # fmt: skip
 
-    def at(self, step: int, records: DeltaTier | None = None) -> Every:
+    def at(self, step: int) -> Every:
         """Return what is in force from this step on.  Ranks but 0 wait for it at every tenth step."""
         if self._group.rank == 0:
-            self._account(records)
+            self._account(self._records)
         if step % LOOK_EVERY == 0:
             self._look(step)
         self._since = time.perf_counter()
         return self.every
 
+    def acted(self) -> None:
+        """Have the next records in batches as they are in force, when this step's has been made."""
+        if self._records is not None and self.every.delta is not None and self.batch is not None:
+            self._records.rebatch(self.batch)
+
     def saving(self, tier: str, save: Save) -> None:
         """Note that a save has begun."""
-        self._flying.append((tier, save, 0.0))
+        if tier == "durable" or tier in self._tuner.tiers:
+            self._flying.append((tier, save, 0.0))
 
     def lost(self, snapshot: str, num_nodes: int) -> None:
         """Note that a restart found `num_nodes` nodes without their part of a snapshot.  What it takes is
@@ -264,7 +271,6 @@ def _broadcast_of(f: Frequencies) -> _Broadcast:
 
 def steering_of(auto: Auto, tiers: Tiers) -> Steering:
     """Tune the tiers that a run has.  Collective."""
-    used = {"memory": tiers.memory, "delta": tiers.delta}
-    names = tuple(name for name, tier in used.items() if tier is not None)
-    batch = tiers.delta.batch if tiers.delta is not None else 1
-    return Steering(auto, names, tiers.group, tiers.store, crashed=tiers.crashed, batch=batch)
+    names = tuple(name for name in ("memory", "delta") if tiers.get(name) is not None)
+    records = tiers.get("delta")
+    return Steering(auto, names, tiers.group, tiers.store, crashed=tiers.crashed, records=records)

@@ -1,184 +1,220 @@
-"""The tiers that keep a run's state: storage always, host memory and records where that is asked for."""
+"""The tiers of a run: the table that makes them from what the user has asked for, and what they share.
+
+`MAKERS` is the table: whoever adds a tier writes a `Tier` (`live/tier.py`), and a line here.  No tier is
+imported unless it is asked for.
+"""
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
 
+from holdfast.base.arguments import instance_of, path_of
 from holdfast.base.errors import Deadline, HoldfastError, UsageError
 from holdfast.base.events import emit
+from holdfast.base.notices import Notices
 from holdfast.base.patience import within
 from holdfast.core.checkpoint.claiming import Claim, release
 from holdfast.core.checkpoint.lineage import Line
 from holdfast.core.checkpoint.tidying import Keep
 from holdfast.core.group import Group
 from holdfast.core.layout import Mesh
-from holdfast.core.store import Store
-from holdfast.live.roots import claim_root, sweep_host
+from holdfast.live.roots import claim_root, open_shared, sweep_host
 from holdfast.live.saving import Saver
 from holdfast.live.saving.durable import Durable
 from holdfast.live.state.recognising import State
+from holdfast.live.tier import Tier
+from holdfast.session.root import ROOT, RootTier
 
 if TYPE_CHECKING:
     from holdfast.tiers.memory.options import Memory
-    from holdfast.tiers.memory.tier import MemoryTier
-    from holdfast.tiers.mirror.upload import Upload
     from holdfast.tiers.records.options import Delta
-    from holdfast.tiers.records.tier import DeltaTier
 
 LEAST_S = 0.1
 RELEASE_S = 5.0
 """Seconds that `close` may take beyond its time to give up the root."""
-UNFINISHED_S = 30.0
-"""Seconds that a run which ends by an error may wait for its upload."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierOptions:
+    """What a Checkpointer was given for its tiers; see there."""
+
+    root: str
+    keep: Keep | None
+    upload: str | os.PathLike[str] | None
+    upload_keep: Keep | None
+    memory: Memory | None
+    delta: Delta | None
+
+    def checked(self) -> TierOptions:
+        """UsageError for options of another kind, or that do not go together."""
+        for name, kind, module in (
+            ("memory", "Memory", "holdfast.tiers.memory.options"),
+            ("delta", "Delta", "holdfast.tiers.records.options"),
+            ("keep", "Keep", "holdfast.core.checkpoint.tidying"),
+            ("upload_keep", "Keep", "holdfast.core.checkpoint.tidying"),
+        ):
+            if (given := getattr(self, name)) is not None:
+                cls, what = getattr(import_module(module), kind), f"a holdfast.{kind}(...), or None"
+                instance_of(given, cls, "Checkpointer", name, what)
+        if self.upload is None and self.upload_keep is None:
+            return self
+        from holdfast.tiers.mirror.homes import check_homes
+
+        upload = None if self.upload is None else path_of(self.upload, "Checkpointer", "upload")
+        check_homes(self.root, upload, self.upload_keep)
+        return replace(self, upload=upload)
 
 
 class Tiers:
-    """The tiers of a run.  All ranks call its methods in the same order."""
+    """The tiers of a run, from the farthest to the nearest.  All ranks call all in the same order."""
+
+    root = ROOT
 
     def __init__(
         self,
-        store: Store,
         group: Group,
         state: Callable[[], State],
+        options: TierOptions,
+        notices: Notices,
         *,
-        keep: Keep | None,
         mesh: Mesh | None,
         replicas: Literal["once", "verify", "trust"],
-        carry_bytes: int,
-        upload: Store | None = None,
-        upload_keep: Keep | None = None,
+        on_resize: dict[str, str],
+        is_tuned: bool,
     ) -> None:
-        """Takes the root for this run, and `upload`, the home behind it.  Collective.  `state`: gives the
-        live state."""
-        self.store = store
+        """Takes the root for this run, and the home behind it.  Collective.  `state`: gives the live state.
+        `is_tuned`: frequencies follow what is measured."""
         self.group = group
         self.state = state
+        self.notices = notices
         self.mesh = mesh
-        self._behind = upload
+        self.on_resize = on_resize
+        self.is_tuned = is_tuned
+        homes = (options.root,) if options.upload is None else (options.root, options.upload)
+        self.homes = [open_shared(home, group) for home in homes]
+        """The root, and the home behind it if there is one."""
+        self.store = self.homes[0]
         self.claim, self.crashed, self.there = self._take()
         """`crashed`: the run before did not end by closing; `there`: the steps of before, in words."""
-        self._check_roots()
-        sweep_host(store)
+        self._check_homes()
+        sweep_host(self.store)
         self.saver = Saver(
             group,
             mesh=mesh,
             deadline_s=group.deadline_s,
             replicas=replicas,
-            carry_bytes=carry_bytes,
+            carry_bytes=0 if options.memory is None else options.memory.carry_bytes,
         )
-        self.durable = Durable(store, self.saver, claim=self.claim, run=self.run, keep=keep)
-        self.memory: MemoryTier | None = None
-        self.delta: DeltaTier | None = None
-        self.upload: Upload | None = None
+        self.durable = Durable(
+            self.store, self.saver, claim=self.claim, run=self.run, keep=options.keep
+        )
         self.unsound: dict[tuple[object, ...], HoldfastError] = {}
         """Why steps and records that `find` found could not be restored; it passes over them."""
-        if upload is not None:
-            from holdfast.tiers.mirror.upload import Upload
+        self._tiers: dict[str, Tier] = {}
+        for name, make in MAKERS.items():
+            if (tier := make(self, options)) is not None:
+                self._tiers[name] = tier
 
-            self.upload = Upload(
-                self.durable.steps, upload, group, self.claim, upload_keep or Keep()
-            )
+    def __iter__(self) -> Iterator[Tier]:
+        return iter(self._tiers.values())
+
+    def __reversed__(self) -> Iterator[Tier]:
+        return reversed(self._tiers.values())
+
+    def get(self, name: str) -> Any:
+        """Return the tier of that name; None if it is not switched on."""
+        return self._tiers.get(name)
+
+    @property
+    def carrier(self) -> Tier:
+        """The tier that durable saves go through: the nearest that can carry them."""
+        return next(tier for tier in reversed(self) if tier.carries)
+
+    # -- the homes --------------------------------------------------------------------------------
 
     def _take(self) -> tuple[Claim, bool, str]:
         """Take the homes of the run.  Collective."""
-        if self._behind is None:
+        if len(self.homes) == 1:
             return claim_root(self.store, self.group)
         from holdfast.tiers.mirror.claims import claim_both
 
-        return claim_both(self.store, self._behind, self.group)
+        root, behind = self.homes
+        return claim_both(root, behind, self.group)
 
-    def _check_roots(self) -> None:
+    def _check_homes(self) -> None:
         """UsageError unless all ranks have the homes that rank 0 has taken.  Collective."""
         if self.group.size == 1:
             return
         from holdfast.live.saving.same_root import check_claimed
 
         try:
-            for store in filter(None, (self.store, self._behind)):
+            for store in self.homes:
                 check_claimed(self.group, store, self.claim)
         except UsageError:
             self.release()
             raise
 
+    def release(self) -> None:
+        """Give up the homes, if storage answers."""
+        for store in self.homes if self.group.rank == 0 else ():
+            try:
+                with within(RELEASE_S):
+                    release(store, self.claim)
+            except HoldfastError as error:
+                emit("release.failed", error=str(error))
+
     @property
     def run(self) -> int:
         return self.claim.run
 
-    def keep(self, memory: Memory | None, delta: Delta | None, on_resize: dict[str, str]) -> None:
-        """Begin to keep snapshots in host memory, and a record of every step.  Collective."""
-        if memory is not None:
-            from holdfast.tiers.memory.starting import start
+    def own(self, line: Line) -> None:
+        """Let the run delete steps of the runs that it went on from, and of no others."""
+        self.durable.steps.line = line
 
-            self.memory = start(memory, self.saver, self.durable, self.state)
-        if delta is not None:
-            self._keep_records(delta, on_resize)
+    # -- a restart --------------------------------------------------------------------------------
 
-    def _keep_records(self, options: Delta, on_resize: dict[str, str]) -> None:
-        from holdfast.core.checkpoint.peers import raise_on_all
-        from holdfast.tiers.records.log import mark_log
-        from holdfast.tiers.records.tier import DeltaTier
-
-        with raise_on_all(self.group, 0):
-            self.delta = DeltaTier(
-                self.state,
-                self.group,
-                self.store,
-                options,
-                run=self.run,
-                mesh=self.mesh,
-                on_resize=on_resize,
-                deadline_s=self.group.deadline_s,
-            )
-        self.durable.steps.also_tidy = partial(mark_log, max_bytes=options.bound)
-        if self.upload is not None:
-            self.upload.keep_records(options, self.delta.way.flush)
+    def have_moved_on(self) -> bool:
+        """True if this run has kept steps of which a restart may not know.  Collective if a tier follows
+        steps."""
+        followers = [tier for tier in self if tier.follows_steps]
+        return bool(followers) and self.group.any(any(t.has_moved_on() for t in followers))
 
     def leave_behind(self, base: int | None) -> None:
         """Go on as a new run, after going back to a full step, `base`, and records: what it saves now is
         newer than what it left."""
-        if self.memory is not None:
-            self.memory.settle(self.group.deadline_s)
-        self.durable.settle(self.group.deadline_s)
-        with nullcontext() if self.upload is None else self.upload.home.committing:
+        for tier in reversed(self):
+            tier.settle(self.group.deadline_s)
+        with ExitStack() as paused:
+            for tier in self:
+                paused.enter_context(tier.pause())
             self.claim, *_ = self._take()
-            self.durable.adopt(self.claim)
-            if self.upload is not None:
-                self.upload.home.go_on(self.claim, base)
-        if self.delta is not None:
-            self.delta.adopt(self.run)
-        if self.memory is not None:
-            self.memory.agent.hello()
+            for tier in self:
+                tier.adopt(self.claim, base)
 
-    def own(self, line: Line) -> None:
-        """Let the run delete steps of the runs that it went on from, and of no others."""
-        self.durable.steps.line = line
-        if self.upload is not None:
-            self.upload.home.line = line
+    # -- the end ----------------------------------------------------------------------------------
 
     def close(self, timeout: float | None, *, finished: bool) -> None:
-        """Wait for what is pending and end: within `timeout`, or `deadline_s`, for all tiers together.
-        `finished`: snapshots are needed no more."""
+        """Wait for what is pending and end, the nearest tier first, whose state goes on to the others:
+        within `timeout`, or `deadline_s`, for all tiers together.  `finished`: snapshots are needed no
+        more."""
         limit_s = self.group.deadline_s if timeout is None else timeout
         until = time.monotonic() + limit_s
 
-        def left_s() -> float:
-            return max(until - time.monotonic(), LEAST_S)
+        def close(tier: Tier) -> None:
+            left_s = max(until - time.monotonic(), LEAST_S)
+            tier.close(left_s, finished=finished, is_asked=timeout is not None)
 
         try:
             with ExitStack() as last:
-                if (upload := self.upload) is not None:
-                    most_s = limit_s if finished or timeout is not None else UNFINISHED_S
-                    last.callback(lambda: upload.close(min(left_s(), most_s)))
-                last.callback(lambda: self.durable.close(left_s()))
-                if (memory := self.memory) is not None:
-                    last.callback(lambda: memory.close(left_s(), finished=finished))
-                if self.delta is not None:
-                    last.callback(lambda: self._tidy_log(left_s()))
-                    self.delta.close(left_s())
+                for tier in self:
+                    last.callback(close, tier)
         except Deadline as late:
             late.message = (
                 f"not all was saved when close() had waited {limit_s:g} s: {late.message}"
@@ -187,21 +223,60 @@ class Tiers:
         finally:
             self.saver.close()
 
-    def _tidy_log(self, limit_s: float) -> None:
-        """Tidy up records that were written after the last save had tidied up."""
-        if self.group.rank == 0:
-            try:
-                with within(limit_s):
-                    self.durable.steps.tidy_log()
-            except HoldfastError as error:
-                emit("tidy.failed", error=str(error))
 
-    def release(self) -> None:
-        """Give up the root, and the home behind it, if storage answers."""
-        for store in (self.store, self._behind) if self.group.rank == 0 else ():
-            try:
-                with within(RELEASE_S):
-                    if store is not None:
-                        release(store, self.claim)
-            except HoldfastError as error:
-                emit("release.failed", error=str(error))
+# -- the table ------------------------------------------------------------------------------------
+
+
+def _upload(run: Tiers, options: TierOptions) -> Tier | None:
+    if options.upload is None:
+        return None
+    from holdfast.tiers.mirror.upload import Upload
+
+    keep = options.upload_keep or Keep()
+    return Upload(run.durable.steps, run.homes[1], run.group, run.claim, keep)
+
+
+def _root(run: Tiers, options: TierOptions) -> Tier | None:
+    return RootTier(run.durable)
+
+
+def _memory(run: Tiers, options: TierOptions) -> Tier | None:
+    if options.memory is None:
+        return None
+    from holdfast.tiers.memory.starting import start
+
+    return start(options.memory, run.saver, run.durable, run.state)
+
+
+def _delta(run: Tiers, options: TierOptions) -> Tier | None:
+    if options.delta is None:
+        return None
+    from holdfast.core.checkpoint.peers import raise_on_all
+    from holdfast.tiers.records.log import mark_log
+    from holdfast.tiers.records.tier import DeltaTier
+
+    with raise_on_all(run.group, 0):
+        tier = DeltaTier(
+            run.state,
+            run.group,
+            run.durable.steps,
+            options.delta,
+            run.notices,
+            run=run.run,
+            mesh=run.mesh,
+            on_resize=run.on_resize,
+            is_tuned=run.is_tuned,
+        )
+    run.durable.steps.also_tidy = partial(mark_log, max_bytes=options.delta.bound)
+    if (upload := run.get("upload")) is not None:
+        upload.keep_records(options.delta, tier.way.flush)
+    return tier
+
+
+MAKERS: dict[str, Callable[[Tiers, TierOptions], Tier | None]] = {
+    "upload": _upload,
+    ROOT: _root,
+    "memory": _memory,
+    "delta": _delta,
+}
+"""The makers of tiers, from the farthest to the nearest: each returns None unless its tier is asked for."""

@@ -1,6 +1,6 @@
 """The choice of the step to restore, a pure one over what there is.
 
-Candidates come newest first; of one step in two tiers the one in memory comes first.  A step that turns
+Candidates come newest first; of one step in two tiers the nearer one comes first.  A step that turns
 out to be damaged is passed over, aloud, and the next is tried; what the user did wrong (a state that does
 not fit) is not passed over, because an older step would not fit either.
 """
@@ -20,6 +20,9 @@ from holdfast.base.errors import (
 
 STOPS = (UnsupportedVersion, Unavailable)
 
+Identity = tuple[int, int]
+"""Run and step of a state."""
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -28,36 +31,44 @@ class Candidate:
     run: int
     step: int
     attempt: str = ""
-    tip: tuple[int, int] | None = None
-    """Run and step of the state that records lead to from it, if there are any."""
+    tip: Identity | None = None
+    """The state that records lead to from it, if there are any."""
     replaced: bool = False
     """True if storage has a later save of this step."""
-    home: str = ""
-    """The store that it lies in, if that is not the root but the one behind it."""
+    tier: str = "durable"
+    """Name of the tier that has it."""
+    place: str = ""
+    """Name of its place in messages; empty for the root."""
+    nearness: int = 0
+    """Number of its tier, from the farthest to the nearest."""
 
     @property
     def in_memory(self) -> bool:
-        return bool(self.attempt)
+        return self.tier == "memory"
 
     @property
-    def end(self) -> tuple[int, int]:
-        """Run and step of the state that it leads to, with all its records."""
-        return self.tip or (self.run, self.step)
+    def base(self) -> Identity:
+        """The state that it is of."""
+        return self.run, self.step
+
+    @property
+    def end(self) -> Identity:
+        """The state that it leads to, with all its records."""
+        return self.tip or self.base
 
     def __str__(self) -> str:
-        where = self.home or "memory" * self.in_memory
-        return f"step {self.step}" + f" in {where}" * bool(where)
+        return f"step {self.step}" + f" in {self.place}" * bool(self.place)
 
 
 def newest_first(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Sort by the run and step they lead to, then their own step, then the one saved later, then tier: of
-    two homes, the root comes first.
+    """Sort by the run and step they lead to, then their own step, then the one saved later, then the
+    nearest tier.
 
     A run that went back has made what came after that step history.
     """
 
     def newness(c: Candidate) -> tuple[object, ...]:
-        return (c.end, c.step, not c.replaced, c.in_memory, not c.home, c.attempt)
+        return (c.end, c.step, not c.replaced, c.nearness, c.attempt)
 
     return sorted(candidates, key=newness, reverse=True)
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from holdfast.core.store import Store
+    from holdfast.live.restore.candidates import Identity
     from holdfast.live.restore.targets import RestoreOptions
-
-Tier = Literal["memory", "durable", "upload"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +19,7 @@ class FoundAt:
     run: int
     step: int
     attempt: str
-    tip: tuple[int, int] | None
+    tip: Identity | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +27,9 @@ class Found:
     """The state that a restore would reach, as `Checkpointer.find` sees it without reading tensors."""
 
     step: int
-    tier: Tier
-    """Place of the full step: memory of the nodes, the root, or the home behind it (`upload=`)."""
+    tier: str
+    """Place of the full step: `memory` of the nodes, `durable` (the root), or `upload`, the home behind
+    it."""
     extras: dict[str, Any] = field(repr=False)
     """The plain values of the state, by key, nested as they were handed over, and of objects what their
     `state_dict()` gave; of the newest record, where records lead on from the full step.  Tensors that are
@@ -61,10 +61,10 @@ class Restored(int):
     restored step 0 and if there was nothing to restore; `found` tells the two apart.
     """
 
-    tier: Tier | Literal["source"] | None
-    """Place that the full step was read from: memory of the nodes, the root, the home behind it
-    (`upload=`), or the `source` that was given (also a foreign checkpoint in the root).  None if there was
-    nothing."""
+    tier: str | None
+    """Place that the full step was read from: `memory` of the nodes, `durable` (the root), `upload` (the
+    home behind it), or the `source` that was given (also a foreign checkpoint in the root).  None if there
+    was nothing."""
     replayed: int
     """The number of recorded steps that were done again after the full step."""
     exactness: str
@@ -76,7 +76,7 @@ class Restored(int):
     def __new__(
         cls,
         step: int,
-        tier: Tier | Literal["source"] | None = None,
+        tier: str | None = None,
         replayed: int = 0,
         exactness: str = "bit-exact",
         loaders: tuple[str, ...] = (),

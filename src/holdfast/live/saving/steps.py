@@ -44,6 +44,8 @@ class RootSteps:
         self.also_tidy: Callable[[RootKeys, list[Saved], Owns], None] | None = None
         """Marks what else is to be deleted; called on rank 0 with the keys of steps and records, the steps
         of this run that there are after they have been tidied up, and what tells these from others'."""
+        self.also_noted: Callable[[], object] | None = None
+        """Called on rank 0 when labels or metrics of steps have changed."""
         self.worker = Worker("holdfast-tidy")
         self.line: Line = ()
         """The runs that this one went on from: it deletes no other runs' steps."""

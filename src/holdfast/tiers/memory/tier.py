@@ -8,7 +8,6 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,33 +16,29 @@ from holdfast.base.events import emit, span
 from holdfast.base.patience import slowest
 from holdfast.base.threads import Worker
 from holdfast.base.wire import WireError, decode_msgpack, rank_errors
+from holdfast.core.checkpoint.claiming import Claim
 from holdfast.core.checkpoint.names import step_prefix
-from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.format.manifest import FileEntry, Manifest, encode
-from holdfast.live.restore.targets import RestoreOptions
+from holdfast.live.every import Every
 from holdfast.live.saving import Draft, Request, Save, SaveOperation, Saver
 from holdfast.live.saving.commit import manifest_of, written
 from holdfast.live.saving.durable import Durable
 from holdfast.live.saving.holding import is_bypassed
 from holdfast.live.saving.messages import Written
 from holdfast.live.saving.operation import Replica
-from holdfast.live.state.named import Collected
 from holdfast.live.state.recognising import State
 from holdfast.live.state.snapshot import CopyTap, PrivateBuffer
+from holdfast.live.tier import Asked, Collect, Tier
 from holdfast.tiers.memory.decision import Decision, Filled, decided, of_all
 from holdfast.tiers.memory.feed import Feed
-from holdfast.tiers.memory.loading import load_snapshot
 from holdfast.tiers.memory.node import messages as w
-from holdfast.tiers.memory.node.inventory import Inventory, SnapshotStore
 from holdfast.tiers.memory.options import Memory
 from holdfast.tiers.memory.own_agent import OwnAgent
 from holdfast.tiers.memory.protecting import Protector
 from holdfast.tiers.memory.recompute import RecomputedStates, shadow_of
+from holdfast.tiers.memory.shelf import MEMORY, SnapshotShelf
 from holdfast.tiers.memory.slots import SlotBuffer, Slots, lease_of
 from holdfast.tiers.memory.storing import Storing
-
-if TYPE_CHECKING:
-    from holdfast.live.saving.attaching import Attached
 
 LEAVE_S = 5.0
 """Seconds that a process that ends early stays for a snapshot to be complete, or a save to reach
@@ -80,10 +75,12 @@ class Turns:
             self._is_free.set()
 
 
-class MemoryTier:
+class MemoryTier(Tier):
     """Snapshots into shared memory.  Every method is collective: all ranks call it in the same order."""
 
+    name = MEMORY
     kind = "snapshot"
+    carries = True
 
     def __init__(
         self,
@@ -122,45 +119,45 @@ class MemoryTier:
 
     # -- training thread --------------------------------------------------------------------------
 
-    def begin(
-        self,
-        describe_live: Callable[[], Collected],
-        step: int,
-        *,
-        durable: bool,
-        must: bool = False,
-        live: bool = False,
-        attached: Attached | None = None,
-    ) -> Save:
-        """Start a snapshot, which with `durable` goes on to storage.  Blocks as `Saver.begin`.
+    def due(self, step: int, every: Every) -> bool:
+        return every.memory is not None and step % every.memory == 0
 
-        It is left out if another one is in flight, unless it `must` be.  `live`: it is not made from a
-        replica.
-        """
+    def begin(self, collect: Collect, step: int, *, must: bool) -> Save:
+        """Start a snapshot.  It is left out if another one is in flight, unless it `must` be."""
+        with span("snapshot.call", step=step):
+            return self._begin(collect, Asked(step, must=must), durable=False)
+
+    def carry(self, collect: Collect, asked: Asked) -> Save:
+        """Start a snapshot that goes on to storage."""
+        return self._begin(collect, asked, durable=True)
+
+    def _begin(self, collect: Collect, asked: Asked, *, durable: bool) -> Save:
+        step = asked.step
         step_prefix(step)
         is_waiting = self._turns.num_pending > 0 or not self._storing.handed_over.is_set()
-        busy = not must and (self.durable.steps.is_saving if durable else is_waiting)
-        request = Request(step, busy=busy, durable=durable, attached=attached)
+        busy = not asked.must and (self.durable.steps.is_saving if durable else is_waiting)
+        request = Request(step, busy=busy, durable=durable, attached=asked.attached)
         op = self.saver.operation(self, request, companion=self, on_end=self._ended)
         self._turns.line_up()
         if durable:
             self.durable.steps.watch_over(op)
         if durable and self._feed is not None:
-            self._feed.proof.count_durable(must_prove=live)
+            self._feed.proof.count_durable(must_prove=asked.live)
         for follower in self._followers:
             follower.mark(op.number)
         with self.durable.held.by(op.kind, step):
-            return self.saver.begin(op, describe_live)
+            return self.saver.begin(op, self._arranged(collect))
 
-    def arranged(self, live: Collected) -> Collected:
-        """Return the state in the order in which it is to be shared among ranks."""
-        return live if self._feed is None else self._feed.arranged(live)
+    def _arranged(self, collect: Collect) -> Collect:
+        """Read the state in the order in which it is to be shared among ranks."""
+        feed = self._feed
+        return collect if feed is None else lambda: feed.arranged(collect())
 
-    def prepare(self, describe_live: Callable[[], Collected]) -> Save:
+    def prepare(self, collect: Collect, every: Every) -> Save:
         """Plan a snapshot and have the memory for it ready.  Returns at once."""
         op = self.saver.operation(self, Request(0, is_rehearsal=True))
         self._turns.line_up()
-        return self.saver.begin(op, describe_live)
+        return self.saver.begin(op, self._arranged(collect))
 
     def replica(self, op: SaveOperation) -> Replica | None:
         """The replica that is kept current by gradients, if a snapshot can be taken from it: not if it may
@@ -215,7 +212,7 @@ class MemoryTier:
         self.agent.client.abort_waits()
         self.saver.group.abort_waits()
 
-    def close(self, timeout: float | None, *, finished: bool) -> None:
+    def close(self, limit_s: float, *, finished: bool, is_asked: bool) -> None:
         """Wait for what is under way.  `finished`: the snapshots are needed no more, if the last save is in
         storage."""
         self._is_closed, is_settled = True, False
@@ -228,7 +225,7 @@ class MemoryTier:
             last.callback(self._storing.worker.shutdown)
             last.callback(self.worker.shutdown)
             try:
-                self.settle(self.saver.deadline_s if timeout is None else timeout)
+                self.settle(limit_s)
                 is_settled = True
             except BaseException:  # agents end what is under way, as long as ranks hear each other
                 self._abort_waits()
@@ -248,49 +245,24 @@ class MemoryTier:
 
     # -- restoring --------------------------------------------------------------------------------
 
-    def survey(self) -> Inventory:
-        """Return what the agents of all nodes hold of this job.  Collective.
+    def there(self) -> str:
+        steps = [c.step for c in self.shelf().candidates]
+        return f"step {max(steps)} in host memory" if steps else ""
 
-        Also those of nodes that this job no longer runs on, if they still answer.
-        """
+    def shelf(self) -> SnapshotShelf:
+        """Return what the agents of all nodes hold of this job.  Collective."""
         for follower in self._followers:
             follower.restart()
-        return Inventory(self.agent.job, *self.agent.ask_all())
+        return SnapshotShelf(self)
 
-    def opened(self, inventory: Inventory, attempt: str) -> Checkpoint:
-        """A snapshot, opened, of which nothing is read yet."""
-        store = SnapshotStore(inventory, self.durable.store)
-        return Checkpoint(store, inventory.find(attempt))
-
-    def load(
-        self,
-        inventory: Inventory,
-        attempt: str,
-        state: State,
-        options: RestoreOptions,
-        *,
-        verify: bool,
-    ) -> Manifest:
-        """Read a snapshot into the live state; return its manifest.  Collective; see `load_snapshot`."""
-        manifest = inventory.find(attempt)
-        load_snapshot(
-            inventory,
-            manifest,
-            self.durable.store,
-            self.saver.group,
-            state,
-            options,
-            lambda stale: stale.renew(*self.agent.ask_all()),
-            verify=verify,
-        )
-        self.adopt(manifest, inventory.cards(attempt))
-        return manifest
-
-    def adopt(self, manifest: Manifest, cards: tuple[w.Card, ...]) -> None:
+    def take_over(self, manifest: Manifest, cards: tuple[w.Card, ...]) -> None:
         """Tell this node's agent that what was restored is the newest snapshot here, too.  `cards`: those
         of the agents that hold it, with whom the next restart finds it."""
         decision = Decision({}, encode(manifest), cards)
         self.agent.adopt(self._commit_of(manifest.step, manifest.attempt, decision))
+
+    def adopt(self, claim: Claim, base: int | None) -> None:
+        self.agent.hello()
 
     def _commit_of(self, step: int, attempt: str, decision: Decision) -> w.Commit:
         run = self.durable.run

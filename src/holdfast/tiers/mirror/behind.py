@@ -22,7 +22,7 @@ from holdfast.base.events import emit, span
 from holdfast.core.checkpoint.claiming import Claim
 from holdfast.core.checkpoint.committing import commit
 from holdfast.core.checkpoint.files import Files
-from holdfast.core.checkpoint.lineage import Line, Owns, is_in_line
+from holdfast.core.checkpoint.lineage import Owns, is_in_line
 from holdfast.core.checkpoint.listing import came_later, stated_attempt
 from holdfast.core.checkpoint.names import (
     AND_LOG,
@@ -39,6 +39,7 @@ from holdfast.core.checkpoint.tidying import Keep, discard, sweep
 from holdfast.core.checkpoint.transfer import transfer_files
 from holdfast.core.format.manifest import FileEntry, Manifest
 from holdfast.core.store import Store
+from holdfast.live.saving.steps import RootSteps
 
 ALL = 10**12
 
@@ -46,9 +47,10 @@ ALL = 10**12
 class HomeBehind:
     """The store behind a root."""
 
-    def __init__(self, root: Store, store: Store, claim: Claim, keep: Keep) -> None:
-        """`keep`: the steps that stay in the store."""
-        self.root = root
+    def __init__(self, steps: RootSteps, store: Store, claim: Claim, keep: Keep) -> None:
+        """`steps`: those of the root.  `keep`: the steps that stay in the store."""
+        self.root = steps.store
+        self._steps = steps
         self.store = store
         self.claim = claim
         """This run's claim, on both homes."""
@@ -68,15 +70,13 @@ class HomeBehind:
         self._replaced: str | None = None
         """The attempt that the step uploaded last was of before."""
         self._keep = keep
-        self.line: Line = ()
-        """The runs that this one went on from: it deletes no other runs' steps."""
 
     def go_on(self, claim: Claim, base: int | None) -> None:
         """Go on as another run, which went back to step `base`.  While `committing` is held."""
         self.claim, self._base = claim, base
 
     def _owns(self, saved: Saved) -> bool:
-        return is_in_line(saved, self.claim.run, self.line)
+        return is_in_line(saved, self.claim.run, self._steps.line)
 
     # -- which step -------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -56,12 +56,15 @@ from holdfast.core.format.manifest import Manifest, decode
 from holdfast.core.group import Group
 from holdfast.core.store import Store
 from holdfast.live.saving import Save
+from holdfast.live.tier import Tier
 from holdfast.tiers.mirror.behind import HomeBehind
 from holdfast.tiers.mirror.news import UploadNews
 from holdfast.tiers.mirror.waiting import Newest, WaitingSaves
 
 if TYPE_CHECKING:
+    from holdfast.live.restore.candidates import Candidate
     from holdfast.live.saving.steps import RootSteps
+    from holdfast.live.shelves import Shelf
     from holdfast.tiers.mirror.records import RecordUpload
     from holdfast.tiers.records.options import Delta
 
@@ -70,6 +73,8 @@ PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
 LAST_PAUSE_S = 1.0
 """The same while `close` waits."""
 LEAST_S = 0.1
+UNFINISHED_S = 30.0
+"""Seconds that a run which ends by an error may wait for its upload."""
 COPY_S = 6 * 3600.0
 """Seconds that rank 0 waits for another rank's part of an upload."""
 NICENESS = 10
@@ -93,21 +98,28 @@ class RoundOutcome(msgspec.Struct, frozen=True, array_like=True):
     error: WireError | None = None
 
 
-class Upload:
+class Upload(Tier):
     """Copies the steps of a root to another store.
 
     All ranks call its methods in the same order.
     """
+
+    name = "upload"
+    outlives = True
 
     def __init__(
         self, steps: RootSteps, store: Store, group: Group, claim: Claim, keep: Keep
     ) -> None:
         """Begins with what the root has and the store has not.  `steps`: those of the root."""
         self.group = group
-        self.home = HomeBehind(steps.store, store, claim, keep)
+        self.home = HomeBehind(steps, store, claim, keep)
         self._steps = steps
         self._waiting = WaitingSaves()
         self._news = UploadNews(steps.store, store, group.rank)
+        self.news = self._news.messages
+        self._shelf: Shelf | None = None
+        """The steps behind the root, as a restart has found them."""
+        steps.also_noted = self.renew_notes
         self._records: RecordUpload | None = None
         self._num_rounds = 0
         self._is_closing = False
@@ -117,19 +129,9 @@ class Upload:
         self._worker.submit(_step_back)
         self._begin()
 
-    @property
-    def store(self) -> Store:
-        """The store behind the root."""
-        return self.home.store
-
-    @property
-    def news(self) -> list[str]:
-        """Messages that the user is to be told."""
-        return self._news.messages
-
     # -- training thread --------------------------------------------------------------------------
 
-    def watch(self, save: Save) -> None:
+    def saving(self, save: Save) -> None:
         """Upload the step of a save when it is committed, unless a newer one is by then."""
         save.add_done_callback(partial(self._done, self._waiting.next_number()))
 
@@ -166,8 +168,34 @@ class Upload:
         with suppress(RuntimeError):  # it is closed
             self._worker.submit(self.home.carry_notes)
 
-    def close(self, limit_s: float) -> None:
-        """Wait for the newest step, at most so long.  What is not uploaded then is told."""
+    # -- a restart --------------------------------------------------------------------------------
+
+    def shelf(self) -> Shelf:
+        """List the steps, and the records beside them."""
+        from holdfast.live.shelves import StoredShelf
+
+        self._shelf = StoredShelf(self.home.store, self.group, tier=self.name, records=True)
+        return self._shelf
+
+    def lacks(self, taken: Candidate, root: Shelf, *, num_replayed: int) -> bool:
+        """True of an older step that one of the two homes has not: records lead on from it in both."""
+        from holdfast.tiers.mirror.lacking import is_lacking
+
+        assert self._shelf is not None
+        return is_lacking(taken, root, self._shelf, self.group, num_replayed=num_replayed)
+
+    def pause(self) -> AbstractContextManager[object]:
+        return self.home.committing
+
+    def adopt(self, claim: Claim, base: int | None) -> None:
+        self.home.go_on(claim, base)
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def close(self, limit_s: float, *, finished: bool, is_asked: bool) -> None:
+        """Wait for the newest step; after an error for a while only.  What is not uploaded then is told."""
+        if not (finished or is_asked):
+            limit_s = min(limit_s, UNFINISHED_S)
         self._is_closing = True
         self._retry.cancel()
         self._begin()

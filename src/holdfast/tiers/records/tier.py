@@ -11,26 +11,33 @@ record, `watching` sees what no record can tell, and `bases` the full saves that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch.optim import Optimizer
 
 from holdfast.base.errors import AgentError, HoldfastError, UsageError
 from holdfast.base.events import emit, span
+from holdfast.base.notices import Notices
+from holdfast.base.patience import within
+from holdfast.core.checkpoint.claiming import Claim
 from holdfast.core.group import Group
 from holdfast.core.layout import Box, Mesh
-from holdfast.core.store import MemoryStore, Store
-from holdfast.core.store.views import JoinedStore
+from holdfast.core.store import MemoryStore
 from holdfast.live.collecting import collect_step
+from holdfast.live.every import Every
 from holdfast.live.restore.targets import RestoreOptions
 from holdfast.live.saving import Save
 from holdfast.live.saving.messages import digests
+from holdfast.live.saving.steps import RootSteps
+from holdfast.live.shelves import Shelf
 from holdfast.live.state.customised import asked_once
 from holdfast.live.state.lending import only_reads
 from holdfast.live.state.named import Collected
 from holdfast.live.state.observer import StepCall
 from holdfast.live.state.recognising import State
+from holdfast.live.tier import Reached, Tier
 from holdfast.tiers.records.bases import Bases, Unrecorded
 from holdfast.tiers.records.capture import RecordCapture, WayToStorage
 from holdfast.tiers.records.clock import Clock, Spent
@@ -46,10 +53,16 @@ from holdfast.tiers.records.optimizers import (
 )
 from holdfast.tiers.records.options import Delta
 from holdfast.tiers.records.planning import encode_extras
-from holdfast.tiers.records.replay import Replay, survey
+from holdfast.tiers.records.replay import Replay
 from holdfast.tiers.records.segment import Identity
+from holdfast.tiers.records.trail import RecordTrail
 from holdfast.tiers.records.watching import Watch
 
+NO_RECORDS = (
+    "records are switched on (delta=) and none is made: every=Every(delta=1) records every step"
+)
+LEAST_S = 0.1
+"""Seconds that tidying up may take, however late it is."""
 MAX_EDITS = 3
 FAILED = "the step of an optimizer failed"
 MAX_IDLE = 20
@@ -79,21 +92,27 @@ class IdleRecords:
         )
 
 
-class DeltaTier:
+class DeltaTier(Tier):
     """Records of every step.  All ranks call its methods in the same order."""
+
+    name = "delta"
+    follows_steps = True
 
     def __init__(
         self,
         state: Callable[[], State],
         group: Group,
-        store: Store,
+        root: RootSteps,
         options: Delta,
+        notices: Notices,
         *,
         run: int,
         mesh: Mesh | None,
         on_resize: dict[str, str],
-        deadline_s: float,
+        is_tuned: bool,
     ) -> None:
+        """`root`: the steps beside which records lie.  `is_tuned`: it is measured whether they pay."""
+        store = root.store
         if isinstance(store, MemoryStore):
             raise UsageError(
                 f"delta= cannot write to {store.url}: it is in the memory of one process, and a process "
@@ -103,12 +122,18 @@ class DeltaTier:
         self.state = state
         self.group = group
         self.on_resize = on_resize
+        self._root = root
+        self._notices = notices
+        self._may_be_off = is_tuned
+        """True if nobody has to be told that no records are made."""
+        self._base_due: int | None = None
+        """The step of which a full save is due, for records to lead on from."""
         self.parent: Identity | None = None
         """The state that the next record leads on from; None until there is one to begin with."""
         self.news: list[str] = []
         """Messages that the user has to be told."""
         self._capture = RecordCapture(
-            group, store, options, run=run, mesh=mesh, deadline_s=deadline_s, tell=self._tell
+            group, store, options, run=run, mesh=mesh, deadline_s=group.deadline_s, tell=self._tell
         )
         self._watch = Watch()
         self._parts: Parts = {}
@@ -125,6 +150,35 @@ class DeltaTier:
         """Observe the optimizers, if the state was empty when this was made."""
         self._optimizers.complete(self.state())
 
+    # -- a step of the session --------------------------------------------------------------------
+
+    def act(self, step: int, every: Every) -> bool:
+        """Make a record.  True if records need a full save to lead on from."""
+        if every.delta is None:
+            if not self._may_be_off:
+                self._notices.warn(NO_RECORDS)
+            self._may_be_off = True
+            self.end("no records are due")
+            return False
+        self._may_be_off = True
+        self.record(step, every.durable)
+        self._tell_of_records()
+        if self.error is not None and every.durable is not None and step % every.durable == 0:
+            self.revive()
+        self._base_due = step if self.needs_base(step) else None
+        return self._base_due is not None
+
+    def _tell_of_records(self) -> None:
+        """Tell of what was noticed at this step, before its call ends."""
+        while self.news:
+            self._notices.warn(self.news.pop(0))
+        if (notice := self.notice()) is not None:
+            self._notices.complain(notice)
+        failed = self.error
+        if failed is not None:
+            failed.hint = failed.hint or "records begin again with the next full save"
+        self._notices.complain_once(failed, f"records end: {failed}")
+
     # -- what records lead on from ----------------------------------------------------------------
 
     def needs_base(self, step: int) -> bool:
@@ -140,12 +194,26 @@ class DeltaTier:
         return is_due
 
     def saving(self, save: Save) -> None:
-        """Note that a full save to storage has begun."""
+        """Note that a full save to storage has begun.  Records lead on from it if it was made for that, or
+        replaces what they would lead on from."""
+        state = self._capture.run, save.step
         self._capture.space.saving(save)
         self._unrecorded.saved(save.step)
-        self._bases.saved((self._capture.run, save.step), self._optimizers.num_begun)
+        self._bases.saved(state, self._optimizers.num_begun)
+        replaces = self.parent is not None and self.parent[1] == save.step
+        if self._base_due == save.step:
+            self._base_due = None
+            self.begin_from(state, save)
+            self.ready()
+        elif replaces and self.parent != state:
+            self.begin_from(state, save)
 
-    def loss(self) -> str:
+    def unheard(self) -> list[str]:
+        failed, loss = self.error, self._loss()
+        news = [loss] if loss else []
+        return news if self._notices.was_told(failed) else [*news, f"records end: {failed}"]
+
+    def _loss(self) -> str:
         """Say what is lost if the run ends now: steps that are in no record, with no full save
         since.  Empty if there are none, or if the user has been told that records end."""
         return "" if self.error is not None else self._unrecorded.text()
@@ -172,7 +240,16 @@ class DeltaTier:
         self._optimizers.observer.come_last()
         self._watch.begin(self.state())
 
-    def prepare(self) -> None:
+    def go_on(self, reached: Reached, every: Every) -> bool:
+        if reached.state is None or every.delta is None:
+            return False
+        if not reached.is_complete():
+            self.end("the restored step has not all of the live state")
+            return False
+        self.begin_from(reached.state, save_bytes=reached.save_bytes)
+        return True
+
+    def ready(self) -> None:
         """Plan records, which all ranks do together, right after `begin_from`.  Collective; blocks.
 
         Not within the first step of an optimizer: a loss scaler may skip that step on one rank alone, or
@@ -205,13 +282,11 @@ class DeltaTier:
         self._capture.revive()
         self._break("an error")
 
-    def adopt(self, run: int) -> None:
+    def adopt(self, claim: Claim, base: int | None) -> None:
         """Go on as another run, with a writer of its own.  Blocks until all is written."""
-        self._capture.adopt(run)
+        self._capture.adopt(claim.run)
 
-    @property
-    def recorded(self) -> bool:
-        """True if this run has made records."""
+    def has_moved_on(self) -> bool:
         return self._capture.recorded
 
     @property
@@ -254,21 +329,9 @@ class DeltaTier:
 
     # -- restoring --------------------------------------------------------------------------------
 
-    def survey(
-        self,
-        since: int,
-        newest: int,
-        keys: Collection[str],
-        behind: Store | None = None,
-        theirs: Collection[str] = (),
-    ) -> Log:
-        """Return what is recorded after step `since`, or by runs after `newest`, in this run's root, or in
-        the home `behind` it.
-        `keys` and `theirs`: on rank 0, those of both logs.  Collective; Deadline."""
-        store = self._capture.store
-        both = store if behind is None else JoinedStore(store, behind, {*theirs} - {*keys})
-        run, both_keys = self._capture.run, sorted({*keys, *theirs})
-        return survey(both, self.group, since, newest, run, both_keys)
+    def trail(self, shelves: Sequence[Shelf]) -> RecordTrail:
+        """Read the headers of what is recorded after these steps.  Collective; Deadline."""
+        return RecordTrail(self, shelves, self._capture.store, self._capture.run)
 
     def replay(
         self, log: Log, steps: list[RecordedStep], state: State, options: RestoreOptions
@@ -534,7 +597,7 @@ class DeltaTier:
         """Write so many records per file from now on.  All ranks say so at the same step."""
         self._capture.rebatch(batch)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait until nothing is on its way to storage, for all will be read.  A rank's wish for a base is
         forgotten: its step may come again.  All ranks do so together."""
         self._bases.forget_wish()
@@ -547,13 +610,28 @@ class DeltaTier:
         """The way of its records to storage."""
         return self._capture.way
 
-    def handed_over(self, limit_s: float | None) -> None:
+    def wait(self, limit_s: float | None) -> None:
         """Wait until the writer has every record: it outlives this process.  TimeoutError."""
         self._capture.handed_over(limit_s)
 
-    def close(self, limit_s: float) -> None:
-        self._optimizers.observer.close()
-        self._capture.close(limit_s)
+    def close(self, limit_s: float, *, finished: bool, is_asked: bool) -> None:
+        """Wait until the writer has every record, and tidy up.  Steps that are lost are told."""
+        until = time.monotonic() + limit_s
+        try:
+            self._optimizers.observer.close()
+            self._capture.close(limit_s)
+        finally:
+            self._tidy_log(max(until - time.monotonic(), LEAST_S))
+        self._tell(self._loss())
+
+    def _tidy_log(self, limit_s: float) -> None:
+        """Tidy up records that were written after the last save had tidied up."""
+        if self.group.rank == 0:
+            try:
+                with within(limit_s):
+                    self._root.tidy_log()
+            except HoldfastError as error:
+                emit("tidy.failed", error=str(error))
 
 
 def _parts_of(rest: Collected, names: Iterable[str]) -> Parts:

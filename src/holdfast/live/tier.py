@@ -1,0 +1,183 @@
+"""What a session asks of a tier: one protocol, whose methods are the moments in the life of a run.
+
+A tier is a place that a run keeps its state in, or a way of leading on from there.  A run has a list of
+them, from the farthest to the nearest:
+
+    the home behind the root    the root    memory of the nodes    records of every step
+
+The session asks each of them, in this order, and for what ends or carries a save in the opposite one:
+
+    a step       act > due > begin            the durable save, if one is due, goes first, and is carried by
+                                              the nearest tier that can: check_save > carry > saving
+    a restart    flush > shelf > trail        what there is; then the choice, by `candidates`
+                 settle > adopt               if the run went back to an older state
+                 go_on > ready                between them what was restored is saved, if it has to be
+    the end      leave, wait, unheard, close
+
+All ranks call all methods in the same order, on the training thread.  What a tier does not define is
+nothing to it.  The session knows no tier by its name; `session/tiers.py` makes them, by a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from holdfast.core.checkpoint.claiming import Claim
+from holdfast.live.every import Every
+from holdfast.live.saving import Save
+from holdfast.live.state.named import Collected
+
+if TYPE_CHECKING:
+    from holdfast.live.restore.candidates import Candidate, Identity
+    from holdfast.live.saving.attaching import Attached
+    from holdfast.live.shelves import Shelf, Trail
+
+Collect = Callable[[], Collected]
+"""Reads the live state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A durable save as the session asks for it."""
+
+    step: int
+    _: KW_ONLY
+    must: bool
+    """True if it is made whatever is in flight."""
+    yields: bool = False
+    """True if it is left out all the same when that waits for storage in vain."""
+    live: bool = False
+    """True if it is not to be made from a replica, which could be lost meanwhile."""
+    attached: Attached | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """The state that a restore has reached."""
+
+    state: Identity | None
+    """Its run and step; None if there was nothing to restore."""
+    save_bytes: int
+    """Bytes of the full step that was read."""
+    is_complete: Callable[[], bool]
+    """Tells whether it is all of the live state.  Collective."""
+
+
+class Tier(Protocol):
+    """A place, or a way, in which a run keeps its state."""
+
+    name: str
+    """Its name in `Restored.tier`, in events, and in the table that makes it."""
+    news: list[str]
+    """Messages that the user is to be told; whoever tells them takes them out."""
+    follows_steps: bool = False
+    """True if it keeps something of every step, so that the number of none may be wrong."""
+    carries: bool = False
+    """True if durable saves go through it."""
+    outlives: bool = False
+    """True if it has work to do, and to tell of, when the script has dropped the Checkpointer; then it must
+    hold no state of the training."""
+
+    # -- a step of the training -------------------------------------------------------------------
+
+    def complete(self) -> None:
+        """Note that the state has all that it will have, if it was handed over empty."""
+        return
+
+    def act(self, step: int, every: Every) -> bool:
+        """Keep what the step has changed.  True if that has to lead on from a durable save, made now."""
+        return False
+
+    def due(self, step: int, every: Every) -> bool:
+        """True if a save of its own is due."""
+        return False
+
+    def begin(self, collect: Collect, step: int, *, must: bool) -> Save:
+        """Begin a save of its own.  Blocks as `Saver.begin`.  `must`: whatever is in flight."""
+        raise AssertionError(f"{self.name} makes no saves of its own")
+
+    # -- a durable save ---------------------------------------------------------------------------
+
+    def check_save(self, step: int) -> None:
+        """UsageError if there must not be a durable save under this number."""
+        return
+
+    def prepare(self, collect: Collect, every: Every) -> Save | None:
+        """Have memory ready for the first save; return the rehearsal, if there is one.  If it `carries`."""
+        return None
+
+    def carry(self, collect: Collect, asked: Asked) -> Save:
+        """Begin a durable save.  If it `carries`; blocks as `Saver.begin`."""
+        raise AssertionError(f"{self.name} carries no saves")
+
+    def saving(self, save: Save) -> None:
+        """Note that a durable save has begun."""
+        return
+
+    # -- a restart --------------------------------------------------------------------------------
+
+    def there(self) -> str:
+        """Return what it holds of runs before that the claim of the root does not tell of, in words."""
+        return ""
+
+    def flush(self) -> None:
+        """Wait until what was made is where a restart reads it."""
+        return
+
+    def shelf(self) -> Shelf | None:
+        """Return the full steps that it holds; None if it never holds any.  Blocks."""
+        return None
+
+    def trail(self, shelves: Sequence[Shelf]) -> Trail | None:
+        """Return what leads on from the steps on these shelves; None if nothing ever does.  Blocks."""
+        return None
+
+    def lacks(self, taken: Candidate, root: Shelf, *, num_replayed: int) -> bool:
+        """True if it lacks a step that records will lead on from, and the root has to save that anew."""
+        return False
+
+    def has_moved_on(self) -> bool:
+        """True if it has kept a step that this run has made, on this rank.  If it `follows_steps`."""
+        return False
+
+    def settle(self, limit_s: float) -> None:
+        """Wait until nothing is under way; Deadline."""
+        return
+
+    def pause(self) -> AbstractContextManager[object]:
+        """Return a block within which nothing of it commits: the run takes its homes anew."""
+        return nullcontext()
+
+    def adopt(self, claim: Claim, base: int | None) -> None:
+        """Go on as another run, which went back to step `base`."""
+        return
+
+    def go_on(self, reached: Reached, every: Every) -> bool:
+        """Lead on from the restored state; True if it does."""
+        return False
+
+    def ready(self) -> None:
+        """Get ready for the next step, after `go_on`, and when what had to be saved is being saved."""
+        return
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def wait(self, limit_s: float | None) -> None:
+        """Wait until what was made outlives this process.  Deadline or TimeoutError."""
+        return
+
+    def unheard(self) -> list[str]:
+        """Return what the user would be told, beside failed saves, if the run ended now."""
+        return []
+
+    def leave(self) -> None:
+        """Wait for nobody any more: the training ends by an error."""
+        return
+
+    def close(self, limit_s: float, *, finished: bool, is_asked: bool) -> None:
+        """Wait for what is pending, so long at most, and end.  `finished`: the training has come to its
+        end; `is_asked`: the user has named the limit."""
+        return
