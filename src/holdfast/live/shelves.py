@@ -35,26 +35,19 @@ class Shelf(Protocol):
     """Name of the tier."""
     place: str
     """Name in messages; empty for the root."""
-    lasts: bool
-    """True if it outlives the nodes."""
     candidates: list[Candidate]
     saved: list[Saved]
     """Its steps with the runs that saved them, if they lie in storage."""
     store: Store | None
-    """The store in which its steps can be read once more, if they lie in storage."""
+    """The store in which its steps can be read once more; None if they may be lost with the nodes."""
     log: Collection[str] | None
     """On rank 0: the keys of the records that lie beside its steps; None if none ever do."""
 
     def load(
-        self,
-        candidate: Candidate,
-        state: State,
-        options: RestoreOptions,
-        *,
-        verify: bool,
-        attempt: str,
+        self, candidate: Candidate, state: State, options: RestoreOptions, *, verify: bool
     ) -> Manifest:
-        """Read a step into the live state.  NotFound if it is of another `attempt`, where one is named."""
+        """Read a step into the live state.  NotFound if it is of another attempt than the candidate, where
+        that names one."""
 
     def opened(self, candidate: Candidate, *, verify: bool) -> Checkpoint:
         """Return a step of which nothing is read yet."""
@@ -72,8 +65,6 @@ class Shelf(Protocol):
 
 class StoredShelf:
     """The steps of a store."""
-
-    lasts = True
 
     def __init__(
         self,
@@ -99,17 +90,13 @@ class StoredShelf:
         ]
 
     def load(
-        self,
-        candidate: Candidate,
-        state: State,
-        options: RestoreOptions,
-        *,
-        verify: bool,
-        attempt: str,
+        self, candidate: Candidate, state: State, options: RestoreOptions, *, verify: bool
     ) -> Manifest:
         """See `load_step`."""
-        step, group = candidate.step, self._group
-        return load_step(self._at, group, step, state, options, verify=verify, attempt=attempt)
+        step, attempt = candidate.step, candidate.attempt
+        return load_step(
+            self._at, self._group, step, state, options, verify=verify, attempt=attempt
+        )
 
     def opened(self, candidate: Candidate, *, verify: bool) -> Checkpoint:
         manifest = manifest_of(self._at, self._group, candidate.step)

@@ -225,10 +225,13 @@ class Checkpointer:
             self._beginning.look_for_late()
         if is_base or due:
             added = None if metrics is None else self._attached(metrics)
-            must, yields = self.when_busy != "skip", self.when_busy is None
-            if is_base:
-                must, yields = True, False
-            self._begin(step, must=must, live=is_base, yields=yields, added=added)
+            self._begin(
+                step,
+                must=is_base or self.when_busy != "skip",
+                yields=self.when_busy is None and not is_base,
+                live=is_base,
+                added=added,
+            )
             own = [tier for tier in own if tier is not self._tiers.carrier]
         for tier in own:
             self._begin_own(tier, step)

@@ -122,11 +122,11 @@ class Restart:
             )
         states = self.survey.leading(at)
         copies = self.survey.copies(at.run, at.step)
-        copies = [c for c in copies if c.attempt in ("", at.attempt)]
+        copies = [replace(c, attempt=at.attempt) for c in copies if c.attempt in ("", at.attempt)]
         copies.sort(key=lambda c: c.tier != found.tier)  # which keeps the order of the rest
 
         def attempt(candidate: Candidate) -> None:
-            self._reach(candidate, states, at.attempt)
+            self._reach(candidate, states)
 
         def unsound(candidate: Candidate, error: HoldfastError) -> None:
             self.tiers.unsound[self._name(candidate, at.attempt)] = error
@@ -157,7 +157,7 @@ class Restart:
     def _step(self, step: int, attempt: Callable[[Candidate, int], Identity]) -> int:
         self.taken = best = self.survey.leading_to(step)
         copies = self.survey.copies(best.run, best.step)
-        copies = [c for c in copies if c.place and self._shelf(c).lasts]
+        copies = [c for c in copies if c.place and self._shelf(c).store is not None]
         if copies and best not in copies:
             self.taken = newest_good([best, *copies], lambda c: attempt(c, step), _passed_over)
             return step if self.reached is None else self.reached[1]
@@ -184,13 +184,13 @@ class Restart:
         """Read a step, and do the recorded steps after it again; return the state reached."""
         return self._reach(candidate, self.survey.after(candidate, until))
 
-    def _reach(self, candidate: Candidate, states: list[Identity], attempt: str = "") -> Identity:
+    def _reach(self, candidate: Candidate, states: list[Identity]) -> Identity:
         """Read a step, and do what leads to `states` again after it.  A step that is refused in its midst
         ends them as a damaged one does, but leaves a state that is of no step: all is read once more, at
         most twice."""
         is_again = False
         while True:
-            self._load(candidate, attempt)
+            self._load(candidate)
             try:
                 self.reached = self._replay(candidate, states)
                 return self.reached
@@ -202,13 +202,10 @@ class Restart:
                 emit("replay.ended", step=refused, error=str(error))
                 states, is_again = [] if is_again else before, True
 
-    def _load(self, candidate: Candidate, attempt: str = "") -> None:
-        """Read a step.  NotFound if it is of another `attempt`."""
+    def _load(self, candidate: Candidate) -> None:
         shelf = self._shelf(candidate)
         with span("restore.load", step=candidate.step, tier=candidate.tier):
-            manifest = shelf.load(
-                candidate, self.state, self.options, verify=self.verify, attempt=attempt
-            )
+            manifest = shelf.load(candidate, self.state, self.options, verify=self.verify)
         self.exactness, self.manifest = tell_exactness(manifest), manifest
 
     def _shelf(self, candidate: Candidate) -> Shelf:
@@ -382,7 +379,7 @@ class Restart:
         taken, root = self.taken, self.survey.root
         if taken is None:
             return False
-        if not self._shelf(taken).lasts:
+        if self._shelf(taken).store is None:
             return taken.base not in {(s.run, s.step) for s in root.saved}
         tiers = self.tiers if is_recording else ()
         return any(tier.lacks(taken, root, num_replayed=self.num_replayed) for tier in tiers)

@@ -236,10 +236,6 @@ def _upload(run: Tiers, options: TierOptions) -> Tier | None:
     return Upload(run.durable.steps, run.homes[1], run.group, run.claim, keep)
 
 
-def _root(run: Tiers, options: TierOptions) -> Tier | None:
-    return RootTier(run.durable)
-
-
 def _memory(run: Tiers, options: TierOptions) -> Tier | None:
     if options.memory is None:
         return None
@@ -275,7 +271,7 @@ def _delta(run: Tiers, options: TierOptions) -> Tier | None:
 
 MAKERS: dict[str, Callable[[Tiers, TierOptions], Tier | None]] = {
     "upload": _upload,
-    ROOT: _root,
+    ROOT: lambda run, options: RootTier(run.durable),
     "memory": _memory,
     "delta": _delta,
 }

@@ -26,7 +26,7 @@ Identity = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A step that may be restored.  `attempt` names a snapshot; a durable step has none."""
+    """A step that may be restored.  `attempt` names a snapshot, or a step that has to be of it."""
 
     run: int
     step: int

@@ -26,7 +26,6 @@ class SnapshotShelf:
     if they still answer."""
 
     tier = place = MEMORY
-    lasts = False
 
     def __init__(self, tier: MemoryTier) -> None:
         """Asks the agents.  Collective."""
@@ -42,13 +41,7 @@ class SnapshotShelf:
         ]
 
     def load(
-        self,
-        candidate: Candidate,
-        state: State,
-        options: RestoreOptions,
-        *,
-        verify: bool,
-        attempt: str,
+        self, candidate: Candidate, state: State, options: RestoreOptions, *, verify: bool
     ) -> Manifest:
         """Read a snapshot, which is the newest on this node then, too; see `load_snapshot`."""
         tier, inventory = self._tier, self.inventory
