@@ -301,6 +301,23 @@ BESIDE_THE_CORE = (
 )  # fmt: skip
 """Loaded when they are asked for: tiers, formats of others, the tuner, tools."""
 
+NAMES_OF_TIERS = {"delta", "memory", "mirror", "records", "snapshots", "upload"}
+KNOWS_NO_TIER = ("beginning", "checkpointer", "ending", "late", "restart", "survey")
+
+
+def test_the_session_knows_no_tier_by_its_name() -> None:
+    """But for the table that makes them, and the tuner, whose model has these costs."""
+    for name in KNOWS_NO_TIER:
+        path = SRC / "holdfast" / "session" / f"{name}.py"
+        for node in nodes(path):
+            named = getattr(node, "attr", None) or getattr(node, "value", None)
+            assert not isinstance(named, str) or named not in NAMES_OF_TIERS, (
+                f"{name}.py:{node.lineno}: {named}"  # type: ignore[attr-defined]
+            )
+        names = {name for name, _ in imports(path) if name.startswith("holdfast.tiers")}
+        assert all(name.endswith(".options") for name in names), names
+
+
 SELDOM = (
     "holdfast.core.checkpoint.read_assignment",
     "holdfast.core.checkpoint.sharing",
