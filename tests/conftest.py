@@ -2,7 +2,10 @@
 
 import gc
 import os
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -18,13 +21,60 @@ with suppress(ImportError):  # tests of devices run where it is not
     settings.register_profile("anew", deadline=None)
     settings.load_profile("holdfast")
 
-from gate import in_order, leave_to_the_soak
 from holdfast.errors import silence
 from memory.fixtures import lives, zygote
+from soaking import leave_to_the_soak
 
 __all__ = ["lives", "zygote"]
 
 silence("held-long")  # which a busy machine makes true
+
+TESTS = Path(__file__).parent
+FIRST = (
+    "state/test_many_tensors.py",  # these two while there is little in memory: the collector, forks
+    "memory/test_every_write.py",
+    "launching/test_kills.py",  # these seven for the soak: up to half an hour each
+    "objects/test_faults.py",
+    "loops/test_loops.py",
+    "docs/test_docs.py",
+    "trainers/test_deepspeed.py",
+    "trainers/test_accelerate.py",
+    "trainers/test_transformers.py",
+    "strangers/test_strangers.py",
+    "crash/test_mixed_overwrite.py",
+    "delta/test_kills.py",
+    "optimizers/test_optimizers.py",
+    "nodes/test_elastic_memory.py",
+    "nodes/test_chaos.py",
+    "nodes/test_elastic_durable.py",
+    "distributed/test_matrix.py",
+    "distributed/test_deepspeed_engine.py",
+    "distributed/test_megatron.py",
+    "memory/test_lives.py",
+    "memory/test_deaths.py",
+    "disks/test_exit.py",
+    "delta/test_topk.py",
+    "nodes/test_elastic_page.py",
+    "partners/test_partners.py",
+    "partners/test_meetings.py",
+    "delta/test_delta_lives.py",
+    "distributed/test_saving.py",
+    "distributed/test_loading.py",
+    "distributed/test_files.py",
+    "distributed/test_converting.py",
+)
+"""Files of few tests that take long: begun first, so that none is left at the end for one worker alone."""
+
+
+def in_order(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """File by file: those named above, then the others, those of many tests before those of few."""
+    sizes = Counter(item.path for item in items)
+
+    def turn(item: pytest.Item) -> tuple[int, int]:
+        file = item.path.relative_to(TESTS).as_posix() if item.path.is_relative_to(TESTS) else ""
+        return FIRST.index(file) if file in FIRST else len(FIRST), -sizes[item.path]
+
+    return sorted(items, key=turn)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -33,7 +83,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is not wanted
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    leave_to_the_soak(config, items)
+    own = [item for item in items if item.path.is_relative_to(TESTS)]
+    leave_to_the_soak(own, are_all=not any("::" in arg for arg in config.args))
     items[:] = in_order(items)
 
 

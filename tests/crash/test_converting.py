@@ -47,6 +47,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
+@pytest.mark.soak_except("huggingface")
 @pytest.mark.slow
 @pytest.mark.parametrize("to", FORMATS)
 def test_killed_at_random_it_goes_on(source: Path, tmp_path: Path, to: str) -> None:
@@ -94,6 +95,7 @@ def interrupted(source: Path, target: Path, to: str, after: int) -> None:
         holdfast.convert(source, target, to=to, max_file_bytes=8_000_000, progress=stop)
 
 
+@pytest.mark.soak_except("universal")
 @pytest.mark.parametrize("to", FORMATS)
 def test_finished_files_are_not_written_again(source: Path, tmp_path: Path, to: str) -> None:
     target = tmp_path / "out"
@@ -150,6 +152,7 @@ def killed_at(change: int, source: Path, target: Path, to: str) -> bool:
     return status == 9
 
 
+@pytest.mark.soak_except("dcp", "huggingface")
 @pytest.mark.slow
 @pytest.mark.parametrize("to", [*FORMATS, "torch"])
 def test_killed_at_every_change(tmp_path: Path, to: str) -> None:

@@ -106,6 +106,7 @@ def kill_at_random(training: Training, rng: random.Random) -> list[int]:
     return seen
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_killed_training_stays_on_the_reference_trajectory(tmp_path: Path) -> None:

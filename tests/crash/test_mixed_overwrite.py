@@ -27,6 +27,7 @@ def experiment(kind: str, root: Path) -> list[dict]:
     return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.soak
 @pytest.mark.distributed
 def test_holdfast_keeps_the_old_step(tmp_path: Path) -> None:
     lines = experiment("holdfast", tmp_path / "root")
@@ -42,6 +43,7 @@ def test_holdfast_keeps_the_old_step(tmp_path: Path) -> None:
             assert re.match(said, before["error"]), before
 
 
+@pytest.mark.soak
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_the_same_experiment_tells_a_mixture_from_a_whole(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ def check(lives: Lives, told: list[Told], step: int, digests: dict[int, str]) ->
         assert (one.restored, one.start) == (step, digests[step]), lives.errors()
 
 
+@pytest.mark.soak_except("fsdp")
 @pytest.mark.parametrize("layout", ["ddp", "zero1", "fsdp", "hsdp", "tp", "sp"])
 def test_all_processes_are_killed(lives: Lives, layout: str) -> None:
     """They go on from the record of their last step, as the uninterrupted training does."""
@@ -47,6 +48,7 @@ def test_other_numbers_of_ranks(lives: Lives) -> None:
     check(lives, three, 6, alone[0].digests)
 
 
+@pytest.mark.soak_except("adam")
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "adagrad", "rmsprop"])
 def test_fewer_ranks_with_each_optimizer(lives: Lives, optimizer: str) -> None:
     """All are killed; four ranks' records are replayed on two, and those of both on one."""
@@ -96,6 +98,7 @@ def test_ranks_are_tuned_alike(lives: Lives) -> None:
     check(lives, again, again[0].restored, told[0].digests)
 
 
+@pytest.mark.soak_except("state")
 @pytest.mark.parametrize("feed", ["state", "gradient"])
 def test_memory_and_records(lives: Lives, feed: str) -> None:
     """From the newest snapshot in memory, by the records after it; when nodes are lost, from storage."""

@@ -233,6 +233,7 @@ if hasattr(torch.optim, "Muon"):
     OPTIMIZERS["muon"] = lambda p: torch.optim.Muon([x for x in p if x.ndim == 2], lr=0.02)
 
 
+@pytest.mark.soak_except("sgd", "momentum", "adamw", "adamw-foreach", "rmsprop")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer(root: Path, name: str) -> None:
     def new() -> Run:
@@ -347,6 +348,7 @@ def test_an_optimizer_whose_steps_cannot_be_seen_is_refused(root: Path) -> None:
     assert "hand that over" in str(caught.value)
 
 
+@pytest.mark.soak_except("adamw", "rmsprop")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_replayed_in_blocks(root: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters here are smaller than a block is, so blocks are made smaller."""
@@ -404,6 +406,7 @@ def test_the_next_record_is_read_while_one_is_applied(
     assert done == list(range(BASE + 1, STEPS + 1))
 
 
+@pytest.mark.soak_except("pure-sgd", "masters-adamw")
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adamw", "adagrad", "rmsprop"])
 @pytest.mark.parametrize("masters", [False, True], ids=["pure", "masters"])
 def test_bfloat16(root: Path, name: str, masters: bool) -> None:
@@ -413,6 +416,7 @@ def test_bfloat16(root: Path, name: str, masters: bool) -> None:
     check_restored(root, new, recorded(root, new))
 
 
+@pytest.mark.soak_except("sgd", "adam")
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adamw-fused", "adagrad", "rmsprop"])
 def test_accumulated_gradients(root: Path, name: str) -> None:
     def new() -> Run:

@@ -27,6 +27,7 @@ CASES += [
 ]
 
 
+@pytest.mark.soak_except("sgd-float32", "adamw-masters")
 @pytest.mark.parametrize(("name", "kind"), CASES, ids=[f"{name}-{kind}" for name, kind in CASES])
 def test_at_a_random_moment(lives: Lives, name: str, kind: str) -> None:
     draw = random.Random(f"{SEED} {name} {kind}")

@@ -111,6 +111,7 @@ def test_a_trainer_dies(lives: Lives) -> None:
     chain.end()
 
 
+@pytest.mark.soak
 def test_a_trainer_dies_in_mid_batch(lives: Lives) -> None:
     """The writer still writes what is no whole batch."""
     chain = Chain(lives, delta={"batch": 3})
@@ -121,6 +122,7 @@ def test_a_trainer_dies_in_mid_batch(lives: Lives) -> None:
     chain.end()
 
 
+@pytest.mark.soak
 def test_trainers_die_before_their_writers_have_begun(lives: Lives) -> None:
     """What they have handed over is in shared memory: who restarts waits for it to be written."""
     chain = Chain(lives, delta={})
@@ -129,6 +131,7 @@ def test_trainers_die_before_their_writers_have_begun(lives: Lives) -> None:
     chain.end()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("at", ["announce", "announced"])
 def test_trainers_die_while_writers_are_announced(lives: Lives, at: str) -> None:
     """Nothing is recorded yet, and a writer that has no order writes nothing and ends."""
@@ -174,6 +177,7 @@ def test_a_node_dies_while_it_writes(lives: Lives) -> None:
     assert died >= CALLS_OF_A_RECORD
 
 
+@pytest.mark.soak
 def test_a_trainer_dies_while_records_are_deleted(lives: Lives) -> None:
     """Those that no step needs which is kept."""
     chain = Chain(lives, delta={}, durable=3, keep={"last": 1}, settle=True)

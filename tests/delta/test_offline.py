@@ -69,6 +69,7 @@ MORE = {
 """Whose loops compute otherwise, in the last bits."""
 
 
+@pytest.mark.soak_except("adamw-two-groups", "momentum")
 @pytest.mark.parametrize(
     "name",
     ["adamw", "adamw-two-groups", "momentum", "adam-fused", "sgd-fused", "adagrad-fused", *MORE],

@@ -37,6 +37,7 @@ def longest(told: Any, until: int) -> float:
     return max(line["took"] for line in told.lines if "took" in line and line["step"] < until)
 
 
+@pytest.mark.soak
 def test_training_waits(lives: Lives) -> None:
     """For as long as storage takes nothing; no record is missing."""
     told = slow(lives, "wait", 16, stops_until=16, queue=6)

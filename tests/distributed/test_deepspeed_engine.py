@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gate import cases_of
 from kernels import compiled
+from soaking import cases_of
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # before DeepSpeed is imported
 
@@ -64,21 +64,33 @@ def on_three(request: pytest.FixtureRequest, out: Path, saved: Failed) -> Failed
     return launched(out, "three", "engine_resuming_cases", 3, *names)
 
 
+@pytest.mark.soak_except(
+    "zero2-fp32",
+    "zero3-fp32",
+    "zero1-bf16-accumulate",
+    "what_modules_say_besides_is_refused",
+    "a_damaged_step_leaves_nothing_that_trains",
+)
 @pytest.mark.parametrize("name", names_of(SAVING))
 def test_saving(saved: Failed, name: str) -> None:
     check(saved, name)
 
 
+@pytest.mark.soak_except(
+    "resuming-zero3-fp32", "resuming-zero1-bf16-accumulate", "zero3-fp32-to-zero1-fp32"
+)
 @pytest.mark.parametrize("name", names_of(RESUMING))
 def test_on_two_ranks(resumed: Failed, name: str) -> None:
     check(resumed, name)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", names_of(ELSEWHERE))
 def test_on_one_rank(on_one: Failed, name: str) -> None:
     check(on_one, name)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", names_of(ELSEWHERE))
 def test_on_three_ranks(on_three: Failed, name: str) -> None:
     check(on_three, name)
@@ -93,6 +105,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.usefixtures("kernels")
 def test_optimizers_that_deepspeed_compiles(tmp_path: Path) -> None:

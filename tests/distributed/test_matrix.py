@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import holdfast
-from gate import cases_of
+from soaking import cases_of
 
 from .launch import launch
 from .layouts import LAYOUTS, VOCABULARY, WIDTH
@@ -21,6 +21,9 @@ pytestmark = pytest.mark.distributed
 
 MOST_READ = 1.05
 """DESIGN.md section 6: bytes read over bytes wanted, summed over the ranks."""
+
+KEPT = ("plain", "fsdp2", "fsdp2_tp2", "pp2_dp2")
+"""Layouts of `make test`: one rank, shards, shards on two axes, stages."""
 
 TIED_TWICE = {"virtual2", "pp2_dp2", "pp2_rep1_dp2_tp2"}
 """Checkpoints with the tied weights under both names, of which the other layouts want one."""
@@ -65,12 +68,14 @@ def loaded(root: Path, layouts: list[str], saved: dict[str, list[str]]) -> dict[
     return run("load", root, layouts)
 
 
+@pytest.mark.soak_except(*KEPT)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.timeout(900)
 def test_torch_gathers_what_holdfast_reads(saved: dict[str, list[str]], layout: str) -> None:
     assert saved[layout] == []
 
 
+@pytest.mark.soak_except(*KEPT)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_safetensors_reader_opens_the_files(
     root: Path, saved: dict[str, list[str]], layout: str
@@ -98,6 +103,7 @@ def at(part: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(*map(int, r.split(":"))) for r in ranges)
 
 
+@pytest.mark.soak_except(*KEPT)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.timeout(1200)
 def test_loads_every_checkpoint_bit_by_bit(
@@ -107,6 +113,7 @@ def test_loads_every_checkpoint_bit_by_bit(
     assert {s: found["wrong"] for s, found in loaded[layout].items() if found["wrong"]} == {}
 
 
+@pytest.mark.soak_except(*KEPT)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_together_read_each_byte_about_once(loaded: dict[str, Any], layout: str) -> None:
     """Verifying reads whole chunks; where all tensors are wanted, that is hardly more than they are.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gate import cases_of
+from soaking import cases_of
 
 from .cases import Case, check, run_module
 
@@ -40,11 +40,13 @@ def read(
     return run_module("megatron_readers", 1, out, *names, forked=True)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("case", megatron_sources.CASES, ids=lambda case: case.__name__)
 def test_sources(saved: dict[str, list[str]], case: Case) -> None:
     check(saved, case.__name__)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("case", megatron_readers.CASES, ids=lambda case: case.__name__)
 def test_as_megatron_loads(read: dict[str, list[str]], case: Case) -> None:
     check(read, case.__name__)
@@ -59,6 +61,14 @@ def live(
     return run_module("megatron_live_cases", 4, out, *names, forked=True, timeout_s=1700)
 
 
+@pytest.mark.soak_except(
+    "save_bf16_tp2_zero",
+    "save_bf16_tp2_pp2",
+    "resume_bf16_tp2_zero_as_tp2_zero",
+    "resume_bf16_tp2_pp2_as_tp2_pp2",
+    "another_model_is_refused",
+    "what_modules_say_besides_is_refused",
+)
 @pytest.mark.timeout(1800)  # all cases are one launch
 @pytest.mark.parametrize("case", megatron_live_cases.CASES, ids=lambda case: case.__name__)
 def test_live(live: dict[str, list[str]], case: Case) -> None:

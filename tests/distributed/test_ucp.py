@@ -38,7 +38,7 @@ from .ucp_cases import Row, apart, losses_of, row, rows, uninterrupted
 from .ucp_megatron import MOE_SOURCE, SOURCE
 from .ucp_phi import Phi, load_from_phi
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.soak]
 
 
 def plain(*, experts: bool = False, padded: int = gpt.PADDED) -> gpt.Plain:

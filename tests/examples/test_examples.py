@@ -117,6 +117,7 @@ def train(tmp_path: Path, name: str, steps: int, *more: str) -> list[tuple[int, 
     ]
 
 
+@pytest.mark.soak
 @pytest.mark.distributed
 def test_a_run_in_two_parts_is_the_run_in_one(tmp_path: Path) -> None:
     """With dropout, so that the random number generators count as well.  The last part goes on from a

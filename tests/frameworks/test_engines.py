@@ -17,6 +17,7 @@ NUM_TESTS = 11
 """The tests of the suite."""
 
 
+@pytest.mark.soak
 @pytest.mark.distributed
 @pytest.mark.parametrize(("name", "num_classes"), [("deepspeed", 2), ("megatron", 3)])
 def test_an_engine_passes_the_suite(name: str, num_classes: int, tmp_path: Path) -> None:

@@ -413,6 +413,7 @@ def joined(name: str, parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0]
 
 
+@pytest.mark.soak
 def test_a_grid(grids: Callable[[str], Path]) -> None:
     """Two stages, two tensor-parallel ranks, two data-parallel ones: as the ranks had it, and as
     ds_to_universal has it.  The embedding is tied over the stages and padded."""
@@ -437,6 +438,7 @@ def test_a_grid(grids: Callable[[str], Path]) -> None:
         assert differences(found, copies) == []
 
 
+@pytest.mark.soak
 def test_pipeline_of_bf16(grids: Callable[[str], Path]) -> None:
     """DeepSpeed cuts the optimizer though ZeRO is off, and its own tools read none of it."""
     out = grids("pp2-bf16")
@@ -512,6 +514,7 @@ def test_a_scale_is_of_each_state_another() -> None:
 MIXTURES = {"dp4-bf16": (4, 2, 2, "bf16"), "dp2-zero0": (2, 0, 2, "fp32")}
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", MIXTURES)
 def test_experts(tmp_path: Path, name: str) -> None:
     """Each rank's experts under their numbers of all, with master copies and states."""

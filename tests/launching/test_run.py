@@ -230,6 +230,7 @@ def test_what_a_script_is_told_is_as_under_torchrun(launcher: str, tmp_path: Pat
     }
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "words", [["./there/../script.py"], ["-m", "script"]], ids=["file", "module"]
 )
@@ -261,6 +262,7 @@ print(os.environ.get("OMP_NUM_THREADS"), torch.get_num_threads(), len(os.listdir
 """
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("options", "variables", "cpus"),
     [
@@ -319,6 +321,7 @@ main()
 """Prints which rank it is; rank 2 is killed once, when there is a spare."""
 
 
+@pytest.mark.soak_except("rank 0")
 @pytest.mark.parametrize("redirected", [(0, 1, 2), (0,)], ids=["all", "rank 0"])
 def test_a_spare_prints_to_the_log_of_its_rank(redirected: tuple[int, ...], tmp_path: Path) -> None:
     """To the file that torch keeps for the rank, and shows with the rank before each line; that of a rank
@@ -346,6 +349,7 @@ def test_a_spare_prints_to_the_log_of_its_rank(redirected: tuple[int, ...], tmp_
     assert "[default0]:rank 0 in 1" in ran.stdout
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("is_broken", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_a_spare_serves_however_the_script_has_set_torch(is_broken: bool, tmp_path: Path) -> None:
     """Its warm-up is on the CPU and with gradients; where it fails nonetheless, that is told."""
@@ -386,6 +390,7 @@ main()
 """Its spares end while they wait; it goes on until three have, and a second more."""
 
 
+@pytest.mark.soak
 def test_spares_that_end_while_they_wait_are_not_forked_for_ever(tmp_path: Path) -> None:
     script, folder = tmp_path / "script.py", tmp_path / "spares"
     script.write_text(ENDING)
@@ -418,6 +423,7 @@ main()
 """
 
 
+@pytest.mark.soak
 def test_lines_are_shown_with_the_rank_that_has_written_them(tmp_path: Path) -> None:
     """Also where it has changed: without the first process, the second has rank 0."""
     script = tmp_path / "script.py"
@@ -455,6 +461,7 @@ def listens(port: int) -> bool:
         return trial.connect_ex(("127.0.0.1", port)) == 0
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_a_rank_that_waits_in_the_kernel_ends_the_run(nodes: int, tmp_path: Path) -> None:
     """As torch has it, a new process would find there what the lost one holds: a status that is not 0."""
@@ -514,6 +521,7 @@ Path(f"{sys.argv[1]}/folds{os.environ['RANK']}").write_text(str(folds))
 """Calls its function three times; a rank is lost in the second."""
 
 
+@pytest.mark.soak
 def test_a_function_that_is_called_after_it_has_returned_is_plain(tmp_path: Path) -> None:
     """All processes begin anew when a rank is lost in it, and at once: none could be told to leave."""
     script = tmp_path / "script.py"
@@ -530,6 +538,7 @@ def test_a_function_that_is_called_after_it_has_returned_is_plain(tmp_path: Path
     assert "did not leave within" not in ran.stderr
 
 
+@pytest.mark.soak_except("raise")
 @pytest.mark.parametrize("kind", ["raise", "exit"])
 def test_what_the_script_itself_does(kind: str, tmp_path: Path, expected: str) -> None:
     """An exception is recovered from in all processes; one that exits is replaced."""
@@ -544,6 +553,7 @@ def test_what_the_script_itself_does(kind: str, tmp_path: Path, expected: str) -
     ) in ran.printed
 
 
+@pytest.mark.soak
 def test_a_rank_that_hangs(tmp_path: Path, expected: str) -> None:
     ran = run(tmp_path / "root", "--fail", "stop", 1, 8, 1, options=("--hang-s=10",))
     assert ran.status == 0, ran.printed[-4000:]
@@ -552,6 +562,7 @@ def test_a_rank_that_hangs(tmp_path: Path, expected: str) -> None:
     assert re.search(text, ran.printed), ran.printed[-4000:]  # the others may be one step ahead
 
 
+@pytest.mark.soak
 def test_a_rank_that_fails_when_all_are_done(tmp_path: Path, expected: str) -> None:
     """Processes that were told the end are on their way out: the next attempt has new ones, and ends."""
     ran = run(tmp_path / "root", "--late")
@@ -562,6 +573,7 @@ def test_a_rank_that_fails_when_all_are_done(tmp_path: Path, expected: str) -> N
     assert not {f["pid"] for f in first.values()} & {s["pid"] for s in second.values()}
 
 
+@pytest.mark.soak
 def test_the_same_failure_three_times_ends_the_run(tmp_path: Path) -> None:
     ran = run(tmp_path / "root", "--fail", "raise", 1, 8, 9)
     assert ran.status == 1
@@ -571,6 +583,7 @@ def test_the_same_failure_three_times_ends_the_run(tmp_path: Path) -> None:
     assert 'raise ValueError(f"a fault at step {step}")' in ran.printed  # the traceback
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("has_port", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_a_script_that_is_not_marked_is_started_again(
     has_port: bool, tmp_path: Path, expected: str
@@ -587,6 +600,7 @@ def test_a_script_that_is_not_marked_is_started_again(
     assert not {f["pid"] for f in first.values()} & {s["pid"] for s in second.values()}
 
 
+@pytest.mark.soak
 def test_what_a_stuck_survivor_began_ends_with_it(tmp_path: Path) -> None:
     script = Path(__file__).with_name("stuck.py")
     command = [sys.executable, "-m", "holdfast", "run", "--nproc-per-node=2", str(script)]
@@ -598,6 +612,7 @@ def test_what_a_stuck_survivor_began_ends_with_it(tmp_path: Path) -> None:
     assert (tmp_path / "alive").read_text() == ""
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_is_left_when_the_launcher_ends(number: signal.Signals, tmp_path: Path) -> None:
     root = tmp_path / "root"
@@ -635,6 +650,7 @@ atexit.register((folder / f"exit{rank}").touch)
 """Handles SIGTERM: its function returns."""
 
 
+@pytest.mark.soak
 def test_who_returns_upon_a_signal_to_the_launcher_ends_as_it_likes(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(RETURNS)
@@ -654,6 +670,7 @@ def test_who_returns_upon_a_signal_to_the_launcher_ends_as_it_likes(tmp_path: Pa
         assert (tmp_path / f"exit{rank}").exists()
 
 
+@pytest.mark.soak
 def test_what_ranks_print_is_seen_at_once(tmp_path: Path) -> None:
     """Not only when a buffer is full: torchrun starts `python -u`."""
     script, stop = tmp_path / "script.py", tmp_path / "stop"
@@ -673,6 +690,7 @@ def test_what_ranks_print_is_seen_at_once(tmp_path: Path) -> None:
         started.kill()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("options", [(), ("-r", "3"), ("-t", "3")])
 def test_logs_that_were_asked_for_stay(options: tuple[str, ...], tmp_path: Path) -> None:
     """As torchrun's do; without options nothing is left."""
@@ -688,6 +706,7 @@ def test_logs_that_were_asked_for_stay(options: tuple[str, ...], tmp_path: Path)
     assert ("what ranks have logged is in" in ran.stderr) == bool(options)
 
 
+@pytest.mark.soak
 def test_the_file_that_a_failure_is_told_with_stays(tmp_path: Path) -> None:
     """torch's report names it.  PET_MAX_RESTARTS is heeded, and options that do nothing here are named."""
     script = tmp_path / "script.py"
@@ -717,6 +736,7 @@ main()
 """
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("told", "expected"), [(None, "0"), ("3", "3")])
 def test_the_watchdog_of_nccl_lets_a_marked_function_leave(
     told: str | None, expected: str, tmp_path: Path
@@ -735,6 +755,7 @@ def test_the_watchdog_of_nccl_lets_a_marked_function_leave(
     ]
 
 
+@pytest.mark.soak
 def test_what_the_page_prints(tmp_path: Path) -> None:
     """Its command, with its program as the script."""
     page = ROOT / "docs" / "how-to" / "in-place.md"
@@ -767,6 +788,7 @@ def test_what_cannot_be_is_refused(
     assert "PYTHON_EXEC=/usr/bin/pypy" in said(str(SCRIPT))
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("told", "expected"), [(None, True), ("0", False)])
 def test_tensors_lie_in_huge_pages_unless_told_otherwise(
     told: str | None, expected: bool, tmp_path: Path

@@ -159,6 +159,7 @@ def test_an_option_of_another_action_is_refused(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.soak
 def test_a_silent_agent_is_told_from_none(lives: Lives) -> None:
     node = lives.node(0)
     assert agent(node, "start")[0] == 0

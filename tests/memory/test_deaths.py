@@ -59,6 +59,7 @@ def die_when(
     return told
 
 
+@pytest.mark.soak
 def test_an_agent_dies_while_it_makes_parity(lives: Lives) -> None:
     """The guard of the newest snapshot has some of its bytes.  The one before it counts, and what the agent
     keeps for that serves to rebuild a lost node."""
@@ -85,6 +86,7 @@ def test_an_agent_dies_while_it_makes_parity(lives: Lives) -> None:
     assert sum(one.moved.get("memory.rebuilt.bytes", 0) for one in again) > 0
 
 
+@pytest.mark.soak
 def test_an_agent_dies_while_it_writes_to_storage(lives: Lives) -> None:
     """Half of a file is there, under no name of its own, so storage has no such step.  Memory has it,
     and what a restart takes from there is saved at once."""

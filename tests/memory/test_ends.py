@@ -58,6 +58,7 @@ def await_(condition: Callable[[], object], limit_s: float = 120.0) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.soak_except("closes")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("how", ["ends", "closes", "raises"])
 def test_a_forked_child_leaves_its_parents_save_alone(root: Path, how: str) -> None:
@@ -78,6 +79,7 @@ def test_a_forked_child_leaves_its_parents_save_alone(root: Path, how: str) -> N
     ckpt.close()
 
 
+@pytest.mark.soak_except("step", "save")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("verb", ["step", "save", "restore", "wait"])
 def test_a_forked_child_is_refused(root: Path, verb: str) -> None:
@@ -100,6 +102,7 @@ def test_a_forked_child_is_refused(root: Path, verb: str) -> None:
     ckpt.close()
 
 
+@pytest.mark.soak_except("KeyError")
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt, SystemExit])
 def test_the_agent_completes_the_save_of_a_run_that_raises(
     root: Path, error: type[BaseException]
@@ -324,6 +327,7 @@ def test_a_root_that_was_put_back_is_another_job(root: Path) -> None:
     assert live(root, 4, **options) == (4, -4.0)
 
 
+@pytest.mark.soak
 def test_a_copy_on_a_volume_with_the_same_numbers_is_another_job(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,6 +41,7 @@ def test_each_killed_life_is_a_failure(lives: Lives) -> None:
     assert known > 0
 
 
+@pytest.mark.soak
 def test_the_loss_of_a_node_is_one_of_a_node(lives: Lives) -> None:
     """A later life that finds the same images missing does not count them again."""
     script = {**SMALL, "options": {"redundancy": "parity"}}
@@ -57,6 +58,7 @@ def test_the_loss_of_a_node_is_one_of_a_node(lives: Lives) -> None:
     assert newest(told[0], "learned")["memory_load"] > 0
 
 
+@pytest.mark.soak
 def test_frequencies_and_costs_are_kept_by_a_killed_run(lives: Lives) -> None:
     """The next life begins where this one had come to, with what is dear made as rarely as was learned."""
     script = {**SMALL, "memory": 0, "delta": {"batch": 2}}

@@ -55,6 +55,7 @@ def await_(condition: Callable[[], object], lives: Lives) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.soak
 def test_the_agents_finish_and_commit(lives: Lives) -> None:
     """Nobody starts the training again; the step is in storage all the same, and is the one it was."""
     root = str(lives.place / "root")
@@ -67,6 +68,7 @@ def test_the_agents_finish_and_commit(lives: Lives) -> None:
     assert (told.restored, told.start) == (3, reference)
 
 
+@pytest.mark.soak
 def test_the_agents_commit_nothing_when_another_run_has_the_root(lives: Lives) -> None:
     root = lives.place / "root"
     die_while_agents_write(lives)

@@ -26,6 +26,7 @@ IMAGE_BYTES = 2 * 400 * 800 * 4 * 3 // 4
 """Of each of four ranks, about."""
 
 
+@pytest.mark.soak_except("fsdp")
 @pytest.mark.parametrize("layout", ["ddp", "zero1", "fsdp", "hsdp", "tp"])
 def test_all_processes_are_killed(lives: Lives, layout: str) -> None:
     """They go on from the snapshot of their last step, as the uninterrupted training does."""
@@ -37,6 +38,7 @@ def test_all_processes_are_killed(lives: Lives, layout: str) -> None:
     assert not any(list(lives.node(n).glob("jobs/*")) for n in range(4))  # closed: freed
 
 
+@pytest.mark.soak
 def test_one_process_is_killed_between_snapshots(lives: Lives) -> None:
     script = {"layout": "fsdp", "memory": 2, "options": {"redundancy": "none"}}
     told = lives.live(nodes=[0, 0, 1, 1], until=9, kill=[2], kill_at=6, **script)
@@ -45,6 +47,7 @@ def test_one_process_is_killed_between_snapshots(lives: Lives) -> None:
     check(lives, again, 4, told[0].digests)
 
 
+@pytest.mark.soak
 def test_survivors_of_a_killed_process_end_by_themselves(lives: Lives) -> None:
     """Their next collective fails; a snapshot that waits for the dead keeps no process alive."""
     script = {"settle": False, "grace_s": 8.0, "options": {"redundancy": "none"}}
@@ -52,6 +55,7 @@ def test_survivors_of_a_killed_process_end_by_themselves(lives: Lives) -> None:
     assert [t.status for t in told] == [1, KILLED], lives.errors()
 
 
+@pytest.mark.soak_except("rs(2)-lost5-fsdp")
 @pytest.mark.parametrize(
     ("redundancy", "lost", "layout"),
     [
@@ -76,6 +80,7 @@ def test_nodes_are_lost(lives: Lives, redundancy: str, lost: list[int], layout: 
     assert sum(one.moved.get("memory.rebuilt.bytes", 0) for one in told) > 0
 
 
+@pytest.mark.soak
 def test_a_node_with_more_ranks_than_the_others_is_lost(lives: Lives) -> None:
     """Two ranks on one of three nodes: each finds a partner on another."""
     nodes, options = [0, 0, 1, 2], {"redundancy": "parity"}
@@ -88,6 +93,7 @@ def test_a_node_with_more_ranks_than_the_others_is_lost(lives: Lives) -> None:
     assert not told[0].events("memory.weaker")
 
 
+@pytest.mark.soak_except("hsdp-parity-lost1")
 @pytest.mark.parametrize(
     ("redundancy", "lost"), [("copy", [3]), ("parity", [1]), ("rs(2)", [0, 2])]
 )
@@ -112,6 +118,7 @@ def test_replicas_protect_each_other_without_the_network(
     assert sum(one.moved.get("memory.rebuilt.bytes", 0) for one in again) > 0
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_plans_are_made_once(lives: Lives, layout: str) -> None:
     """What ranks agree on, an image's layout, the list of copies for each of its two slots, and what a rank
@@ -126,6 +133,7 @@ def test_plans_are_made_once(lives: Lives, layout: str) -> None:
         )
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("layout", "source", "carry", "lost"),
     [
@@ -178,6 +186,7 @@ def test_states_of_a_lost_shard_are_redone_from_gradients(lives: Lives) -> None:
     assert sum(one.moved.get("memory.rebuilt.bytes", 0) for one in again) > 0
 
 
+@pytest.mark.soak
 def test_redone_states_that_differ_are_exchanged(lives: Lives) -> None:
     """Twins compute something else, rank 1's once, rank 2's always, as another device might: seen by the
     digests, and the copy fetched instead; the one that is never right gives up."""
@@ -191,6 +200,7 @@ def test_redone_states_that_differ_are_exchanged(lives: Lives) -> None:
     check(lives, again, 9, told[0].digests)
 
 
+@pytest.mark.soak_except("ddp")
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "tp"])
 def test_snapshots_from_gradients(lives: Lives, layout: str) -> None:
     """A replica on the host makes the optimizer's steps: what it has is the training's state, bit for bit,
@@ -210,6 +220,7 @@ def test_snapshots_from_gradients(lives: Lives, layout: str) -> None:
     check(lives, last, 12, again[0].digests)
 
 
+@pytest.mark.soak
 def test_durable_saves_from_gradients(lives: Lives) -> None:
     """Every second is of the live state, on all ranks alike; what the manifests say holds for all ranks."""
     options = {"redundancy": "none", "feed": "gradient", "prove_every": 2}
@@ -233,6 +244,7 @@ def report(lives: Lives, node: int) -> w.AgentReport:
     return Client(lives.node(node), deadline_s=120.0).ask(w.Status(), w.AgentReport)
 
 
+@pytest.mark.soak
 def test_replicas_that_differ_are_exchanged(lives: Lives) -> None:
     """The statistics of batch norm are each rank's own under DDP: no rank can speak for another."""
     options = {"redundancy": "copy"}
@@ -258,6 +270,7 @@ def test_a_replica_full_of_nan_is_not_a_copy_of_another(lives: Lives) -> None:
     assert 0.25 < nans < 0.42
 
 
+@pytest.mark.soak
 def test_a_copied_root_is_another_job(lives: Lives) -> None:
     """A root is copied, and its run goes on and dies: what that left in memory is not the copy's."""
     options = {"redundancy": "none"}
@@ -268,6 +281,7 @@ def test_a_copied_root_is_another_job(lives: Lives) -> None:
     assert [t.restored for t in told] == [3, 3]
 
 
+@pytest.mark.soak
 def test_durable_saves_do_not_starve(lives: Lives) -> None:
     """With a snapshot every step, one is always in flight: a save that is due waits for it.  (It is left
     out where another durable save is in flight, on a busy machine.)"""
@@ -281,6 +295,7 @@ def test_durable_saves_do_not_starve(lives: Lives) -> None:
     assert len(saved) >= 2
 
 
+@pytest.mark.soak_except("nodes1-fsdp")
 @pytest.mark.parametrize(
     ("nodes", "layout"),
     [([0, 2, 3], "fsdp"), ([0, 2], "fsdp"), ([0, 2, 3, 4, 5], "fsdp"), ([0, 3], "zero1")],
@@ -296,6 +311,7 @@ def test_another_number_of_nodes(lives: Lives, nodes: list[int], layout: str) ->
     check(lives, again, 6, told[0].digests)
 
 
+@pytest.mark.soak
 def test_nodes_that_are_no_longer_part_of_the_job_still_answer(lives: Lives) -> None:
     """Four nodes, then two of them, without redundancy: the images of the others are fetched there."""
     digests = train(lives, 4, [0, 1, 2, 3], options={"redundancy": "none"})
@@ -303,6 +319,7 @@ def test_nodes_that_are_no_longer_part_of_the_job_still_answer(lives: Lives) -> 
     check(lives, told, 4, digests)
 
 
+@pytest.mark.soak
 def test_a_job_moves_on_before_it_makes_a_snapshot_of_its_own(lives: Lives) -> None:
     """From nodes 0 and 1 to 0 and 2, then to 2 and 3: what 2 has met at its restart, it finds again."""
     options = {"redundancy": "none"}
@@ -312,6 +329,7 @@ def test_a_job_moves_on_before_it_makes_a_snapshot_of_its_own(lives: Lives) -> N
         check(lives, told, 3, digests)
 
 
+@pytest.mark.soak
 def test_the_successor_of_an_agent_is_found_where_the_job_no_longer_runs(lives: Lives) -> None:
     """The snapshot is older than the agent which holds it now."""
     options = {"redundancy": "none"}
@@ -322,6 +340,7 @@ def test_the_successor_of_an_agent_is_found_where_the_job_no_longer_runs(lives: 
         check(lives, told, 3, digests)
 
 
+@pytest.mark.soak
 def test_nodes_are_lost_one_after_the_other(lives: Lives) -> None:
     """What was rebuilt is protected again at once, not with the next snapshot that is due."""
     options = {"redundancy": "parity"}
@@ -345,6 +364,7 @@ def test_more_is_lost_than_the_scheme_bears(lives: Lives) -> None:
     assert any("2 of 4 members are lost" in reason for reason in reasons), reasons
 
 
+@pytest.mark.soak_except("parity-nodes1-lost1")
 @pytest.mark.parametrize(
     ("redundancy", "nodes", "lost"), [("none", [0, 1], [1]), ("parity", [0, 1, 2], [0, 2])]
 )
@@ -400,6 +420,7 @@ def flip(lives: Lives, node: int, kind: str, step: int) -> None:
     flip_bit(Path(held.directory) / image.name, image.bytes // 3)
 
 
+@pytest.mark.soak_except("three nodes")
 @pytest.mark.parametrize("nodes", [[0, 1, 2], [0, 0, 0]], ids=["three nodes", "one node"])
 def test_a_bit_flips_in_a_segment(lives: Lives, nodes: list[int]) -> None:
     """Found by its digest, and mended from the group; ranks of a lone node are one, too."""
@@ -412,6 +433,7 @@ def test_a_bit_flips_in_a_segment(lives: Lives, nodes: list[int]) -> None:
     assert sum(one.moved.get("memory.rebuilt.bytes", 0) for one in told) > 0
 
 
+@pytest.mark.soak
 def test_a_bit_flips_in_a_segment_without_redundancy(lives: Lives) -> None:
     """The snapshot before is still there."""
     options = {"redundancy": "none"}
@@ -421,6 +443,7 @@ def test_a_bit_flips_in_a_segment_without_redundancy(lives: Lives) -> None:
     check(lives, told, 3, digests)
 
 
+@pytest.mark.soak
 def test_a_bit_flips_in_a_parity_block_and_a_node_is_lost(lives: Lives) -> None:
     """What was rebuilt from damage is noticed; the damaged block is found, and the other one serves."""
     options = {"redundancy": "rs(2)"}
@@ -431,6 +454,7 @@ def test_a_bit_flips_in_a_parity_block_and_a_node_is_lost(lives: Lives) -> None:
     check(lives, told, 4, digests)
 
 
+@pytest.mark.soak_except("the newest snapshot")
 @pytest.mark.parametrize(
     ("in_storage", "good"), [(False, 5), (True, 2)], ids=["the newest snapshot", "all but one step"]
 )
@@ -484,6 +508,7 @@ def test_memory_is_full(lives: Lives) -> None:
     assert again[0].start == told[0].digests[4]
 
 
+@pytest.mark.soak
 def test_memory_for_what_is_kept_is_missed_before_the_first_snapshot(lives: Lives) -> None:
     """A budget that holds both images of a rank, but not what it keeps for its group."""
     options = {"redundancy": "copy", "budget": "5MB"}
@@ -500,6 +525,7 @@ def test_memory_for_what_is_kept_is_missed_before_the_first_snapshot(lives: Live
     assert holdfast.steps(str(lives.place / "root")) == [2, 4]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("redundancy", ["none", "copy"])
 def test_the_budget_that_is_told_to_be_needed_is_enough(lives: Lives, redundancy: str) -> None:
     """To the byte, also where an image ends within a page of memory."""
@@ -516,6 +542,7 @@ def test_the_budget_that_is_told_to_be_needed_is_enough(lives: Lives, redundancy
             assert not (enough and one.events("snapshot.failed")), lives.errors()
 
 
+@pytest.mark.soak
 def test_all_memory_is_taken_before_the_first_snapshot(lives: Lives) -> None:
     """Two images and two guards of each rank; no snapshot needs other memory, and no later life."""
     for until in (7, 11):  # both lives have a step first that no snapshot is due at
@@ -530,6 +557,7 @@ def test_all_memory_is_taken_before_the_first_snapshot(lives: Lives) -> None:
     assert [t.restored for t in told] == [6, 6, 6]
 
 
+@pytest.mark.soak
 def test_auto_keeps_nothing_where_memory_does_not_hold_it(lives: Lives) -> None:
     """It says so, and snapshots are taken."""
     options = {"budget": "5MB"}
@@ -568,6 +596,7 @@ def test_a_crash_without_a_restart_is_flushed(lives: Lives) -> None:
     assert [(t.restored, t.start) for t in told] == [(4, digests[4])] * 2
 
 
+@pytest.mark.soak
 def test_a_flush_without_a_node_commits_nothing(lives: Lives) -> None:
     """Its images are not there, and a flush rebuilds none.  A restart does, and saves the step."""
     options = {"redundancy": "copy", "flush_after_s": 3.0}
@@ -587,6 +616,7 @@ def test_a_flush_without_a_node_commits_nothing(lives: Lives) -> None:
     assert "is not committed" in log.read_text() and "was taken over by run 2" in log.read_text()
 
 
+@pytest.mark.soak
 def test_a_flush_brings_no_root_back(lives: Lives) -> None:
     """That was moved meanwhile.  What is in memory stays there, and the run goes on where it is now."""
     root, moved = lives.place / "root", lives.place / "moved"
@@ -603,6 +633,7 @@ def test_a_flush_brings_no_root_back(lives: Lives) -> None:
     check(lives, told, 4, digests)
 
 
+@pytest.mark.soak
 def test_a_model_that_does_not_fit_is_told_on_every_rank(lives: Lives) -> None:
     """By what does not, also where rank 0 has raised that and ended before others have read it."""
     script = {"nodes": [0, 1, 2], "options": {"redundancy": "none"}}
@@ -614,6 +645,7 @@ def test_a_model_that_does_not_fit_is_told_on_every_rank(lives: Lives) -> None:
         assert "StateMismatch: step 2 does not fit the live state" in error.read_text()
 
 
+@pytest.mark.soak
 def test_a_root_that_was_made_anew_begins_anew(lives: Lives) -> None:
     """Snapshots of the run that lived there before are another job's."""
     train(lives, 3, [0, 1], options={"redundancy": "none"})

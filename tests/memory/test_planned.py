@@ -40,6 +40,7 @@ def guards(lives: Lives, nodes: list[int]) -> list[w.HeldImage]:
     return sorted((g for g in found if g.attempt == newest), key=lambda g: g.rank)
 
 
+@pytest.mark.soak_except("fsdp-nodes0-parity")
 @pytest.mark.parametrize(
     ("layout", "nodes", "scheme"),
     [

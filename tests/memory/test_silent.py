@@ -146,6 +146,7 @@ def test_one_that_takes_no_more_connections_is_silent(tmp_path: Path) -> None:
         await_there(client)
 
 
+@pytest.mark.soak
 def test_training_goes_on_beside_a_silent_agent(lives: Lives) -> None:
     """Snapshots fail, all but a few of them at once, and durable saves do without it.  When it answers
     again, snapshots are made again."""

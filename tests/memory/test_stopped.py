@@ -20,7 +20,7 @@ from memory.agents import await_gone, pid_of
 from nodes import elastic_train
 from nodes.story import Life, lives_in
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.soak]
 RANKS = 2
 
 

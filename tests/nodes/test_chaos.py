@@ -18,6 +18,7 @@ from .told import Told, check_nothing_left
 pytestmark = [
     pytest.mark.distributed,
     pytest.mark.slow,
+    pytest.mark.soak,
     pytest.mark.usefixtures("needs_nodes"),
 ]
 FAULTS = int(os.environ.get("HOLDFAST_CHAOS_FAULTS", "4"))

@@ -20,6 +20,7 @@ from .story import Life, Story
 pytestmark = [
     pytest.mark.distributed,
     pytest.mark.slow,
+    pytest.mark.soak,
     pytest.mark.usefixtures("needs_nodes"),
 ]
 ON = 6

@@ -25,6 +25,7 @@ from .told import ON, Told, check, check_nothing_left
 pytestmark = [
     pytest.mark.distributed,
     pytest.mark.slow,
+    pytest.mark.soak,
     pytest.mark.usefixtures("needs_nodes"),
 ]
 SEVERAL = Options(

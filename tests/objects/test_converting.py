@@ -98,6 +98,7 @@ class Stops:
         self.store = StopAfter(self.inner, n)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("to", [to for to in FORMATS if to != "torch"])
 def test_wherever_it_stops_it_is_not_taken_for_whole(
     source: Path, monkeypatch: pytest.MonkeyPatch, to: str

@@ -40,6 +40,7 @@ def recovers(monkeypatch: pytest.MonkeyPatch, store: Store, before: dict[int, fl
     assert leftovers(store) == []
 
 
+@pytest.mark.soak
 def test_a_save(monkeypatch: pytest.MonkeyPatch, clone: Clone) -> None:
     base = clone()
     life(monkeypatch, base, [(1, 1.0), (2, 2.0)])
@@ -52,6 +53,7 @@ def test_a_save(monkeypatch: pytest.MonkeyPatch, clone: Clone) -> None:
     assert outcomes == {True, False}
 
 
+@pytest.mark.soak
 def test_a_repeated_save(monkeypatch: pytest.MonkeyPatch, clone: Clone) -> None:
     base = clone()
     life(monkeypatch, base, [(1, 1.0), (2, 2.0)])
@@ -68,6 +70,7 @@ def test_a_repeated_save(monkeypatch: pytest.MonkeyPatch, clone: Clone) -> None:
     assert outcomes == {2.0, 20.0}
 
 
+@pytest.mark.soak
 def test_a_save_that_prunes(monkeypatch: pytest.MonkeyPatch, clone: Clone) -> None:
     base, keep = clone(), Keep(last=1)
     life(monkeypatch, base, [(s, float(s)) for s in (1, 2, 3)])

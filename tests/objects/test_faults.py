@@ -56,6 +56,7 @@ def once(fate: Fate, *, which: Callable[[Request], bool] = lambda r: r.changes) 
 FAULTS = [Fate.REFUSED, Fate.CUT, Fate.DROPPED, Fate.LOST]
 
 
+@pytest.mark.soak_except("cut", "dropped", "lost")
 @pytest.mark.parametrize("fate", FAULTS, ids=lambda fate: fate.name.lower())
 def test_a_conditional_put_is_done_once(place: tuple[Store, Store], proxy: Proxy, fate) -> None:
     store, straight = place
@@ -99,6 +100,7 @@ def test_a_claim_whose_reply_was_lost_is_ours(place: tuple[Store, Store], proxy:
         assert straight.list("claims/") == [f"claims/{run:010d}.json"]
 
 
+@pytest.mark.soak_except("begin-cut", "part-refused", "part-dropped", "end-cut", "end-dropped")
 @pytest.mark.parametrize("fate", FAULTS, ids=lambda fate: fate.name.lower())
 @pytest.mark.parametrize("which", ["begin", "part", "end"])
 def test_an_upload_survives_a_fault(
@@ -119,6 +121,7 @@ def test_an_upload_survives_a_fault(
     assert read(straight, "big", 0, len(data)) == data
 
 
+@pytest.mark.soak_except("refused", "cut")
 @pytest.mark.parametrize("fate", FAULTS, ids=lambda fate: fate.name.lower())
 def test_reads_lists_and_deletes_survive_a_fault(
     place: tuple[Store, Store], proxy: Proxy, fate: Fate
@@ -181,6 +184,7 @@ def filled(step: int, num_floats: int) -> torch.Tensor:
     return torch.randn(num_floats, generator=torch.Generator().manual_seed(step))
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("num_saves", "num_floats", "delay_s"),
     [
@@ -207,6 +211,7 @@ def test_each_save_commits_or_fails_cleanly(
 # a bucket that is gone
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("how", "when_busy"),
     [
@@ -238,6 +243,7 @@ def test_a_bucket_that_is_gone_costs_saves_and_not_the_training(
     assert all(value == min(step, 30) for step, value in found.items())
 
 
+@pytest.mark.soak_except("refuses")
 @pytest.mark.parametrize("how", ["refuses", "is silent"])
 def test_by_default_the_training_waits_once(
     seaweed: SeaweedFS, proxy: Proxy, how: str, monkeypatch: pytest.MonkeyPatch

@@ -88,6 +88,7 @@ def test_the_requests_of_an_upload(seaweed: SeaweedFS, proxy: Proxy, tmp_path: P
     assert sum(costs[-1].values()) <= 8, costs[-1]
 
 
+@pytest.mark.soak
 def test_a_bucket_that_is_away_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its server is killed and started again: saves go on, and the newest step is uploaded."""
     monkeypatch.setattr(uploading, "PAUSE_S", 0.2)

@@ -61,6 +61,7 @@ class Killer(threading.Thread):
             time.sleep(0.005)
 
 
+@pytest.mark.soak_except("2")
 @pytest.mark.parametrize("kills", [2, 20])
 def test_a_training_with_records(lives: Lives, seaweed: SeaweedFS, kills: int) -> None:
     """Each life begins with the state of the uninterrupted training, at the last step but one or later."""
@@ -116,6 +117,7 @@ CASES = {
 }
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("case", CASES)
 def test_at_every_request(lives: Lives, seaweed: SeaweedFS, proxy: Proxy, case: str) -> None:
     """The process dies at each request that changes something: of a claim, a save, and what is tidied."""
@@ -186,6 +188,7 @@ def recovers(lives: Lives, url: str, before: dict[int, float]) -> None:
 # the server
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "kills", [pytest.param([2], id="once"), pytest.param([1, 3, 4, 5], id="four times")]
 )

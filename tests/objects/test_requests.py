@@ -55,6 +55,7 @@ class Counted:
         return dict(self.kinds - before)
 
 
+@pytest.mark.soak
 def test_a_root_among_many_other_files(google: GoogleStub) -> None:
     """Its folders are listed apart when a page of others was seen."""
     counted = Counted()
@@ -71,6 +72,7 @@ def test_a_root_among_many_other_files(google: GoogleStub) -> None:
         assert keys_below(store, below) == dict.fromkeys(ours, 1) and listed == {"LIST": 4}
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("server", "requests"),
     [
@@ -93,6 +95,7 @@ def test_many_are_deleted(
         assert near.list() == ["stays"]
 
 
+@pytest.mark.soak_except("one PUT")
 @pytest.mark.parametrize("width", [64, 1500], ids=["one PUT", "an upload"])
 def test_a_run(seaweed: SeaweedFS, proxy: Proxy, width: int) -> None:
     counted = Counted()
@@ -126,6 +129,7 @@ def test_a_run(seaweed: SeaweedFS, proxy: Proxy, width: int) -> None:
     runs[0].close()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "num_ranks",
     [1, pytest.param(4, marks=pytest.mark.soak), pytest.param(8, marks=pytest.mark.soak)],

@@ -102,6 +102,7 @@ def test_in_a_process_of_its_own(root: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.soak
 def test_a_copy_that_is_killed_goes_on(seaweed: SeaweedFS, tmp_path: Path) -> None:
     """SIGKILL at about a third of it; then what had arrived is not copied again."""
     source, url = LocalStore(tmp_path / "run"), seaweed.url(fresh())
