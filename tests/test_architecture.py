@@ -25,6 +25,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
             "host",
             "memory_limit",
             "suggest",
+            "text",
             "version",
         ),
         ("arguments", "wire"),

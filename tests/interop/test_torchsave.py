@@ -659,7 +659,7 @@ def test_a_value_that_one_rank_cannot_have_is_left_out_for_all(tmp_path: Path) -
     for rank, value in enumerate((Schedule.COSINE, None)):
         saved = {"model": net().state_dict(), "epoch": 3, "it": value}
         torch.save(saved, tmp_path / f"rank{rank}.pt")
-    with pytest.warns(HoldfastWarning, match=r"rank0.pt and 1 more files: left out.* it \("):
+    with pytest.warns(HoldfastWarning, match=r"rank0.pt and 1 more: left out.* it \("):
         found = holdfast.open(tmp_path)
     assert found.extras == {"epoch": 3} and "model.0.weight" in found.names()
 

@@ -106,7 +106,7 @@ def test_one_line_for_all_parameters_that_are_alike(tmp_path: Path) -> None:
     with pytest.raises(StateMismatch) as told:
         holdfast.load(tmp_path, {"model": net, "optim": optimizer})
     (line,) = told.value.problems
-    assert line.endswith("(weight and 1 more parameters)")
+    assert line.endswith("(weight and 1 more)")
 
 
 SAME: dict[str, tuple[Make, Make]] = {

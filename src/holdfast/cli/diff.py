@@ -22,7 +22,7 @@ from typing import Annotated, Any
 
 from holdfast.cli.options import Argument, Option, ShowAll, opened
 from holdfast.cli.screen import Result, heading, progress, say, table
-from holdfast.cli.words import dim, good, many, size
+from holdfast.cli.words import and_more, dim, good, many, size
 from holdfast.core.checkpoint.diffing import Difference, compare, total_bytes
 from holdfast.core.checkpoint.opened import Checkpoint
 
@@ -107,7 +107,7 @@ def _table(columns: tuple[str, ...], rows: list[Any], most: float) -> None:
     shown = rows if len(rows) <= most else rows[: int(most)]
     table(columns, shown)
     if len(rows) > len(shown):
-        say(dim(f"  … {len(rows) - len(shown):,} more (--all lists them)"))
+        say(f"  {and_more(len(rows) - len(shown))}")
 
 
 def _plain(found: Difference) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from holdfast.base.suggest import did_you_mean
 from holdfast.cli.options import Argument, ShowAll, Target, opened
 from holdfast.cli.screen import Result, Row, fields, heading, say, table
 from holdfast.cli.tensor import entry_data, in_parts, show_tensor, tensor_bytes, tensor_data
-from holdfast.cli.words import age, dim, many, shape_text, size
+from holdfast.cli.words import age, and_more, dim, many, shape_text, size
 from holdfast.core.checkpoint.formatting import cut_short, format_value
 from holdfast.core.checkpoint.notes import read_notes
 from holdfast.core.checkpoint.opened import Checkpoint, plain_tensor
@@ -262,7 +262,7 @@ def _few(rows: list[Row], show_all: bool, *more: str) -> list[Row]:
     """The rows; of more than ten the first four and the last two, and how many there are between."""
     if show_all or len(rows) <= 10:
         return rows
-    return [*rows[:4], (dim(f"… {len(rows) - 6:,} more"), *more), *rows[-2:]]
+    return [*rows[:4], (and_more(len(rows) - 6, how=""), *more), *rows[-2:]]
 
 
 def _show_extras(c: Checkpoint, show_all: bool) -> None:

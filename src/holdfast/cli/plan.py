@@ -11,9 +11,10 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 from holdfast.base.errors import UsageError
+from holdfast.base.text import listed
 from holdfast.cli.options import Option, ShowAll, Target, opened
 from holdfast.cli.screen import Result, Row, fields, heading, say, table
-from holdfast.cli.words import dim, many, ranks_text, size
+from holdfast.cli.words import and_more, dim, many, ranks_text, size
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.checkpoint.reshaping import Reading, Reshape, parse_mesh, tensor_bytes
 from holdfast.core.layout import Mesh
@@ -117,9 +118,9 @@ def _show_ranks(checkpoint: Checkpoint, reshape: Reshape, readings: list[Reading
         )
         for r in readings
     ]
-    left_out = reshape.mesh.world - len(readings)
-    if left_out:
-        rows.insert(len(rows) - 2, ("", dim(f"… {left_out:,} more")))
+    others = reshape.mesh.world - len(readings)
+    if others:
+        rows.insert(len(rows) - 2, ("", and_more(others, how="")))
     noun = "files" if checkpoint.format == "holdfast" else "parts"
     columns = (">rank", "at", ">tensors", ">wanted", f">{noun} touched", ">size of those")
     table(columns, rows)
@@ -127,7 +128,7 @@ def _show_ranks(checkpoint: Checkpoint, reshape: Reshape, readings: list[Reading
     most = max(r.wanted_bytes for r in readings)
     say()
     say(f"The step holds {size(total)} of tensors; a rank wants at most {size(most)} of it.")
-    if left_out:
+    if others:
         say(dim("--rank R shows any one rank, --all every one."))
 
 
@@ -236,9 +237,8 @@ def _show_protection(
     say()
     say(dim(LOST.format(repair_minutes, mtbf_hours)))
     if len(found) == 1 and found[0].fatal:
-        sets = [" + ".join(sorted(some)) for some in found[0].fatal[:MOST_SETS]]
-        more = len(found[0].fatal) - len(sets)
-        say(f"Not borne: {', '.join(sets)}" + (f" and {more:,} more" if more > 0 else ""))
+        sets = (" + ".join(sorted(some)) for some in found[0].fatal)
+        say(f"Not borne: {listed(sets, MOST_SETS)}")
     for p in found:
         if p.scheme.losses and (len(found) == 1 or str(p.scheme) == auto):
             _show_groups(p, show_all)
@@ -269,7 +269,7 @@ def _show_groups(p: Protection, show_all: bool) -> None:
 
 
 def _left_out(count: int) -> list[Row]:
-    return [(dim(f"… {count:,} more"),)] if count > 0 else []
+    return [(and_more(count, how=""),)] if count > 0 else []
 
 
 def _what_is_kept(scheme: Scheme) -> str:

@@ -10,7 +10,7 @@ from holdfast.base.errors import UsageError
 from holdfast.cli.inspect import KINDS, fold
 from holdfast.cli.plan import coordinates
 from holdfast.cli.screen import Row, heading, say, table
-from holdfast.cli.words import dim, many, shape_text, size
+from holdfast.cli.words import and_more, dim, many, shape_text, size
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.format.manifest import TensorEntry
 from holdfast.core.layout.view import View
@@ -40,7 +40,7 @@ def show(checkpoint: Checkpoint, plan: RulePlan, shares: list[Share], show_all: 
     columns = ("name", "shape", "line", "layout", ">fragments", ">bytes per rank")
     table(columns, rows[: len(rows) - left_out])
     if left_out:
-        say(dim(f"  … {many(left_out, 'more row')}: --all lists them"))
+        say(f"  {and_more(left_out)}")
     others = len(plan.tensors) - len(mine)
     if others:
         what = f"  and {many(others, 'tensor')} of optimizer state, cut as their parameters are"
@@ -57,7 +57,7 @@ def show(checkpoint: Checkpoint, plan: RulePlan, shares: list[Share], show_all: 
         for s in shares
     ]
     if 2 < len(shares) < plan.mesh.world:
-        ranks.insert(len(ranks) - 2, ("", dim(f"… {plan.mesh.world - len(shares):,} more")))
+        ranks.insert(len(ranks) - 2, ("", and_more(plan.mesh.world - len(shares), how="")))
     table((">rank", "at", ">tensors", ">stored", ">padding"), ranks)
     say()
     say("Every element is held exactly once, copies aside.")

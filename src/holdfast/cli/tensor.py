@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.cli.screen import Row, fields, heading, say, table
-from holdfast.cli.words import dim, many, ranks_text, shape_text, size
+from holdfast.cli.words import and_more, many, ranks_text, shape_text, size
 from holdfast.core.checkpoint.formatting import cut_short
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.format.dtypes import DTYPES
@@ -145,7 +145,7 @@ def _place_rows(checkpoint: Checkpoint, t: TensorEntry, show_all: bool) -> list[
         rows.append((places[0][0], text, size(num_bytes), places[0][1], mean))
     count = len(checkpoint.info(t.name).sharding.held or ())
     if count > len(rows):
-        rows.append((dim(f"… {count - len(rows):,} more (--all lists them)"),))
+        rows.append((and_more(count - len(rows)),))
     return rows
 
 
@@ -200,8 +200,7 @@ def _piece_rows(m: Manifest, index: int, boxes: list[Box], show_all: bool) -> li
         for f, box, a, b in pieces(m, index, shown)
     ]
     if left_out:
-        more = dim(f"… of {many(len(left_out), 'more part')} (--all lists them)")
-        rows.insert(len(rows) * 12 // 16, (more,))
+        rows.insert(len(rows) * 12 // 16, (and_more(len(left_out)),))
     return rows
 
 

@@ -13,6 +13,7 @@ from holdfast.base.sizes import size_text as size
 __all__ = [
     "age",
     "age_s",
+    "and_more",
     "bad",
     "dim",
     "good",
@@ -52,6 +53,11 @@ def dim(text: str) -> str:
 def many(count: int, noun: str, plural: str | None = None) -> str:
     """`1 tensor`, `60,000 tensors`."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
+def and_more(count: int, *, how: str = " (--all lists them)") -> str:
+    """`… 622 more (--all lists them)`: the rows that a table leaves out."""
+    return dim(f"… {count:,} more{how}")
 
 
 def age_s(created: str) -> float | None:

@@ -14,12 +14,12 @@ from __future__ import annotations
 from typing import Any
 
 from holdfast.base.notices import Notices
+from holdfast.base.text import listed
 from holdfast.live.collecting import RunState
 from holdfast.live.state.gradients import KeptGradients, PendingGradients, gradients_text
 from holdfast.live.state.merged import layers_with_adapters, merged_in, merged_text
 from holdfast.live.state.numbers import Numbers, cut_off
 from holdfast.live.state.observer import StepCounts
-from holdfast.live.state.outside import few
 from holdfast.live.state.recognising import State
 from holdfast.live.state.trains import Trains, has_trained
 
@@ -159,20 +159,20 @@ def _cut_off_text(key: str, kind: str) -> str:
 
 def _numbers_text(names: list[str]) -> str:
     return (
-        f"{few(names)} changes while the training goes on and is in no state_dict(): a restart has the "
+        f"{listed(names)} changes while the training goes on and is in no state_dict(): a restart has the "
         "number of a fresh build; keep it in a buffer, in get_extra_state() or in the state"
     )
 
 
 def _generators_text(names: list[str]) -> str:
     return (
-        f"{few(names)} draws while the training goes on, and no state_dict() has its state: a restart has "
-        "that of a fresh build; keep it in get_extra_state(), in a state_dict() or in the state"
+        f"{listed(names)} draws while the training goes on, and no state_dict() has its state: a restart "
+        "has that of a fresh build; keep it in get_extra_state(), in a state_dict() or in the state"
     )
 
 
 def _tensors_text(names: list[str]) -> str:
     return (
-        f"{few(names)}: tensors in attributes change and are in no state_dict(): a restart goes on with "
+        f"{listed(names)}: tensors in attributes change and are in no state_dict(): a restart goes on with "
         "those of a fresh build; keep them in optimizer.state[p], or hand them over as a value of the state"
     )

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from holdfast.base.errors import HoldfastError, NotFound
+from holdfast.base.text import first_of
 from holdfast.base.threads import in_threads
 from holdfast.core.checkpoint.names import (
     ATTEMPT,
@@ -115,8 +116,7 @@ def _judge(
     doubtful = (f for f in manifest.objects if sizes.get(prefix + f.path) != f.bytes)
     found = ((f.path, wrong_size(store, manifest, f)) for f in doubtful)
     faults = [f"{path} {fault}" for path, fault in found if fault]
-    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-    return Step(saved.step, manifest.run, manifest, faults[0] + more if faults else None)
+    return Step(saved.step, manifest.run, manifest, "; ".join(first_of(faults, 1)) or None)
 
 
 def wrong_size(store: Store, manifest: Manifest, file: FileEntry) -> str | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from holdfast.base.errors import HoldfastError, NotFound, NotRecoverable, warn_user
+from holdfast.base.text import first_of
 from holdfast.core.checkpoint.names import MOST_TRIES, Saved, committed, manifest_key, read_manifest
 from holdfast.core.format.manifest import Manifest
 from holdfast.core.store import Store
@@ -73,9 +74,8 @@ def tell_unreadable(store: Store, saved: Iterable[Saved]) -> None:
 
 
 def _warn(url: str, unproved: list[Saved], so: str) -> None:
-    parts = [f"step {s.step}: {manifest_key(s.step)} {s.problem}" for s in unproved[-MOST:]]
-    more = f"; and {len(unproved) - MOST} more" if len(unproved) > MOST else ""
+    parts = [f"step {s.step}: {manifest_key(s.step)} {s.problem}" for s in reversed(unproved)]
     warn_user(
-        f"{url} has steps whose manifest cannot be read ({'; '.join(parts)}{more}): {so}",
+        f"{url} has steps whose manifest cannot be read ({'; '.join(first_of(parts, MOST))}): {so}",
         f"`holdfast verify {url}@{unproved[-1].step}`; bring the file back from a copy, or delete it",
     )

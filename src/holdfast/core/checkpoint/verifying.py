@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.base.errors import FormatError, HoldfastError
+from holdfast.base.text import listed
 from holdfast.base.threads import in_threads
 from holdfast.core.checkpoint.files import Files
 from holdfast.core.checkpoint.listing import wrong_size
@@ -303,9 +304,8 @@ def tensors_at(manifest: Manifest, image: Image, start: int, stop: int, most: in
     parts = ["the header"] if start < image.data_start else []
     begin = image.pieces.offset + image.data_start
     hit = np.flatnonzero((begin < stop) & (begin + image.pieces.bytes > start))
-    parts += [manifest.tensors[i].name for i in image.pieces.tensor[hit[:most]].tolist()]
-    if len(hit) > most:
-        parts.append(f"and {len(hit) - most} more tensors")
+    names = [manifest.tensors[i].name for i in image.pieces.tensor[hit].tolist()]
+    parts += [listed(names, most)] if names else []
     if stop > image.extras_start and image.extras_bytes:
         parts.append("the rank's extras")
     return ", ".join(parts) or "padding"

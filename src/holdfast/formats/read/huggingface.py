@@ -16,6 +16,7 @@ from typing import Any
 
 from holdfast.base.errors import FormatError, NotFound, UsageError
 from holdfast.base.suggest import did_you_mean
+from holdfast.base.text import listed
 from holdfast.base.threads import in_threads
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.checkpoint.reading import threads_here
@@ -149,7 +150,7 @@ def missing_files(store: Store, files: list[str], named_by: str) -> None:
     if missing:
         raise NotFound(
             f"{len(missing)} of {len(files)} files that {named_by} names are missing: "
-            + ", ".join(missing[:5]),
+            + listed(missing, 5),
             key=missing[0],
             hint="was it copied or downloaded whole?",
         )
@@ -190,8 +191,7 @@ def _check_index(index: Index, headers: dict[str, Header]) -> None:
     more = [n for n, f in where.items() if n not in index.files and f not in ours]
     if more:
         raise FormatError(
-            f"{index.key} does not list {more[0]!r}, which is in {where[more[0]]}"
-            + (f" (and {len(more) - 1} more tensors)" if len(more) > 1 else ""),
+            f"{index.key} does not list {listed(f'{name!r} (in {where[name]})' for name in more)}",
             key=index.key,
             hint="index and shards are of different models or versions",
         )

@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 from holdfast.base.errors import FormatError, NotFound, UsageError
+from holdfast.base.text import listed
 from holdfast.core.store import Store
 from holdfast.formats.read import plaindata
 from holdfast.formats.read.folder import OneFile, joined, top
@@ -59,7 +60,7 @@ def trees_of(store: Store) -> list[Any]:
         raise NotFound(f"no file of torch.save in {store.url}")
     if len(kinds) > 1:
         raise UsageError(
-            f"several checkpoints in {store.url}: {', '.join(kinds[:5])}",
+            f"several checkpoints in {store.url}: {listed(kinds, 5)}",
             hint=f"name one: torch:{joined(store.url, kinds[0]).removeprefix('file://')}",
         )
     if ranks:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from holdfast.base.errors import FormatError, warn_user
+from holdfast.base.text import listed
 from holdfast.formats.read.ranks import Shards
 from holdfast.formats.read.torchfile import Storage, TensorRef
 from holdfast.formats.read.unpickle import OpaqueInstance, parts_of
@@ -81,12 +82,8 @@ def tell(found: Mapping[str, str], files: Sequence[str]) -> None:
     """Warn of values that are left out: what is unknown in each, by key."""
     if not found:
         return
-    told = [f"{key:.60} ({name:.100})" for key, name in list(found.items())[:MOST_TOLD]]
-    told += [f"and {len(found) - MOST_TOLD} more"] if len(found) > MOST_TOLD else []
-    more = f" and {len(files) - 1} more files" if len(files) > 1 else ""
-    warn_user(
-        f"{files[0]}{more}: left out, for they hold what is not known to be data: {', '.join(told)}"
-    )
+    values = listed((f"{key:.60} ({name:.100})" for key, name in found.items()), MOST_TOLD)
+    warn_user(f"{listed(files, 1)}: left out, for they hold what is not known to be data: {values}")
 
 
 def _shown(key: Any) -> str:

@@ -14,6 +14,7 @@ from functools import cached_property, lru_cache
 from itertools import product
 
 from holdfast.base.errors import LayoutError, RuleError
+from holdfast.base.text import listed
 from holdfast.core.layout import Box, Cut, Fragment, Mesh, Sharding, num_corners, tiles, whole
 from holdfast.core.layout.view import View
 from holdfast.formats.rules import steps
@@ -250,9 +251,8 @@ def _hole(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
             return None
     if not left or len(boxes) > MAX_BOXES:
         return None
-    region = max(left, key=lambda b: b.size)
-    more = f" (and {len(left) - 1} more regions)" if len(left) > 1 else ""
-    return f"no rank holds {_region(region)}{more}"
+    largest_first = sorted(left, key=lambda box: -box.size)
+    return f"no rank holds {listed(map(_region, largest_first), 1)}"
 
 
 def _without(box: Box, other: Box) -> list[Box]:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from holdfast.base.errors import RuleError
 from holdfast.base.suggest import did_you_mean
+from holdfast.base.text import listed
 
 MAX_TEXT = 1 << 20
 SUFFIX = ".rules"
@@ -66,7 +67,7 @@ class Span:
 def unknown(what: str, name: str, known: Iterable[str], span: Span) -> RuleError:
     """Make the error for a name that is not there; it names near misses, or what there is."""
     names = sorted(set(known))
-    some = f"there are {', '.join(names[:12])}" if names else "there are none"
+    some = f"there are {listed(names, 12)}" if names else "there are none"
     return span.error(f"there is no {what} {name!r}", did_you_mean(name, names) or some)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from holdfast.base.errors import HoldfastError, LayoutError, StateMismatch, warn_user
 from holdfast.base.events import emit
 from holdfast.base.suggest import did_you_mean, did_you_mean_pattern, matching_nothing
+from holdfast.base.text import first_of
 from holdfast.base.wire import WireError, decode_msgpack
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.checkpoint.peers import of_the_step
@@ -167,9 +168,9 @@ def _mismatch(checkpoint: Checkpoint, live: Prepared, found: list[Mismatch]) -> 
     kinds = {one.kind for one in found}
     named = bool(kinds & {"missing", "unexpected"})
     lines = [one.text for one in found]
-    shown = lines[:50] + ([f"... and {len(lines) - 50} more"] if len(lines) > 50 else [])
     return StateMismatch(
-        f"step {checkpoint.step} does not fit the live state:\n  " + "\n  ".join(shown),
+        f"step {checkpoint.step} does not fit the live state:\n  "
+        + "\n  ".join(first_of(lines, 50)),
         tuple(lines),
         step=checkpoint.step,
         hint=_refused(checkpoint, live)
@@ -189,12 +190,9 @@ def tell_untouched(checkpoint: Checkpoint, untouched: list[Mismatch], group: Gro
         return
     lines = [one.text for one in untouched]
     emit("restore.untouched", step=checkpoint.step, names=lines)
-    shown = lines[:MAX_UNTOUCHED]
-    if len(lines) > len(shown):
-        shown.append(f"... and {len(lines) - len(shown)} more")
     warn_user(
         f"step {checkpoint.step} and the live state have not all in common; what only one side has was "
-        "left as it is:\n  " + "\n  ".join(shown)
+        "left as it is:\n  " + "\n  ".join(first_of(lines, MAX_UNTOUCHED))
     )
 
 

@@ -21,6 +21,7 @@ import torch
 from torch.optim import Optimizer
 
 from holdfast.base.errors import StateMismatch
+from holdfast.base.text import listed
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.live.restore.groups import HOW, Pairs, hypers_after, plain_states, without_params
 from holdfast.live.sources import Group
@@ -153,7 +154,7 @@ class Fitting:
         """What the optimizer cannot go on with, and what it has no use for itself, once for all parameters
         alike in this."""
         return [
-            Misfit(self.key, f"{why} ({names[0]}{_and_more(names)})", is_idle)
+            Misfit(self.key, f"{why} ({listed(names, 1)})", is_idle)
             for is_idle, found in ((False, self._misfits), (True, self._idle))
             for why, names in found.items()
         ]
@@ -163,10 +164,6 @@ class Fitting:
         if which not in self._of_kind:
             self._of_kind[which] = expected_states(kind, hyper, ndim)
         return self._of_kind[which]
-
-
-def _and_more(names: list[str]) -> str:
-    return f" and {len(names) - 1} more parameters" if len(names) > 1 else ""
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from holdfast.base.errors import warn_user
+from holdfast.base.text import listed
 from holdfast.live.restore.mismatches import Mismatch
 from holdfast.live.restore.nested import below, children, is_object, item, rebuilt
 from holdfast.live.state.named import LiveTensor
@@ -75,7 +76,9 @@ class Filling:
         if isinstance(live, dict) and isinstance(found, dict) and not self.has(live):
             names = [repr(name) for name in live if name not in found]
             if names and key not in _restored:  # later ones go back to before it had added them
-                self._removed[key] = f"{key}: step {self.step} has nothing of {_some(names)}"
+                self._removed[key] = (
+                    f"{key}: step {self.step} has nothing of {listed(names, MAX_SHOWN)}"
+                )
         _restored.add(key)
         return self._put(key, live, found)
 
@@ -93,16 +96,16 @@ class Filling:
         replaced = _untold("replaced", self._replaced)
         if replaced:
             warn_user(
-                f"{_some(replaced)}: another object now than before the restore of step {self.step}, for "
-                "what was there could not take what was saved; take it from the state if the script holds "
-                "it by a name of its own",
+                f"{listed(replaced, MAX_SHOWN)}: another object now than before the restore of step "
+                f"{self.step}, for what was there could not take what was saved; take it from "
+                "the state if the script holds it by a name of its own",
                 notice="replaced",
             )
         twice = _untold("two-values", self._twice)
         if twice:
             warn_user(
-                f"{_some(twice)}: here it is one object, and step {self.step} has two values for it; "
-                "build the state as it was when it was saved",
+                f"{listed(twice, MAX_SHOWN)}: here it is one object, and step {self.step} has two values "
+                "for it; build the state as it was when it was saved",
                 notice="two-values",
             )
 
@@ -327,8 +330,3 @@ def _untold(notice: str, texts: dict[str, str]) -> list[str]:
     new = [text for path, text in texts.items() if (notice, path) not in _told]
     _told.update((notice, path) for path in texts)
     return new
-
-
-def _some(texts: list[str]) -> str:
-    more = f" and {len(texts) - MAX_SHOWN} more" if len(texts) > MAX_SHOWN else ""
-    return ", ".join(texts[:MAX_SHOWN]) + more

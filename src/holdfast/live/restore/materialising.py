@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from holdfast.base.errors import UsageError
+from holdfast.base.text import listed
 from holdfast.live.state.ignoring import trainable_marks
 from holdfast.live.state.kinds import PLAIN
 from holdfast.live.state.modules import named_buffers, parts_of, unwrap
@@ -123,7 +124,7 @@ def _check_saved(root: nn.Module, roots: list[nn.Module]) -> None:
     lost = [name for name, b in root.named_buffers() if b.is_meta and id(b) not in kept]
     if lost:
         raise UsageError(
-            f"buffers {', '.join(lost[:5])} are on the meta device and are in no checkpoint",
+            f"buffers {listed(lost, 5)} are on the meta device and are in no checkpoint",
             hint="they are not persistent: compute them on the real device first",
         )
 

@@ -14,13 +14,11 @@ from typing import Any
 
 import msgspec
 
+from holdfast.base.text import listed
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.group import Group
 from holdfast.live.state.named import LiveTensor
 from holdfast.live.state.recognising import State, is_optimizer
-
-SHOWN = 4
-"""Names in a message, at most."""
 
 
 def with_own(checkpoint: Checkpoint, state: State, group: Group) -> Checkpoint:
@@ -88,8 +86,7 @@ def differing(checkpoint: Checkpoint, key: str) -> str:
             for name, own in one.items():
                 other = first.setdefault(f"{one is values} {name}", own)
                 found |= dict.fromkeys(k for k in own if other.get(k) != own[k])
-    names = [*sorted(found)[:SHOWN], *["..."][: max(0, len(found) - SHOWN)]]
-    return f" ({', '.join(names)} of the same parameters)" if names else ""
+    return f" ({listed(sorted(found))} of the same parameters)" if found else ""
 
 
 def _bodies(checkpoint: Checkpoint, key: str) -> list[dict[str, Any]]:

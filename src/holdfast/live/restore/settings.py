@@ -20,12 +20,12 @@ import numpy as np
 import torch
 
 from holdfast.base.errors import warn_user
+from holdfast.base.text import listed
 from holdfast.live.restore.nested import objects
 from holdfast.live.state.placed import memory_of
 
 ROUNDING = 1e-6
 """Relative difference of a setting that is computed anew, which is put back and no matter to tell."""
-MAX_SHOWN = 3
 Group = dict[str, Any]
 
 _told: set[tuple[str, str]] = set()
@@ -71,10 +71,9 @@ class GroupSettings:
         """Tell what was put back, once for each pair of an object and an optimizer."""
         for (by, key), texts in self._written.items():
             if (by, key) not in _told:
-                more = f" and {len(texts) - MAX_SHOWN} more" if len(texts) > MAX_SHOWN else ""
                 warn_user(
                     f"{by} wrote into the groups of {key} while it was loaded: "
-                    f"{', '.join(texts[:MAX_SHOWN])}{more}; the settings of step {self.step} are put back: "
+                    f"{listed(texts)}; the settings of step {self.step} are put back: "
                     "set others after restore()",
                     notice="settings-put-back",
                 )

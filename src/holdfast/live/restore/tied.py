@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from holdfast.base.errors import warn_user
+from holdfast.base.text import listed
 from holdfast.base.wire import decode_msgpack
 from holdfast.core.checkpoint.diffing import BLOCK_BYTES, blocks
 from holdfast.core.checkpoint.opened import Checkpoint
@@ -26,7 +27,6 @@ from holdfast.core.format.manifest import TensorEntry
 from holdfast.core.group import Group
 from holdfast.live.restore.mismatches import Mismatch
 from holdfast.live.state.named import Prepared
-from holdfast.live.state.several import SHOWN
 
 
 def tell_untied(checkpoint: Checkpoint, live: Prepared) -> None:
@@ -42,9 +42,8 @@ def tell_untied(checkpoint: Checkpoint, live: Prepared) -> None:
         and tensors[name].placed.local.data_ptr() != tensors[first].placed.local.data_ptr()
     ]
     if pairs:
-        more = f" and {len(pairs) - SHOWN} more pairs" if len(pairs) > SHOWN else ""
         warn_user(
-            f"{', '.join(pairs[:SHOWN])}{more}: one tensor when step {checkpoint.step} was saved, and two "
+            f"{listed(pairs, 4)}: one tensor when step {checkpoint.step} was saved, and two "
             "here, which a training changes apart; tie them before restore(), as after torch's to_empty()",
             notice="untied",
         )

@@ -14,9 +14,9 @@ from typing import Any
 from torch.optim import Optimizer
 
 from holdfast.base.errors import warn_user
+from holdfast.base.text import listed
 from holdfast.live.state.arrays import raw_array
 from holdfast.live.state.named import Prepared
-from holdfast.live.state.outside import few
 from holdfast.live.state.recognising import State
 from holdfast.live.state.writes import corner
 
@@ -49,8 +49,8 @@ class WrittenByLoads:
         if others and by not in _told:
             _told.add(by)
             warn_user(
-                f"{by} wrote to {few(others)} while it was loaded: they are not as step {self._step} has "
-                "them; let its load_state_dict() change nothing else, or give it to a call of "
+                f"{by} wrote to {listed(others)} while it was loaded: they are not as step {self._step} "
+                "has them; let its load_state_dict() change nothing else, or give it to a call of "
                 "holdfast.load of its own, before the others",
                 notice="load-writes",
             )

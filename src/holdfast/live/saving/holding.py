@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from holdfast.base.errors import notice_text
 from holdfast.base.sizes import size_text
+from holdfast.base.text import listed
 from holdfast.live.state.devices import devices_in
 from holdfast.live.state.named import Collected
-from holdfast.live.state.snapshot import few
 
 if TYPE_CHECKING:
     from holdfast.live.saving.operation import SaveOperation
@@ -56,9 +56,9 @@ def tell_set_aside(saver: Saver) -> None:
     names = sorted(sizes, key=sizes.__getitem__, reverse=True)
     told = notice_text(
         "set-aside",
-        f"each save copies {size_text(sum(sizes.values()))} before its call returns ({few(names)}), since "
-        "no optimizer of the state moves that: training waits for the copy, and has the memory of it; if a "
-        "torch optimizer moves it, add the optimizer to the state",
+        f"each save copies {size_text(sum(sizes.values()))} before its call returns ({listed(names)}), "
+        "since no optimizer of the state moves that: training waits for the copy, and has the memory of "
+        "it; if a torch optimizer moves it, add the optimizer to the state",
     )
     if told is not None:
         saver.news.append(told)

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import permutations
 
 from holdfast.base.errors import warn_user
+from holdfast.base.text import first_of, listed
 
 MOST_SETS = 32
 """Ranks that hold more sets of names than that are stages or experts."""
@@ -58,12 +59,11 @@ def tell(
     told.update(new)
     if not new:
         return
-    lines = [f"  {name}: {_in_words(*ranks)}" for name, ranks in [*new.items()][:MOST_NAMED]]
-    lines += [f"  and {len(new) - MOST_NAMED} more"] if len(new) > MOST_NAMED else []
+    lines = [f"{name}: {_in_words(*ranks)}" for name, ranks in new.items()]
     what = "nothing of it is restored there" if restored else "no restore gives these any"
     warn_user(
         f"some ranks have state that others lack, and {what}: hand it over on all ranks, or under names "
-        "that say whose it is:\n" + "\n".join(lines),
+        "that say whose it is:\n  " + "\n  ".join(first_of(lines, MOST_NAMED)),
         notice="one-rank-alone",
     )
 
@@ -73,5 +73,4 @@ def _in_words(having: list[int], lacks: list[int]) -> str:
 
 
 def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:MOST_RANKS])) + ", ..." * (len(ranks) > MOST_RANKS)
-    return f"rank{'s' * bool(ranks[1:])} {shown}"
+    return f"rank{'s' * bool(ranks[1:])} {listed(ranks, MOST_RANKS)}"

@@ -34,6 +34,7 @@ import torch
 from torch import nn
 
 from holdfast.base.errors import HoldfastError, UsageError, warn_user
+from holdfast.base.text import listed
 from holdfast.live.state.encoding import encode
 from holdfast.live.state.ignoring import Ignored
 from holdfast.live.state.modules import unwrap
@@ -50,9 +51,6 @@ from holdfast.live.state.wrappers import Names, parts
 
 OWN = "_own_extra_state"
 """The last part of the name of the extra that holds the made values of a module."""
-
-SHOWN = 3
-"""Names in a message, at most."""
 
 _live_names: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
 """Entries of modules that were seen to be live tensors: from then on modules are asked only once."""
@@ -186,7 +184,7 @@ def refuse_own(key: str, engine: nn.Module, *, first: bool = False) -> None:
     ]
     if names:
         raise UsageError(
-            f"{_few(names)}: in the state_dict() of a module inside an engine ({type(engine).__name__}), "
+            f"{listed(names)}: in the state_dict() of a module inside an engine ({type(engine).__name__}), "
             "of which parameters, buffers and get_extra_state() are saved",
             hint="keep it as a buffer or in get_extra_state(), or do without it: "
             f"holdfast.ignore({key}, {names[0].removeprefix(key + '.')!r})",
@@ -278,7 +276,7 @@ def _check_steady(key: str, own: Own) -> None:
                 changed.append(entry)
     if changed:
         raise UsageError(
-            f"{_few([f'{key}.{own.name(e)}' for e in changed])}: the state_dict() of this "
+            f"{listed([f'{key}.{own.name(e)}' for e in changed])}: the state_dict() of this "
             f"{type(own.part).__name__} has another value at each call, which no restore can bring back",
             hint=f"holdfast.ignore({key}, {own.name(changed[0])!r}) does without it",
         )
@@ -301,7 +299,7 @@ def _tell_copies(key: str, own: Own, held: SavedTensors) -> None:
         few = [f"{key}.{own.name(e)} (as {key}.{own.name(n)})" for e, n in copies.items()]
         warn_user(
             f"the state_dict() of {type(own.part).__name__} has copies of parameters or buffers under "
-            f"other names, which are saved a second time: {_few(few)}; "
+            f"other names, which are saved a second time: {listed(few)}; "
             f"holdfast.ignore({key}, {own.name(next(iter(copies)))!r}) leaves one out"
         )
 
@@ -326,10 +324,6 @@ def _elements(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of each element, a row for each: some dtypes cannot be compared."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return plain.reshape(-1, 1).view(torch.uint8)
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:SHOWN]) + ", ..." * (len(names) > SHOWN)
 
 
 # -- saving -----------------------------------------------------------------------------------------

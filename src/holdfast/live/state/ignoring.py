@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from holdfast.base.arguments import text_of, unfit
 from holdfast.base.errors import UsageError
 from holdfast.base.suggest import did_you_mean
+from holdfast.base.text import listed
 
 T = TypeVar("T")
 
@@ -78,11 +79,10 @@ class Ignored:
             return
         at, pattern = unused[0]
         known = [n[len(at) + 1 if at else 0 :] for n in names]
-        few = ", ".join(map(repr, known[:5])) + (", ..." if len(known) > 5 else "")
         where = f"{what}.{at}" if at else what
         raise UsageError(
             f"ignore({where}, {pattern!r}) matches nothing that would not be saved anyway; there is "
-            + (few or "nothing of that kind"),
+            + (listed(map(repr, known), 5) or "nothing of that kind"),
             hint=did_you_mean(pattern, known)
             or "take the pattern away, or write the name as it is there",
         )

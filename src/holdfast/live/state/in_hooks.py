@@ -38,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from holdfast.base.errors import UsageError, warn_user
-from holdfast.live.state.outside import few
+from holdfast.base.text import listed
 from holdfast.live.state.recognising import State, is_of_framework, stages
 from holdfast.live.state.several import (
     SHOWN,
@@ -118,7 +118,7 @@ def check_in_backward(state: State, stepped: Iterable[Any] = ()) -> None:
         if names:
             raise UsageError(
                 f"{key!r} is trained in backward by optimizers that are not in the state, and whose "
-                f"states would be lost: {few(names, SHOWN)}",
+                f"states would be lost: {listed(names, SHOWN)}",
                 hint="hand them over in a list: {'optim': [optimizer_of[p] for p in model.parameters()]} "
                 "(torch's own are in p._in_backward_optimizers); for the weights alone hand over "
                 "model.state_dict()",
@@ -138,7 +138,7 @@ def tell_gradient_hooks(state: State) -> None:
     ]
     if names:
         warn_user(
-            f"{few(names)}: hooks are called behind their gradients, and no optimizer of the state has "
+            f"{listed(names)}: hooks are called behind their gradients, and no optimizer of the state has "
             "these parameters; if the hooks step optimizers, the states of those are not saved: hand them "
             "over, too",
             notice="hooked-parameters",

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from holdfast.base.errors import HoldfastError, StateMismatch, warn_user
+from holdfast.base.text import listed
 from holdfast.live.state.customised import Own, form, named_entries
 from holdfast.live.state.deriving import load_alone
 from holdfast.live.state.own_state_dicts import SavedTensors, asks_whole, entries_of, is_same
@@ -91,7 +92,7 @@ def put_own(key: str, own: Own, saved: Mapping[str, Any]) -> None:
     if not lost:
         return
     kind = type(own.part).__name__
-    few = ", ".join(f"{key}.{own.name(e)}" for e in lost[:3]) + ", ..." * (len(lost) > 3)
+    few = listed(f"{key}.{own.name(e)}" for e in lost)
     way = f"holdfast.ignore({key}, {own.name(lost[0])!r})"
     if loads_itself and error is None and own.tensors.keys().isdisjoint(lost):
         warn_user(

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from holdfast.base.errors import warn_user
+from holdfast.base.text import listed
 from holdfast.live.state.ignoring import trainable_marks
 from holdfast.live.state.modules import unwrap
 from holdfast.live.state.recognising import State, stages
@@ -48,9 +49,8 @@ def merged_in(layers: Iterable[tuple[str, nn.Module]]) -> Iterator[str]:
 
 def merged_text(names: list[str]) -> str:
     """The notice of layers whose adapters are merged at a save."""
-    more = f" and {len(names) - 1} more layers" if names[1:] else ""
     return (
-        f"{names[0]}{more}: the adapter is merged into the weights that are saved, which a restart "
+        f"{listed(names, 1)}: the adapter is merged into the weights that are saved, which a restart "
         "takes for those of the base model, and adds it once more: save after unmerge_adapter()"
     )
 

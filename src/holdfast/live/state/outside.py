@@ -28,6 +28,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.base.errors import warn_user
+from holdfast.base.text import listed
 from holdfast.live.state.kinds import is_plain_type
 from holdfast.live.state.modules import tensors_of
 from holdfast.live.state.placed import memory_of
@@ -190,7 +191,7 @@ def tell_outside(state: State) -> None:
             found = copies(key, value, state) or _beside_optimizers(key, value, state)
         if found:
             warn_user(
-                f"{few(found)}: tensors in attributes that no state_dict() has are not saved, and a "
+                f"{listed(found)}: tensors in attributes that no state_dict() has are not saved, and a "
                 "restart goes on with those of a fresh build: make them buffers, or let "
                 "state_dict() have them",
                 notice="tensors-outside",
@@ -269,12 +270,6 @@ def _says_more(module: nn.Module) -> bool:
     if any(getattr(kind, name) is not getattr(nn.Module, name) for name in names):
         return True
     return bool(module._state_dict_hooks or module._state_dict_pre_hooks)
-
-
-def few(names: list[str], shown: int = 3) -> str:
-    """Names in a message: the first ones, and how many there are more."""
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more
 
 
 def saved_names(tree: Any, depth: int = DEPTH) -> Iterator[tuple[str, Any]]:

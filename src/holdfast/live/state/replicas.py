@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.base.errors import LayoutError, warn_user
 from holdfast.base.events import emit
+from holdfast.base.text import first_of, listed
 from holdfast.base.wire import WireError, decode_msgpack, rank_errors
 from holdfast.core.codec.digest import digest
 from holdfast.core.group import Group
@@ -345,8 +346,7 @@ def _on(mesh: list[int] | None, other: list[int] | None) -> str:
 
 
 def _shown(mesh: list[int]) -> str:
-    more = ", ..." if len(mesh) > MOST_RANKS else ""
-    return f"[{', '.join(map(str, mesh[:MOST_RANKS]))}{more}]"
+    return f"[{listed(mesh, MOST_RANKS)}]"
 
 
 def _mixture(differ: dict[str, str]) -> LayoutError:
@@ -359,13 +359,12 @@ def _mixture(differ: dict[str, str]) -> LayoutError:
             "DTensors of one name are parts of one tensor: put them on one mesh of all their ranks, cut "
             "along the axis of the experts, or give them names of their own per rank"
         )
-    return LayoutError(
-        f"replicas of {len(differ)} tensor(s) differ:\n" + "\n".join(_lines(differ)), hint=hint
-    )
+    return LayoutError(f"replicas of {len(differ)} tensor(s) differ:" + _lines(differ), hint=hint)
 
 
-def _lines(differ: dict[str, str]) -> list[str]:
-    return [f"  {name}: {ranks}" for name, ranks in list(differ.items())[:MOST_NAMED]]
+def _lines(differ: dict[str, str]) -> str:
+    lines = (f"{name}: {ranks}" for name, ranks in differ.items())
+    return "".join(f"\n  {line}" for line in first_of(lines, MOST_NAMED))
 
 
 def _tell_buffers(live: Collected, differ: dict[str, str]) -> None:
@@ -376,7 +375,7 @@ def _tell_buffers(live: Collected, differ: dict[str, str]) -> None:
         warn_user(
             f"{len(lost)} buffer(s) differ between ranks, and nothing sends rank 0's to the others; the "
             "first rank's are saved, and all ranks get these from a restore (sum them up, or keep each "
-            "rank's as a plain value, if they must differ):\n" + "\n".join(_lines(lost)),
+            "rank's as a plain value, if they must differ):" + _lines(lost),
             notice="buffers-of-ranks",
         )
 

@@ -26,6 +26,7 @@ import torch
 from torch.optim import Optimizer
 
 from holdfast.base.errors import UsageError
+from holdfast.base.text import listed
 from holdfast.live.state.wrapped import is_zero1, stepping
 
 State = dict[str, Any]
@@ -245,10 +246,9 @@ def _why_not(optimizer: Any, inner: dict[str, Any]) -> str:
 
 
 def _refused(where: str, optimizer: Any, lost: dict[str, Any], why: str) -> UsageError:
-    named = [f"a {type(one).__name__} ({name})" for name, one in list(lost.items())[:SHOWN]]
-    more = f" and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
+    named = listed((f"a {type(one).__name__} ({name})" for name, one in lost.items()), SHOWN)
     return UsageError(
-        f"{where!r}: a {type(optimizer).__name__} around {', '.join(named)}{more}, whose state would be "
+        f"{where!r}: a {type(optimizer).__name__} around {named}, whose state would be "
         f"lost; for one optimizer they cannot be taken: {why}",
         hint=f"hand them over, too: {apart(where, lost, optimizer)}",
     )

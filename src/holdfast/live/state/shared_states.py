@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.base.errors import warn_user
+from holdfast.base.text import listed
 from holdfast.live.state.kinds import PLAIN
 from holdfast.live.state.placed import local_of
-from holdfast.live.state.several import SHOWN, holder
+from holdfast.live.state.several import holder
 
 Span = tuple[int, int, int, str]
 """Addresses where the memory of a state begins and ends, the number of the state, and its name."""
@@ -35,10 +36,9 @@ def tell_shared(key: str, optimizer: Optimizer, names: Mapping[int, list[str]]) 
     pairs = [sorted([a[2:], b[2:]]) for a, b in pairwise(spans) if b[0] < a[1]]
     shared = [f"{one} and {other}" for (_, one), (_, other) in sorted(pairs)]
     if shared:
-        more = f" and {len(shared) - SHOWN} more pairs" if len(shared) > SHOWN else ""
         warn_user(
-            f"{key!r}: states of {type(optimizer).__name__} share memory: {', '.join(shared[:SHOWN])}"
-            f"{more}. An optimizer without states that is restored has them in memory of their own, and "
+            f"{key!r}: states of {type(optimizer).__name__} share memory: {listed(shared, 4)}. "
+            "An optimizer without states that is restored has them in memory of their own, and "
             "what is written to one is not in the other: have such a state once, in the parameter group "
             "or, by a name, in optimizer.state"
         )

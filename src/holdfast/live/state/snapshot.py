@@ -27,6 +27,7 @@ import torch
 
 from holdfast.base.errors import HoldfastError
 from holdfast.base.events import span
+from holdfast.base.text import listed
 from holdfast.base.threads import in_threads
 from holdfast.core.format.image import Image
 from holdfast.core.format.manifest import TensorEntry
@@ -474,7 +475,7 @@ def copy_in_window(shot: Shot, window: Window, *, room: CarryBuffer | None) -> N
     if names:
         written = list(dict.fromkeys(names))
         raise WrittenMeanwhile(
-            f"weights were written outside optimizer.step() while they were copied: {few(written)}",
+            f"weights were written outside optimizer.step() while they were copied: {listed(written)}",
             tuple(written),
             step=shot.step,
             hint="later saves copy these before their call returns; make such changes before you call "
@@ -487,7 +488,3 @@ def touch(memory: memoryview) -> None:
     first_bytes = np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE]
     for at in range(0, len(first_bytes), TOUCH_PAGES):
         first_bytes[at : at + TOUCH_PAGES] |= 0
-
-
-def few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

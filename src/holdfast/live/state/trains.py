@@ -28,9 +28,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from holdfast.base.text import listed
 from holdfast.live.state.modules import tensors_of
 from holdfast.live.state.observer import StepCounts, calls_hooks
-from holdfast.live.state.outside import few, held
+from holdfast.live.state.outside import held
 from holdfast.live.state.recognising import State, is_of_framework, stages
 from holdfast.live.state.still import Still
 from holdfast.live.state.writes import Mark, count_and_address
@@ -169,10 +170,10 @@ class Trains:
             kind = type(stranger).__name__
             if idle:
                 since = self._since.get(idle[0], self._begun)
-                models = few(sorted({key for key, _ in hit.values()}))
+                models = listed(sorted({key for key, _ in hit.values()}))
                 yield "never-steps", _never_steps(idle, since, kind, models), idle[0]
             elif hit and stranger.state:  # without any, nothing of it is lost
-                shown = few([".".join(name) for name in hit.values()])
+                shown = listed([".".join(name) for name in hit.values()])
                 yield "another-optimizer", _another(kind, shown), shown
 
     def _stays(self, stranger: Any, number: int) -> bool:
@@ -254,8 +255,8 @@ def has_trained(state: State, counts: StepCounts) -> bool:
 
 def _never_steps(idle: list[str], since: int, kind: str, models: str) -> str:
     return (
-        f"{few(idle)} has not stepped since step {since}; another {kind} steps parameters of {models}, and "
-        f"its states are not saved: hand over the one that steps (state[{idle[0]!r}] = ...)"
+        f"{listed(idle)} has not stepped since step {since}; another {kind} steps parameters of {models}, "
+        f"and its states are not saved: hand over the one that steps (state[{idle[0]!r}] = ...)"
     )
 
 
@@ -268,15 +269,15 @@ def _another(kind: str, shown: str) -> str:
 
 def _parts_replaced(key: str, number: int, lost: list[str]) -> str:
     return (
-        f"{key} has {number} parameter(s) that no model of the state has any more, and {few(lost)} is in "
-        "no optimizer and is not trained: make the optimizer after the last change of the model, or "
+        f"{key} has {number} parameter(s) that no model of the state has any more, and {listed(lost)} is "
+        "in no optimizer and is not trained: make the optimizer after the last change of the model, or "
         "add_param_group() what is new"
     )
 
 
 def _never_changes(keys: list[str], since: int, kind: str) -> str:
     return (
-        f"{few(keys)} has not changed since step {since}, while another {kind} steps parameters: what "
+        f"{listed(keys)} has not changed since step {since}, while another {kind} steps parameters: what "
         "trains is not what is saved, and a restart finds it as it was; hand over the objects that the "
         "loop uses"
     )
@@ -284,7 +285,7 @@ def _never_changes(keys: list[str], since: int, kind: str) -> str:
 
 def _nothing_changes(keys: list[str], since: int) -> str:
     return (
-        f"nothing of the state ({few(keys)}) has changed since step {since}: what trains is not what is "
+        f"nothing of the state ({listed(keys)}) has changed since step {since}: what trains is not what is "
         "saved, and a restart finds it as it was; hand over the objects that the loop uses, and set "
         "ckpt.state[...] where it makes new ones"
     )

@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from holdfast.base.errors import UsageError, warn_user
+from holdfast.base.text import listed
 from holdfast.live.state.ignoring import Ignored
 from holdfast.live.state.observer import calls_hooks
 
@@ -95,11 +96,10 @@ def check_own_state(
         )
     unsaved = [path for name, paths in outside.items() if not ignored.has(name) for path in paths]
     if unsaved:
-        more = f" and {len(unsaved) - 1} more" if unsaved[1:] else ""
         name = next(n for n, paths in outside.items() if unsaved[0] in paths)
         raise UsageError(
             f"{key!r}: this {type(optimizer).__name__} keeps tensors in attributes that nothing saves "
-            f"({unsaved[0]}{more}): a restart would go on with those of a fresh build",
+            f"({listed(unsaved, 1)}): a restart would go on with those of a fresh build",
             hint=f"keep them in optimizer.state[p], or hand them over as a value of the state "
             f"({{..., {name!r}: {key}.{name}}}); holdfast.ignore({key}, {name!r}) does without them",
         )

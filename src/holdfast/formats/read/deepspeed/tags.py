@@ -16,6 +16,7 @@ import re
 from dataclasses import dataclass, field
 
 from holdfast.base.errors import FormatError, NotFound, StoreError
+from holdfast.base.text import listed
 from holdfast.core.store import Store
 from holdfast.formats.read.folder import last_name
 
@@ -131,7 +132,7 @@ def latest(store: Store) -> str:
     if found is None:
         tags = [t for marker in LATEST if (t := _named(store, marker)) is not None]
         what = f"{tags[0]!r}, which its marker names" if tags else "that a file 'latest' would name"
-        there = ", ".join(f.rstrip("/") for f in folders(store)[:8])
+        there = listed((f.rstrip("/") for f in folders(store)), 8)
         raise NotFound(
             f"{store.url} has no checkpoint {what}",
             hint=f"give the folder as the path: {there}" if there else "was it copied whole?",

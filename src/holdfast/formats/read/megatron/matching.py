@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.base.errors import FormatError
+from holdfast.base.text import listed
 from holdfast.core.format.dtypes import numpy_dtype
 from holdfast.core.layout import Box
 from holdfast.core.store import Store
@@ -289,8 +290,7 @@ def ordered(slots: list[_Slot]) -> list[RankPart]:
 
 
 def _named(shards: list[RankPart]) -> str:
-    names = sorted({repr(s.name) for s in shards})
-    return f"shards of {', '.join(names[:4])}" + (" and others" if len(names) > 4 else "")
+    return f"shards of {listed(sorted({repr(s.name) for s in shards}), 4)}"
 
 
 def _layer(name: str) -> tuple[str, int] | None:
