@@ -352,7 +352,7 @@ def test_an_optimizer_whose_steps_cannot_be_seen_is_refused(root: Path) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_replayed_in_blocks(root: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters here are smaller than a block is, so blocks are made smaller."""
-    monkeypatch.setattr(blockwise, "BLOCK_BYTES", 200)
+    monkeypatch.setattr(blockwise, "CACHED_BYTES", 200)
     made = 0
 
     def step(one: blockwise.Blockwise) -> None:

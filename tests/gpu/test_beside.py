@@ -79,7 +79,7 @@ def test_memory_that_cannot_be_locked_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(devices.page_locks, torch.device(DEVICE).type, Refuses())
-    monkeypatch.setattr(movers, "SMALL_BYTES", 0)
+    monkeypatch.setattr(movers, "COPIED_AT_CALL_BYTES", 0)
     devices._tell_unlocked.cache_clear()
     model, optimizer = trained()
     expected = {}
@@ -276,7 +276,7 @@ def test_what_is_carried_is_read_when_it_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The training's stream has much to do before it sets the rest of a snapshot aside."""
-    monkeypatch.setattr(movers, "SMALL_BYTES", 0)
+    monkeypatch.setattr(movers, "COPIED_AT_CALL_BYTES", 0)
     monkeypatch.setattr(snapshot, "BATCH_BYTES", 1)
     model, optimizer = trained()
     state, weights, carried = {"model": model, "optim": optimizer}, {}, []

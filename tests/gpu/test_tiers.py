@@ -101,7 +101,9 @@ def side_streams(devices: tuple[str, str], on_the_side: bool) -> Iterator[None]:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("HOLDFAST_MEMORY_DIR", str(tmp_path / "node"))
-    monkeypatch.setattr(movers, "SMALL_BYTES", 0)  # nothing is so small that it is set aside
+    monkeypatch.setattr(
+        movers, "COPIED_AT_CALL_BYTES", 0
+    )  # nothing is so small that it is set aside
     monkeypatch.setattr(snapshot, "BATCH_BYTES", 1000)  # batches of one device, where there are two
     gc.collect()
     if DEVICE.startswith("late"):

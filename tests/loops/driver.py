@@ -295,7 +295,7 @@ def drive(seed: int, folder: Path) -> None:
     holdfast.events.subscribe(lag)
     sys.setswitchinterval(options.switch_s)
     if options.as_large:
-        movers.SMALL_BYTES = 0
+        movers.COPIED_AT_CALL_BYTES = 0
     opens = roots.open_store
     if options.slow_s:
         roots.open_store = lambda url: Slow(opens(url), options.slow_s)

@@ -255,7 +255,7 @@ class Life:
         if s["layout"] == "topk":
             topk.register(model)
         if "slow" in s:
-            movers.SMALL_BYTES = 0  # there is a window, as for larger states
+            movers.COPIED_AT_CALL_BYTES = 0  # there is a window, as for larger states
         if s.get("reference"):
             for step in range(s["until"]):
                 train_step(model, optim, step, s["layout"], self.width)

@@ -401,7 +401,7 @@ def test_an_average_that_begins_while_a_snapshot_waits(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That nobody had set it aside is found; the snapshot before stays."""
-    monkeypatch.setattr(movers, "SMALL_BYTES", 0)
+    monkeypatch.setattr(movers, "COPIED_AT_CALL_BYTES", 0)
     run, going_on = Run(folder), threading.Event()
     run.averages = False
     moment = Feed.moment

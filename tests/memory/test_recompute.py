@@ -64,11 +64,11 @@ def gradients(model: torch.nn.Module, step: int) -> None:
         (torch.optim.NAdam, {}),
     ],
 )
-@pytest.mark.parametrize("block_bytes", [1000, blockwise.BLOCK_BYTES], ids=["blocks", "whole"])
+@pytest.mark.parametrize("block_bytes", [1000, blockwise.CACHED_BYTES], ids=["blocks", "whole"])
 def test_the_same_steps(
     kind: Any, options: dict[str, Any], block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blockwise, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(blockwise, "CACHED_BYTES", block_bytes)
     model, optimizer = made(kind, **options)
     parts = [ParamPart(name, p) for name, p in model.named_parameters()]
     twin = Twin(optimizer, parts)

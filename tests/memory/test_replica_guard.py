@@ -17,7 +17,7 @@ from holdfast.core.format.image import Image, plan_image
 from holdfast.core.format.manifest import FileEntry
 from holdfast.live.collecting import collect
 from holdfast.live.saving.planning import SavePlan, new_plan
-from holdfast.live.state.agreed import describe, merge
+from holdfast.live.state.agreed import describe_tensors, merge_descriptions
 from holdfast.live.state.carrying import CarriedCopies, CarryBuffer
 from holdfast.live.state.named import Collected
 from holdfast.live.state.snapshot import Copies, FillProgress
@@ -60,7 +60,7 @@ class Replicas:
 
     def __init__(self, live: Collected, num_ranks: int) -> None:
         self.live = live
-        agreement = merge([describe(live)], [0] * num_ranks)
+        agreement = merge_descriptions([describe_tensors(live)], [0] * num_ranks)
         self.plan: SavePlan = new_plan(agreement, "a digest")
         found = [self._image(rank) for rank in range(num_ranks)]
         self.files = [

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.live.state.observer import Observer, Order
+from holdfast.live.state.observer import HookOrder, Observer
 from holdfast.tiers.memory.twin import ParamPart
 from holdfast.tiers.memory.twins import Twins
 
@@ -104,7 +104,9 @@ def test_a_step_that_raises(trained: Trained) -> None:
     def refuse(*_: Any) -> None:
         raise ValueError("no")
 
-    records = Observer({"optim": trained.optimizer}, Order.RECORDS, refuse, refuse)  # behind theirs
+    records = Observer(
+        {"optim": trained.optimizer}, HookOrder.RECORDS, refuse, refuse
+    )  # behind theirs
     trained.backward()
     with pytest.raises(ValueError, match="no"):
         trained.optimizer.step()

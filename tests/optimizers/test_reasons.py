@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from holdfast.errors import StateMismatch
-from holdfast.live.state.making import made, says
+from holdfast.live.state.making import description_of, make_state
 
 pytestmark = pytest.mark.soak
 
@@ -19,9 +19,9 @@ def test_the_reason_is_of_the_state_that_is_alike(signed: bool) -> None:
     torchao = pytest.importorskip("torchao.optim")
     p = torch.nn.Parameter(torch.zeros(64, 128))
     optimizer: Any = torchao.AdamW8bit([p])
-    said = says(optimizer._new_buffer(p, signed), "x")
+    said = description_of(optimizer._new_buffer(p, signed), "x")
     assert said is not None
     saved = {**said, "parts": {**said["parts"], "scale": "in blocks of 4 x 64 elements"}}
     with pytest.raises(StateMismatch) as caught:
-        made("x", saved, optimizer, p, lambda name: None)
+        make_state("x", saved, optimizer, p, lambda name: None)
     assert "with scale in blocks of 4 x 64 elements, here " in str(caught.value)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.live.state.alone import lacking
+from holdfast.live.state.alone import forgotten_names
 
 Held = list[dict[str, set[str]]]
 
 
 def found(held: Held) -> dict[str, tuple[list[int], list[int]]]:
-    return lacking([({(key, ""): s for key, s in one.items()}, [r]) for r, one in enumerate(held)])
+    return forgotten_names(
+        [({(key, ""): s for key, s in one.items()}, [r]) for r, one in enumerate(held)]
+    )
 
 
 @pytest.mark.parametrize(

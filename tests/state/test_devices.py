@@ -15,7 +15,7 @@ from holdfast.live.collecting import collect
 from holdfast.live.restore import optimizer_states
 from holdfast.live.restore.optimizer_states import put_plain_states
 from holdfast.live.state import made
-from holdfast.live.state.customised import Own
+from holdfast.live.state.customised import OwnEntries
 from holdfast.live.state.encoding import outline_tensor
 from holdfast.sources import Sources
 
@@ -99,7 +99,7 @@ def test_metrics_keep_their_device(device: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(made, "_differing", lambda *_: [])  # there are no values to compare
     for entries in ({"total": torch.ones(2), "seen": [torch.ones(3)]}, {"seen": [torch.ones(3)]}):
         sums = Sums(device)
-        own = Own("", sums, made={name: getattr(sums, name) for name in entries})
+        own = OwnEntries("", sums, made={name: getattr(sums, name) for name in entries})
         made.put_own("sums", own, entries)
         assert {t.device.type for t in (sums.total, *sums.seen)} == {device}
         assert len(sums.seen) == 1

@@ -47,7 +47,7 @@ class Copier:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     """A state that is copied in the window, after the first save."""
-    monkeypatch.setattr(movers, "SMALL_BYTES", 0)
+    monkeypatch.setattr(movers, "COPIED_AT_CALL_BYTES", 0)
     run = Run(tmp_path)
     run.train()
     run.ckpt.save(0).wait(WAIT_S)
@@ -59,7 +59,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
 @pytest.fixture
 def copier(run: Run, monkeypatch: pytest.MonkeyPatch) -> Copier:
     """The training thread is in one long call, until it comes to rest."""
-    monkeypatch.setattr(snapshot, "PAUSE_S", 60.0)
+    monkeypatch.setattr(snapshot, "SETTLE_S", 60.0)
     return Copier(monkeypatch)
 
 
@@ -167,7 +167,7 @@ def test_a_write_that_is_counted_in_the_pause_is_seen(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The training thread comes to rest long after."""
-    monkeypatch.setattr(snapshot, "PAUSE_S", 1e-9)
+    monkeypatch.setattr(snapshot, "SETTLE_S", 1e-9)
     monkeypatch.setattr(snapshot, "PAUSE_COPIES", 1e-9)
     looks, looked, changed = iter(range(9)), threading.Event(), snapshot.Shot.changed
 
@@ -219,10 +219,10 @@ SCRIPT = """
     net = torch.nn.Linear(4, 4)
     optim = torch.optim.SGD(net.parameters())
     torch.nn.init.ones_(net.weight), torch.nn.init.ones_(net.bias)
-    movers.SMALL_BYTES = 0
+    movers.COPIED_AT_CALL_BYTES = 0
     ckpt = holdfast.Checkpointer(sys.argv[1], {"model": net, "optim": optim})
     ckpt.save(1).wait()
-    snapshot.Copies.run, snapshot.PAUSE_S = run, 60.0
+    snapshot.Copies.run, snapshot.SETTLE_S = run, 60.0
     ckpt.save(2)
     go.set()
     assert copied.wait(120)

@@ -26,7 +26,7 @@ graphs.observe(Graph)
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(graphs, "LONGEST_S", 30.0)
+    monkeypatch.setattr(graphs, "CAPTURE_WAIT_S", 30.0)
     monkeypatch.setattr(graphs, "_has_captured", False)
     yield
     assert graphs._owner is None and not graphs._captured and not graphs._working

@@ -12,7 +12,7 @@ from holdfast.core.format.image import plan_image
 from holdfast.errors import HoldfastError
 from holdfast.layout import Axis, Box
 from holdfast.live.saving.planning import new_plan
-from holdfast.live.state.agreed import describe, merge
+from holdfast.live.state.agreed import describe_tensors, merge_descriptions
 from holdfast.live.state.named import Collected, LiveTensor
 from holdfast.live.state.placed import Placed, mesh_axes
 from holdfast.live.state.snapshot import Copies
@@ -56,7 +56,9 @@ def test_no_copy_is_made_of_what_a_rank_has_not(start: int) -> None:
         placed = Placed(local, (8, 3), box, None)
         return Collected(tensors={"w": LiveTensor("w", "param", placed, True, local)})
 
-    plan = new_plan(merge([describe(live(Box((0, 0), (8, 3))))], [0]), "a digest")
+    plan = new_plan(
+        merge_descriptions([describe_tensors(live(Box((0, 0), (8, 3))))], [0]), "a digest"
+    )
     image = plan_image(plan.agreement.tensors, plan.placement.pieces(0))
     data = memoryview(bytearray(image.total_bytes))
     other = live(Box((start, 0), (8, 3)))

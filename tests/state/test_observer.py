@@ -11,8 +11,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from holdfast.live.state.observer import (
+    HookOrder,
     Observer,
-    Order,
     StepCall,
     before_every_step,
     calls_hooks,
@@ -31,7 +31,7 @@ class Training:
     def note(self, what: str) -> Callable[..., None]:
         return lambda *_: self.called.append(what)
 
-    def observe(self, order: Order, text: str) -> Observer[str]:
+    def observe(self, order: HookOrder, text: str) -> Observer[str]:
         before, after = self.note(f"{text} before"), self.note(f"{text} after")
         return Observer({"optim": self.optimizer}, order, before, after)
 
@@ -51,9 +51,9 @@ def test_the_order_of_all_in_a_step(training: Training) -> None:
     optimizer, note = training.optimizer, training.note
     optimizer.register_step_pre_hook(note("clip"))
     optimizer.register_step_post_hook(note("mask"))
-    training.observe(Order.RECORDS, "records")
+    training.observe(HookOrder.RECORDS, "records")
     optimizer.register_step_post_hook(note("late mask"))
-    training.observe(Order.TWINS, "twins")
+    training.observe(HookOrder.TWINS, "twins")
     window = before_every_step(lambda: training.called.append("window"))
     assert training.step() == [
         "window",
@@ -71,8 +71,8 @@ def test_the_order_of_all_in_a_step(training: Training) -> None:
 
 def test_a_hook_that_comes_later(training: Training) -> None:
     """It is seen in the step; from the next time on ours are behind it."""
-    twins, records = (training.observe(o, o.name) for o in (Order.TWINS, Order.RECORDS))
-    other = training.observe(Order.RECORDS, "of another checkpointer")
+    twins, records = (training.observe(o, o.name) for o in (HookOrder.TWINS, HookOrder.RECORDS))
+    other = training.observe(HookOrder.RECORDS, "of another checkpointer")
     assert twins.is_last("optim") and records.is_last("optim") and other.is_last("optim")
     training.optimizer.register_step_pre_hook(training.note("clip"))
     assert not twins.is_last("optim") and not records.is_last("optim")
@@ -87,7 +87,9 @@ def test_a_hook_that_comes_later(training: Training) -> None:
 
 def test_steps_that_fail(training: Training) -> None:
     calls: list[StepCall[int]] = []
-    observer = Observer({7: training.optimizer}, Order.RECORDS, calls.append, training.note("end"))
+    observer = Observer(
+        {7: training.optimizer}, HookOrder.RECORDS, calls.append, training.note("end")
+    )
 
     def refuse() -> None:
         raise ValueError("no")
@@ -117,7 +119,7 @@ def test_a_step_within_another(training: Training) -> None:
     calls: list[StepCall[str]] = []
     outer = Outer([torch.nn.Parameter(torch.ones(2))], lr=0.1)
     optimizers = {"inner": training.optimizer, "outer": outer}
-    Observer(optimizers, Order.RECORDS, calls.append, lambda call: training.note(call.name)())
+    Observer(optimizers, HookOrder.RECORDS, calls.append, lambda call: training.note(call.name)())
     outer.step()
     assert [(call.name, call.around) for call in calls] == [
         ("outer", None),
@@ -128,7 +130,7 @@ def test_a_step_within_another(training: Training) -> None:
 
 
 def test_a_forked_child_calls_nobody(training: Training) -> None:
-    training.observe(Order.RECORDS, "records")
+    training.observe(HookOrder.RECORDS, "records")
     child = os.fork()
     if child == 0:
         os._exit(len(training.step()))
@@ -138,7 +140,7 @@ def test_a_forked_child_calls_nobody(training: Training) -> None:
 
 def test_hooks_of_others(training: Training) -> None:
     optimizer = training.optimizer
-    training.observe(Order.RECORDS, "records")
+    training.observe(HookOrder.RECORDS, "records")
     assert hooks_after(optimizer) == 0
     optimizer.register_step_post_hook(training.note("mask"))
     optimizer.register_step_pre_hook(training.note("clip"))

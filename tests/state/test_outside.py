@@ -18,7 +18,7 @@ import holdfast
 from holdfast.base.notices import Notices
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.integrations.trl_parts import tell_of_generated
-from holdfast.live.state.generators import put_state, state_of
+from holdfast.live.state.generators import generator_state, set_generator_state
 
 from .test_trains import backward, net, steps, told, update
 
@@ -236,10 +236,10 @@ class OfGenerator:
         self.of = of
 
     def state_dict(self) -> Any:
-        return {"rng": state_of(self.of._draws)}
+        return {"rng": generator_state(self.of._draws)}
 
     def load_state_dict(self, saved: Any) -> None:
-        put_state(self.of._draws, saved["rng"])
+        set_generator_state(self.of._draws, saved["rng"])
 
 
 def drawn(root: Path, model: Noisy, draw: Any = None, **more: Any) -> list[str]:

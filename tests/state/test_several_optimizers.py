@@ -194,7 +194,7 @@ def test_the_step_of_each_part_waits_for_the_copy(
 ) -> None:
     net, optimizers = build(MAKERS[name], 0)
     train(net, optimizers, 0, 1)
-    monkeypatch.setattr(movers, "SMALL_BYTES", 0)
+    monkeypatch.setattr(movers, "COPIED_AT_CALL_BYTES", 0)
     go, waiting = threading.Event(), threading.Event()
     run, wait = snapshot.Copies.run, Window.wait
 

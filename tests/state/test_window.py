@@ -66,7 +66,7 @@ class Run:
 @pytest.fixture(autouse=True)
 def _in_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small states would be copied at the call."""
-    monkeypatch.setattr(movers, "SMALL_BYTES", 0)
+    monkeypatch.setattr(movers, "COPIED_AT_CALL_BYTES", 0)
 
 
 @pytest.fixture

@@ -14,14 +14,14 @@ from holdfast.live.kinds.choosing import kinds_of
 from holdfast.live.kinds.kind import Collecting
 from holdfast.live.sources import Sources
 from holdfast.live.state.devices import devices_in, devices_of
-from holdfast.live.state.encoding import RULES
+from holdfast.live.state.encoding import RESIZE_RULES
 from holdfast.live.state.merged import tell_merged
-from holdfast.live.state.modules import tensors_of
+from holdfast.live.state.modules import module_tensors
 from holdfast.live.state.named import Collected, LiveTensor
 from holdfast.live.state.outside import tell_outside
 from holdfast.live.state.recognising import State, check_keys, in_order, sources_in, stages
 from holdfast.live.state.rng import Rng
-from holdfast.live.state.several import as_seen
+from holdfast.live.state.several import normalised
 
 
 class RunState:
@@ -44,7 +44,7 @@ class RunState:
                 t
                 for value in self.given.values()
                 for m in stages(value) or ()
-                for t in tensors_of(m)
+                for t in module_tensors(m)
             )
         return in_order({"rng": self._rng, **self.given})
 
@@ -64,7 +64,7 @@ class RunState:
         check_keys(
             self.given, "Checkpointer.state is still empty: add what is to be saved to it first"
         )
-        rules_of(self.on_resize, RULES, (*self.given, "rng"), "Checkpointer", "on_resize")
+        rules_of(self.on_resize, RESIZE_RULES, (*self.given, "rng"), "Checkpointer", "on_resize")
 
     def collect(self) -> Collected:
         """Name and place everything; see `collect`."""
@@ -88,7 +88,7 @@ def collect(
     """
     check_keys(state)
     given = in_order(state)
-    state = as_seen(given)
+    state = normalised(given)
     is_first = not before
     if is_first and any(map(_has_hooks, state.values())):
         from holdfast.live.state.in_hooks import check_in_backward, tell_gradient_hooks, tell_hooks

@@ -18,12 +18,12 @@ from holdfast.base.text import listed
 from holdfast.live.collecting import RunState
 from holdfast.live.state.gradients import KeptGradients, PendingGradients, gradients_text
 from holdfast.live.state.merged import layers_with_adapters, merged_in, merged_text
-from holdfast.live.state.numbers import Numbers, cut_off
+from holdfast.live.state.numbers import AttributeNumbers, cut_off
 from holdfast.live.state.observer import StepCounts
 from holdfast.live.state.recognising import State
 from holdfast.live.state.trains import Trains, has_trained
 
-AT_FIRST = 4
+FIRST_STEPS = 4
 """Steps of optimizers behind which numbers are looked at: a script may save only once."""
 
 
@@ -38,7 +38,7 @@ class Noticing:
         self._steps = self._has_stepped = False
         """True if an optimizer has stepped since the last look; and before that look."""
         self._gradients = PendingGradients()
-        self._numbers = Numbers({})
+        self._numbers = AttributeNumbers({})
         self._merging: list[tuple[str, Any]] | None = None
         self._counts = StepCounts(self._stepped)
         self._trains = Trains(self._counts)
@@ -55,7 +55,7 @@ class Noticing:
         self._steps = True
         if self._gradients.kept is not None:
             self._tell_if_used(self._gradients.kept, optimizer)
-        if self._num_stepped < AT_FIRST:
+        if self._num_stepped < FIRST_STEPS:
             self._num_stepped += 1
             self._count()
             self._gradients.choose(self._state)
@@ -145,7 +145,7 @@ class Noticing:
             self._numbers.observe()
         else:
             self._values, self._merging = values, None
-            self._numbers = Numbers(self._state)
+            self._numbers = AttributeNumbers(self._state)
             self._gradients.choose(self._state)
 
 

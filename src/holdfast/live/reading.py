@@ -33,7 +33,7 @@ from holdfast.core.group import Group
 from holdfast.core.store import LocalStore, Store, in_one, open_store, split_prefix
 from holdfast.live.restore.targets import RestoreOptions
 from holdfast.live.roots import open_shared, patience_s
-from holdfast.live.saving.exactness import EXACT, REPLICA
+from holdfast.live.saving.exactness import BIT_EXACT, REPLICA
 from holdfast.live.state.recognising import State
 from holdfast.live.transaction import restore
 
@@ -168,7 +168,7 @@ def load_step(
 ) -> Manifest:
     """Load one step, with the same manifest on every rank, which is returned; read again if it was replaced
     meanwhile, which with an `attempt` is NotFound."""
-    manifest = manifest_of(store, group, step)
+    manifest = shared_manifest(store, group, step)
     while True:
         if attempt not in ("", manifest.attempt):
             raise NotFound(f"step {step} in {store.url} was saved again since find()", step=step)
@@ -176,12 +176,12 @@ def load_step(
             restore(Checkpoint(store, manifest, verify=verify), state, group, options)
             return manifest
         except NotFound:
-            before, manifest = manifest, manifest_of(store, group, step)
+            before, manifest = manifest, shared_manifest(store, group, step)
             if manifest.attempt == before.attempt:
                 raise
 
 
-def manifest_of(store: Store, group: Group, step: int) -> Manifest:
+def shared_manifest(store: Store, group: Group, step: int) -> Manifest:
     """The manifest of a step, the same on every rank.  Collective."""
     try:
         manifest = decode(manifest_bytes(store, group, step), manifest_key(step))
@@ -242,9 +242,9 @@ def tell_exactness(manifest: Manifest) -> str:
     be bit-exact."""
     exactness = manifest.software.get(REPLICA)
     if exactness is None:
-        return EXACT
+        return BIT_EXACT
     emit("restore.from_replica", step=manifest.step, exactness=exactness)
-    if not exactness.startswith(EXACT):
+    if not exactness.startswith(BIT_EXACT):
         warn_user(
             f"step {manifest.step} was made from gradients on the host, not copied from the device: "
             f"{exactness}"

@@ -18,7 +18,7 @@ from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.format.manifest import FileEntry, Manifest
 from holdfast.core.group import Group
 from holdfast.core.store import Store
-from holdfast.live.reading import load_step, manifest_of, saved_steps
+from holdfast.live.reading import load_step, saved_steps, shared_manifest
 from holdfast.live.restore.candidates import Candidate, Identity
 from holdfast.live.restore.plain import Plain
 from holdfast.live.restore.targets import RestoreOptions
@@ -99,7 +99,7 @@ class StoredShelf:
         )
 
     def opened(self, candidate: Candidate, *, verify: bool) -> Checkpoint:
-        manifest = manifest_of(self._at, self._group, candidate.step)
+        manifest = shared_manifest(self._at, self._group, candidate.step)
         return Checkpoint(self._at, manifest, verify=verify)
 
     def check(self, checkpoint: Checkpoint, file: FileEntry) -> None:

@@ -33,7 +33,7 @@ from holdfast.core.group import Group
 from holdfast.core.layout import whole
 from holdfast.live.kinds.choosing import kinds_of
 from holdfast.live.kinds.restoring import Restoring
-from holdfast.live.restore.compare import compare, judge_together
+from holdfast.live.restore.compare import compare_tensors, judge_together
 from holdfast.live.restore.materialising import materialise
 from holdfast.live.restore.mismatches import Mismatch, Problems, differs
 from holdfast.live.restore.one_memory import two_values
@@ -44,7 +44,6 @@ from holdfast.live.restore.targets import RestoreOptions, entry_of, target_of
 from holdfast.live.restore.uninitialised import nan_if_it_fails
 from holdfast.live.sources import Sources
 from holdfast.live.state.devices import devices_in, wait_for
-from holdfast.live.state.kinds import writing
 from holdfast.live.state.named import Prepared
 from holdfast.live.state.placed import Placed
 from holdfast.live.state.recognising import (
@@ -57,7 +56,8 @@ from holdfast.live.state.recognising import (
     sources_in,
     stages,
 )
-from holdfast.live.state.several import as_seen
+from holdfast.live.state.several import normalised
+from holdfast.live.state.tensor_kinds import writing
 from holdfast.live.state.window import wait_for_copies
 from holdfast.live.state.wrappers import SECOND, has_wrappers
 from holdfast.live.state.writes import count_write
@@ -176,7 +176,7 @@ def _prepare(checkpoint: Checkpoint, given: State, group: Group, options: Restor
     state, live, problems = given, Prepared(), Problems()
     changes: list[StateChange | MasterChange] = []
     try:
-        state = in_order(as_seen(state))
+        state = in_order(normalised(state))
         materialise([module for value in state.values() for module in stages(value) or ()])
         state = _arranged(checkpoint, state)
         with uncollected():
@@ -187,7 +187,7 @@ def _prepare(checkpoint: Checkpoint, given: State, group: Group, options: Restor
             kinds = kinds_of(state, state, sources)
             restoring = Restoring(checkpoint, state, kinds, live, group, options)
             changes = [change for kind in kinds.values() for change in kind.place(restoring)]
-            problems = compare(checkpoint, live, options)
+            problems = compare_tensors(checkpoint, live, options)
             _tell_misfits(problems, live, options)
             restoring.find()
         problems.add(restoring.problems)

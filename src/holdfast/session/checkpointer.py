@@ -38,7 +38,7 @@ from holdfast.live.every import Every
 from holdfast.live.noticing import Noticing
 from holdfast.live.roots import require_native_root
 from holdfast.live.saving import Save
-from holdfast.live.state.encoding import RULES
+from holdfast.live.state.encoding import RESIZE_RULES
 from holdfast.live.state.loaded import loaded_states
 from holdfast.live.state.named import Collected
 from holdfast.live.state.recognising import State, check_keys
@@ -124,7 +124,7 @@ class Checkpointer:
         _check_choices(call, when_busy, on_error, replicas, anew)
         options = TierOptions(root, keep, upload, upload_keep, memory, delta).checked()
         known = (*state, "rng") if state else None
-        on_resize = rules_of(on_resize, RULES, known, call, "on_resize")
+        on_resize = rules_of(on_resize, RESIZE_RULES, known, call, "on_resize")
         every = every_of(every, memory=memory is not None, delta=delta is not None)
         deadline_s = seconds_of(deadline_s, call, "deadline_s")
         sigterm_s = _checked_sigterm(sigterm_s, call)

@@ -29,7 +29,7 @@ from holdfast.live.collecting import collect
 from holdfast.live.roots import open_shared, require_native_root, sweep_host
 from holdfast.live.saving import Saver
 from holdfast.live.saving.durable import Durable
-from holdfast.live.state.encoding import RULES
+from holdfast.live.state.encoding import RESIZE_RULES
 from holdfast.live.state.recognising import State, check_keys
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def load(
     patterns = None if only is None else patterns_of(only, "load", "only")
     for name, flag in (("cast", cast), ("strict", strict), ("verify", verify)):
         flag_of(flag, "load", name)
-    rules = rules_of(on_resize, RULES, state, "load", "on_resize")
+    rules = rules_of(on_resize, RESIZE_RULES, state, "load", "on_resize")
     options = RestoreOptions(patterns, cast, strict, rules)
     group = Group(seconds_of(deadline_s, "load", "deadline_s"), "load()")
     try:

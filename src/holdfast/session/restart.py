@@ -22,7 +22,7 @@ from holdfast.core.group import Group
 from holdfast.live.reading import (
     detected,
     load_from,
-    manifest_of,
+    shared_manifest,
     tell_exactness,
     tell_unused_records,
 )
@@ -31,7 +31,7 @@ from holdfast.live.restore.nested import loaders_in
 from holdfast.live.restore.plain import Plain, plain_values
 from holdfast.live.restore.result import Found, FoundAt, Restored, RestoredFrom
 from holdfast.live.restore.targets import RestoreOptions
-from holdfast.live.saving.exactness import EXACT
+from holdfast.live.saving.exactness import BIT_EXACT
 from holdfast.live.shelves import Shelf
 from holdfast.live.state.recognising import State
 from holdfast.live.state.rng import Rng
@@ -72,7 +72,7 @@ class Restart:
         """The state that is live now."""
         self.num_replayed = 0
         """Number of recorded steps that were done again to reach it."""
-        self.exactness = EXACT
+        self.exactness = BIT_EXACT
         self.manifest: Manifest | None = None
         """The manifest of the full step that was read."""
         self._seen = _Look()
@@ -309,7 +309,7 @@ class Restart:
             self.tiers.leave_behind(loaded)
         own = [one for one in self.survey.root.saved if one.step == loaded]
         if own:
-            manifest = manifest_of(self.tiers.store, self.tiers.group, loaded)
+            manifest = shared_manifest(self.tiers.store, self.tiers.group, loaded)
             self._take_line((manifest.run, loaded), manifest)
 
     def take_line(self) -> None:

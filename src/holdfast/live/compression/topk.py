@@ -26,12 +26,12 @@ from holdfast.base.errors import StateMismatch, UsageError
 from holdfast.live.compression.marks import mark
 from holdfast.live.state.wrappers import paths
 
-ALIGN = 16
+PART_ALIGNMENT = 16
 """The parts of what a rank sends begin at multiples of so many bytes, so that no dtype is torn."""
 
 
-MANY = 1 << 16
-SAMPLED = 64
+SAMPLED_FROM = 1 << 16
+SAMPLE_STRIDE = 64
 """One element of so many is in the sample of `largest`."""
 
 
@@ -68,7 +68,7 @@ class TopK:
         if self._group is not None:
             raise UsageError("this TopK is registered already", hint="make one for each model")
         self._group = model.process_group
-        for name, former, p in named(model.module):
+        for name, former, p in named_once(model.module):
             if p.requires_grad:
                 self._names[p] = name
                 self._former[former] = name
@@ -190,7 +190,7 @@ class TopK:
             )
 
 
-def named(root: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
+def named_once(root: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
     """Each parameter once: its name, that name with what wrappers put into it, and itself."""
     seen: set[int] = set()
     for prefix, path, part in paths(root):
@@ -207,9 +207,9 @@ def largest(values: torch.Tensor, k: int) -> torch.Tensor:
     from: a quarter of the time of `torch.topk` over all.
     """
     size = values.abs()
-    if size.device.type == "cpu" and len(size) > MANY and k < len(size) // 8:
-        sample = size[::SAMPLED]
-        above = torch.topk(sample, min(len(sample), k * 5 // (4 * SAMPLED) + 32)).values[-1]
+    if size.device.type == "cpu" and len(size) > SAMPLED_FROM and k < len(size) // 8:
+        sample = size[::SAMPLE_STRIDE]
+        above = torch.topk(sample, min(len(sample), k * 5 // (4 * SAMPLE_STRIDE) + 32)).values[-1]
         left = (size < above).logical_not_().nonzero().squeeze(1)  # what is no number stays
         if len(left) >= k:  # else the sample misled
             return left[torch.topk(size[left], k, sorted=False).indices]
@@ -217,7 +217,7 @@ def largest(values: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def _padded(size: int) -> int:
-    return -(-size // ALIGN) * ALIGN
+    return -(-size // PART_ALIGNMENT) * PART_ALIGNMENT
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.live.kinds.kind import Collecting
 from holdfast.live.kinds.optimizer import OptimizerKind
 from holdfast.live.sources import Sources
-from holdfast.live.state.encoding import encode
+from holdfast.live.state.encoding import encode_extra
 from holdfast.live.state.optimizers import add_optimizer, all_param_names, refuse_common
 from holdfast.live.state.recognising import is_optimizer
 
@@ -29,7 +29,7 @@ class EngineOptimizer(OptimizerKind):
         live, source, engine = to.live, self.source, f"{self.key}.engine"
         if to.is_first:
             refuse_common(self.key, self.value, source)
-        live.extras[engine] = encode(live, engine, source.extras(), inline=True)
+        live.extras[engine] = encode_extra(live, engine, source.extras(), inline=True)
         names = all_param_names(to.state, source.groups(self.value))
         add_optimizer(live, self.key, self.value, source, names)
 

@@ -18,8 +18,8 @@ from holdfast.core.format.extras import referred
 from holdfast.live.kinds.kind import Collecting, Kind
 from holdfast.live.sources import Source, Sources
 from holdfast.live.state.customised import (
-    OWN,
-    Own,
+    OWN_EXTRA,
+    OwnEntries,
     add_made,
     add_own,
     customised,
@@ -27,13 +27,13 @@ from holdfast.live.state.customised import (
     refuse_own,
 )
 from holdfast.live.state.deriving import derives, tell_loaded
-from holdfast.live.state.encoding import encode
+from holdfast.live.state.encoding import encode_extra
 from holdfast.live.state.ignoring import trainable_marks
 from holdfast.live.state.modules import (
     extra_states,
     named_buffers,
     named_parameters,
-    parts_of,
+    submodules,
     unwrap,
 )
 from holdfast.live.state.named import Collected, NamedTensors, Prepared
@@ -56,7 +56,7 @@ class ModuleKind(Kind):
     def __init__(self, key: str, value: Any, given: Any, sources: Sources) -> None:
         super().__init__(key, value, given, sources)
         self.modules = stages(value) or []
-        self._own: dict[int, list[Own]] = {}
+        self._own: dict[int, list[OwnEntries]] = {}
         """In a restore: what modules have beyond parameters and buffers, by id."""
         self._referred: set[str] = set()
         """In a restore: tensors that the extras of modules refer to, by name."""
@@ -73,7 +73,7 @@ class ModuleKind(Kind):
             source = self.sources.of(module)
             if to.is_first:
                 check_names(self.key, unwrap(module))
-            own: list[Own] = []
+            own: list[OwnEntries] = []
             if source.saves_rest:
                 own = customised(self.key, module, first=to.is_first)
             elif to.is_first:
@@ -156,7 +156,7 @@ class ModuleKind(Kind):
         live.tensors |= {n: t for n, t in mine.tensors.items() if options.wanted(n)}
         live.aliases |= mine.aliases
 
-    def _own_of(self, module: nn.Module) -> list[Own]:
+    def _own_of(self, module: nn.Module) -> list[OwnEntries]:
         if id(module) not in self._own:
             is_torchs = self.sources.of(module).saves_rest
             self._own[id(module)] = customised(self.key, module) if is_torchs else []
@@ -171,8 +171,8 @@ class ModuleKind(Kind):
         names = [n for n in checkpoint.names() if n.startswith(start)]
         live.owned |= {n for n in names if ignored.has(n[len(start) :])}
         for name, tree in checkpoint.manifest.extras.items():
-            if name.startswith(start) and name.endswith(OWN) and isinstance(tree, dict):
-                path = name[len(start) : -len(OWN)]
+            if name.startswith(start) and name.endswith(OWN_EXTRA) and isinstance(tree, dict):
+                path = name[len(start) : -len(OWN_EXTRA)]
                 given_up = {entry for entry in tree if ignored.has(path + entry)}
                 live.owned |= {start + path + entry for entry in given_up}
                 if len(given_up) == len(tree):
@@ -205,10 +205,12 @@ class ModuleKind(Kind):
         for name, entries in made.items():
             tree = restore.any_tree(name) if name in saved else {}
             restore.unexpected(
-                name.removesuffix(OWN) + entry for entry in tree if entry not in entries
+                name.removesuffix(OWN_EXTRA) + entry for entry in tree if entry not in entries
             )
 
-    def _readable(self, restore: Restoring, own: Own, tree: dict[str, Any]) -> dict[str, Any]:
+    def _readable(
+        self, restore: Restoring, own: OwnEntries, tree: dict[str, Any]
+    ) -> dict[str, Any]:
         """Saved values, decoded, that a module makes and that are wanted; without those with large tensors,
         which are read when it is known that all fits."""
         return {
@@ -232,11 +234,11 @@ class ModuleKind(Kind):
     def _extra_states(self) -> list[tuple[str, nn.Module]]:
         return [(f"{self.key}.{n}", part) for m in self.modules for n, part in extra_states(m)]
 
-    def _made(self, options: RestoreOptions) -> list[tuple[str, Own]]:
+    def _made(self, options: RestoreOptions) -> list[tuple[str, OwnEntries]]:
         """Modules that have something of their own that is wanted, by the name of the extra of its made
         values."""
         return [
-            (f"{self.key}.{own.name(OWN)}", own)
+            (f"{self.key}.{own.name(OWN_EXTRA)}", own)
             for module in self.modules
             for own in self._own_of(module)
             if any(options.wanted(f"{self.key}.{own.name(e)}") for e in (*own.made, *own.tensors))
@@ -266,7 +268,7 @@ class ModuleKind(Kind):
         if restore.is_whole:
             self._tell_loaded(restore)
 
-    def _is_wanted(self, options: RestoreOptions, own: Own, entry: str) -> bool:
+    def _is_wanted(self, options: RestoreOptions, own: OwnEntries, entry: str) -> bool:
         return entry in own.made and options.wanted(f"{self.key}.{own.name(entry)}")
 
     def _tell_loaded(self, restore: Restoring) -> None:
@@ -305,7 +307,7 @@ def collect_extra_states(to: Collecting, key: str, module: nn.Module) -> None:
             live.rules[full] = to.on_resize[full]
         with naming(full, part, "get_extra_state"):
             saved = part.get_extra_state()
-        live.extras[full] = encode(live, full, saved, inline=True)
+        live.extras[full] = encode_extra(live, full, saved, inline=True)
 
 
 def _tensors(key: str, module: nn.Module) -> Iterator[tuple[str, str, Any]]:
@@ -330,7 +332,7 @@ def _frozen(live: Prepared, key: str, module: nn.Module) -> set[int]:
 def _deriving(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Submodules that may derive something when they are loaded, with what their names begin with."""
     root = unwrap(module)
-    few = {part for part in parts_of(root) if derives(part)}
+    few = {part for part in submodules(root) if derives(part)}
     for prefix, part in parts(root) if few else ():
         if part in few:
             few.remove(part)

@@ -10,7 +10,7 @@ import torch
 from holdfast.core.layout import Box, whole
 from holdfast.live.kinds.kind import Collecting, Kind
 from holdfast.live.sources import Sources
-from holdfast.live.state.encoding import add_order, encode
+from holdfast.live.state.encoding import add_order, encode_extra
 from holdfast.live.state.loaded import loaded_states
 from holdfast.live.state.own_errors import naming
 from holdfast.live.state.placed import torch_dtype
@@ -34,7 +34,7 @@ class ObjectKind(Kind):
             live.rules[key] = rule or "ask"
         with naming(key, value, "state_dict"):
             saved = loaded_states.of(value)
-        live.extras[key] = encode(live, key, saved, inline=True)
+        live.extras[key] = encode_extra(live, key, saved, inline=True)
         if is_loader(value):
             add_order(live, key, value, saved, rule)
 

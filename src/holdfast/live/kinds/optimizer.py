@@ -28,7 +28,7 @@ from holdfast.live.state.optimizers import (
     add_optimizer,
     all_param_names,
     common_name,
-    encoded_hyper,
+    encoded_hyper_parameters,
     holder_of,
     named_groups,
     own_params,
@@ -37,9 +37,9 @@ from holdfast.live.state.optimizers import (
 from holdfast.live.state.outside import outside
 from holdfast.live.state.placed import place
 from holdfast.live.state.recognising import is_optimizer
-from holdfast.live.state.several import Several, parts_of
+from holdfast.live.state.several import CombinedOptimizer, combined_parts
 from holdfast.live.state.shared_states import tell_shared
-from holdfast.live.state.wrapped import bare, check_own_state, stepping
+from holdfast.live.state.wrapped import check_own_state, shown_optimizer, stepping
 
 if TYPE_CHECKING:
     from holdfast.core.checkpoint.opened import Checkpoint
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from holdfast.live.restore.optimizer_states import StateChange
 
 
-Pairs = list[list[tuple[str, torch.Tensor]]]
+NamedGroups = list[list[tuple[str, torch.Tensor]]]
 """Names and parameters of each group."""
 
 
@@ -59,7 +59,7 @@ class OptimizerKind(Kind):
 
     def __init__(self, key: str, value: Any, given: Any, sources: Sources) -> None:
         super().__init__(key, value, given, sources)
-        self._pairs: Pairs | None = None
+        self._pairs: NamedGroups | None = None
         self._params: dict[str, torch.Tensor] = {}
         """In a restore: parameters, by what names of their states begin with."""
 
@@ -72,7 +72,7 @@ class OptimizerKind(Kind):
     def trained(self) -> Iterator[torch.Tensor]:
         if not self._is_seen():
             return
-        some = {id(p) for one in parts_of(self.value).values() for p in _have_states(one)}
+        some = {id(p) for one in combined_parts(self.value).values() for p in _have_states(one)}
         for _, params in self.source.groups(self.value):
             # one that is frozen for now has its states: a discriminator, while the generator trains
             yield from (p for p in params if p.requires_grad or id(p) in some)
@@ -80,8 +80,10 @@ class OptimizerKind(Kind):
     def _is_seen(self) -> bool:
         """True if all its steps call torch's hooks.  What a framework has in its place has torch's
         inside."""
-        parts = parts_of(self.value).values()
-        return all(not isinstance(part, Optimizer) or calls_hooks(bare(part)) for part in parts)
+        parts = combined_parts(self.value).values()
+        return all(
+            not isinstance(part, Optimizer) or calls_hooks(shown_optimizer(part)) for part in parts
+        )
 
     def collect(self, to: Collecting) -> None:
         first = len(to.live.tensors)
@@ -108,7 +110,7 @@ class OptimizerKind(Kind):
 
     def collect_step(self, to: Collecting) -> None:
         groups = [
-            {"params": list(names), "hyper": encoded_hyper(self.key, group)}
+            {"params": list(names), "hyper": encoded_hyper_parameters(self.key, group)}
             for group, names in zip(self.value.param_groups, to.groups[self.key])
         ]
         to.live.extras[self.key] = {"$optimizer": {"groups": groups, "state": {}}}
@@ -116,11 +118,11 @@ class OptimizerKind(Kind):
 
     def _check_states(self, to: Collecting) -> None:
         """Check the states of what was handed over, and of the optimizers saved in its place."""
-        for label, part in parts_of(self.value).items():
+        for label, part in combined_parts(self.value).items():
             check_own_state(self.key + label, part, part, outside(part, to.state))
         if isinstance(self.given, Optimizer) and self.given is not self.value:
             # torchtitan's makes a step to have states to tell of, if there are none
-            if all(part.state for part in parts_of(self.value).values()):
+            if all(part.state for part in combined_parts(self.value).values()):
                 outer = outside(self.given, to.state)
                 check_own_state(self.key, self.given, self.value, outer)
 
@@ -147,7 +149,7 @@ class OptimizerKind(Kind):
                     restore.live.add(name, "param", p, steady=True)
         return changes
 
-    def pairs(self, restore: Restoring) -> Pairs:
+    def pairs(self, restore: Restoring) -> NamedGroups:
         """Names and parameters of each group."""
         if self._pairs is None:
             groups = self.source.groups(self.value)
@@ -198,7 +200,7 @@ class OptimizerKind(Kind):
 
     def _has_common(self) -> bool:
         """True if there can be state that belongs to no parameter, and that is saved."""
-        is_one = isinstance(self.value, Optimizer) and not isinstance(self.value, Several)
+        is_one = isinstance(self.value, Optimizer) and not isinstance(self.value, CombinedOptimizer)
         return is_one and self.source.saves_rest
 
     def _compare_common(self, restore: Restoring) -> None:
@@ -238,9 +240,9 @@ class OptimizerKind(Kind):
         return lies_otherwise(restore.checkpoint, mine, restore.group.rank)
 
     def differing(self, checkpoint: Checkpoint) -> str:
-        from holdfast.live.restore.ranks import differing
+        from holdfast.live.restore.ranks import differing_values
 
-        return differing(checkpoint, self.key)
+        return differing_values(checkpoint, self.key)
 
     def put(self, restore: Restoring) -> None:
         common = common_name(self.key)
@@ -275,7 +277,7 @@ def _have_states(optimizer: Any) -> Collection[Any]:
     return stepping(optimizer).state if isinstance(optimizer, Optimizer) else ()
 
 
-def _all_unknown(tree: Any, pairs: Pairs) -> str:
+def _all_unknown(tree: Any, pairs: NamedGroups) -> str:
     """Why no parameter of a live optimizer is one of the saved optimizer's; empty if one is."""
     saved = [name for group in tree["$optimizer"]["groups"] for name in group["params"]]
     live = [name for group in pairs for name, _ in group]
@@ -292,7 +294,7 @@ def _all_unknown(tree: Any, pairs: Pairs) -> str:
 def _of_no_part(names: list[str], live: Any) -> str:
     """Why there is no place for state of an optimizer that belongs to no parameter."""
     why = f"a {type(live).__name__} has no place for it: load it into the plain optimizer that it is of"
-    if isinstance(live, Several):
+    if isinstance(live, CombinedOptimizer):
         number = len(live.parts)
         why = f"whose it is of the {number} optimizers here is not known: hand them over one by one"
     return f"state that belongs to no parameter was saved ({', '.join(names)}); {why}"

@@ -29,10 +29,10 @@ from holdfast.live.restore.mismatches import Mismatch, Problems, differs
 from holdfast.live.restore.nested import (
     Nested,
     homeless_in,
+    load_object,
     nested,
     not_its_state,
-    put_state,
-    tensors_of,
+    object_tensors,
     with_live,
     with_tensors,
 )
@@ -40,13 +40,13 @@ from holdfast.live.restore.readable import check_extras
 from holdfast.live.restore.settings import GroupSettings
 from holdfast.live.restore.targets import RestoreOptions, empty_alike, target_of
 from holdfast.live.restore.written import WrittenByLoads
-from holdfast.live.state.encoding import RULES, outline_tensor
+from holdfast.live.state.encoding import RESIZE_RULES, outline_tensor
 from holdfast.live.state.named import Prepared
 from holdfast.live.state.optimizers import tensors_in
 from holdfast.live.state.placed import local_of, place, torch_dtype
 from holdfast.live.state.recognising import State
 
-_RULES = ", ".join(RULES)
+_RULES = ", ".join(RESIZE_RULES)
 
 
 class Restoring:
@@ -251,7 +251,7 @@ class Restoring:
             for path, one in kind.objects():
                 if any(name.startswith(f"{path}.") for name in names):
                     tree = kind.saved_state(path, self.checkpoint)
-                    found |= tensors_of(path, one.state_dict, tree)
+                    found |= object_tensors(path, one.state_dict, tree)
         return found
 
     def memory_alike(self, name: str) -> tuple[torch.Tensor, Box]:
@@ -338,7 +338,7 @@ class Restoring:
 
     def put_state(self, key: str, value: Any, tree: Any) -> None:
         """Load an object's saved state by its `load_state_dict`."""
-        put_state(key, value, self.with_alike(key, tree), self.decode)
+        load_object(key, value, self.with_alike(key, tree), self.decode)
 
     def with_objects(self, path: str, ask: Callable[[], Any], tree: Any) -> Any:
         """Load the objects in a live state, which `ask()` gives; return its saved tree with them in it."""

@@ -11,7 +11,7 @@ from holdfast.core.format.extras import referred
 from holdfast.core.layout import Box
 from holdfast.live.kinds.kind import Collecting, Kind
 from holdfast.live.sources import Sources
-from holdfast.live.state.encoding import encode
+from holdfast.live.state.encoding import encode_extra
 from holdfast.live.state.optimizers import tensors_in
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class ValuesKind(Kind):
         return True
 
     def collect(self, to: Collecting) -> None:
-        to.live.extras[self.key] = encode(to.live, self.key, self.value, inline=False)
+        to.live.extras[self.key] = encode_extra(to.live, self.key, self.value, inline=False)
 
     def place(self, restore: Restoring) -> Iterable[Any]:
         for path, tensor in tensors_in(self.value):

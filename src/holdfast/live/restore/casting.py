@@ -22,7 +22,7 @@ import torch
 
 from holdfast.base.errors import StateMismatch
 from holdfast.core.checkpoint.rows import Array
-from holdfast.live.state.kinds import writing
+from holdfast.live.state.tensor_kinds import writing
 
 _LARGE = (torch.float32, torch.float64)
 """Floating dtypes with which torch calculates on each device; all others fit into the first."""

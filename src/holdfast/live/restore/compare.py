@@ -23,7 +23,7 @@ from holdfast.core.group import Group
 from holdfast.core.layout import Axis, Mesh, common_mesh
 from holdfast.live.restore.mismatches import Mismatch, Problems, differs
 from holdfast.live.restore.targets import RestoreOptions, is_known
-from holdfast.live.state.customised import OWN
+from holdfast.live.state.customised import OWN_EXTRA
 from holdfast.live.state.named import Prepared
 from holdfast.live.state.positions import WAYS_OUT
 
@@ -37,7 +37,7 @@ OTHER_NAMES = (
 )
 
 
-def compare(checkpoint: Checkpoint, live: Prepared, options: RestoreOptions) -> Problems:
+def compare_tensors(checkpoint: Checkpoint, live: Prepared, options: RestoreOptions) -> Problems:
     """Find what of this rank's live tensors does not match the checkpoint."""
     found = Problems()
     find, entries = checkpoint.manifest.find, checkpoint.manifest.tensors
@@ -233,8 +233,8 @@ def _combine(
     if not failed:
         # some kinds of one layer have states that others can do without
         extra = _unexpected_extras(checkpoint, found, live, options)
-        untouched += [x for x in extra if not options.strict or not x.name.endswith(OWN)]
-        problems += [x for x in extra if options.strict and x.name.endswith(OWN)]
+        untouched += [x for x in extra if not options.strict or not x.name.endswith(OWN_EXTRA)]
+        problems += [x for x in extra if options.strict and x.name.endswith(OWN_EXTRA)]
         problems += _idle_patterns(checkpoint, found, live.keys, options)
     if not problems and len({(f.claimed, *f.keys) for f in found}) > 1:
         from holdfast.live.saving.alone import tell_lacking
@@ -317,7 +317,7 @@ def _unexpected_extras(
     return [
         Mismatch("unexpected", name)
         for name in saved
-        if name.endswith(("._extra_state", f".{OWN}"))
+        if name.endswith(("._extra_state", f".{OWN_EXTRA}"))
         and name.partition(".")[0] in live.keys
         and name not in taken
         and name not in live.owned

@@ -13,7 +13,7 @@ from holdfast.live.state.placed import torch_dtype
 
 
 def decode_value(tree: Any, tensor: Callable[[str], Any] | None = None) -> Any:
-    """Undo `encode`.  `tensor`: of a name, the tensor that lies elsewhere; None if none does."""
+    """Undo `encode_extra`.  `tensor`: of a name, the tensor that lies elsewhere; None if none does."""
 
     def on_other(tag: str, body: Any) -> Any:
         if tag == "$tensor":

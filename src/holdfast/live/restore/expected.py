@@ -23,8 +23,14 @@ from torch.optim import Optimizer
 from holdfast.base.errors import StateMismatch
 from holdfast.base.text import listed
 from holdfast.core.checkpoint.opened import Checkpoint
-from holdfast.live.restore.groups import HOW, Pairs, hypers_after, plain_states, without_params
-from holdfast.live.sources import Group
+from holdfast.live.restore.groups import (
+    COMPUTE_OPTIONS,
+    NamedGroups,
+    hypers_after,
+    plain_states,
+    without_params,
+)
+from holdfast.live.sources import ParamGroup
 from holdfast.live.state.named import Misfit
 from holdfast.live.state.wrapped import ELEMENTWISE
 
@@ -86,7 +92,7 @@ class Fitting:
     is_partial: bool
     """True if states that are not loaded stay."""
     checkpoint: Checkpoint
-    pairs: Pairs
+    pairs: NamedGroups
     """Names and parameters of each group."""
     _of_kind: dict[tuple[Any, ...], Expected | None] = field(default_factory=dict)
     _misfits: dict[str, list[str]] = field(default_factory=dict)
@@ -96,7 +102,11 @@ class Fitting:
 
     @staticmethod
     def of(
-        checkpoint: Checkpoint, key: str, groups: list[Group], pairs: Pairs, options: Only
+        checkpoint: Checkpoint,
+        key: str,
+        groups: list[ParamGroup],
+        pairs: NamedGroups,
+        options: Only,
     ) -> Fitting | None:
         """For the optimizer of a key; None if the checkpoint has no groups that could be its own."""
         if options.only is not None:
@@ -213,7 +223,7 @@ def _after_a_step(kind: Any, hyper: dict[str, Any], ndim: int) -> tuple[frozense
             one = kind([p])
             (group,) = one.param_groups
             plain = {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in hyper.items()}
-            group |= plain | {way: False for way in HOW if way in group}
+            group |= plain | {way: False for way in COMPUTE_OPTIONS if way in group}
             if begins_empty:
                 one.state.clear()
             try:

@@ -28,12 +28,12 @@ import torch
 from holdfast.base.errors import warn_user
 from holdfast.base.text import listed
 from holdfast.live.restore.mismatches import Mismatch
-from holdfast.live.restore.nested import below, children, is_object, item, rebuilt
+from holdfast.live.restore.nested import below, is_object, item, items_of, map_items
 from holdfast.live.state.named import LiveTensor
 from holdfast.live.state.optimizers import tensors_in
 from holdfast.live.state.recognising import is_loader, is_stateful
 
-MAX_SHOWN = 10
+MAX_PLACES = 10
 """Names that a warning shows."""
 HELD = (list, dict, set, deque, bytearray, io.BytesIO, np.ndarray, Mapping)
 """Values that a script can hold by a name of its own, and that can be filled, but for a frozen mapping."""
@@ -77,7 +77,7 @@ class Filling:
             names = [repr(name) for name in live if name not in found]
             if names and key not in _restored:  # later ones go back to before it had added them
                 self._removed[key] = (
-                    f"{key}: step {self.step} has nothing of {listed(names, MAX_SHOWN)}"
+                    f"{key}: step {self.step} has nothing of {listed(names, MAX_PLACES)}"
                 )
         _restored.add(key)
         return self._put(key, live, found)
@@ -96,7 +96,7 @@ class Filling:
         replaced = _untold("replaced", self._replaced)
         if replaced:
             warn_user(
-                f"{listed(replaced, MAX_SHOWN)}: another object now than before the restore of step "
+                f"{listed(replaced, MAX_PLACES)}: another object now than before the restore of step "
                 f"{self.step}, for what was there could not take what was saved; take it from "
                 "the state if the script holds it by a name of its own",
                 notice="replaced",
@@ -104,7 +104,7 @@ class Filling:
         twice = _untold("two-values", self._twice)
         if twice:
             warn_user(
-                f"{listed(twice, MAX_SHOWN)}: here it is one object, and step {self.step} has two values "
+                f"{listed(twice, MAX_PLACES)}: here it is one object, and step {self.step} has two values "
                 "for it; build the state as it was when it was saved",
                 notice="two-values",
             )
@@ -238,7 +238,7 @@ def _is_bare(value: Any) -> bool:
     """True for a container with no tensors or objects in it, of which another can be made."""
     if is_object(value) or isinstance(value, (torch.Tensor, torch.nn.Module)):
         return False
-    return not isinstance(value, INSIDE) or all(_is_bare(one) for _, one in children(value, ""))
+    return not isinstance(value, INSIDE) or all(_is_bare(one) for _, one in items_of(value, ""))
 
 
 def _places(live: Any, tree: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
@@ -247,10 +247,10 @@ def _places(live: Any, tree: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
         yield path, live, tree
     if is_object(live):
         return
-    inside = {part: one for part, one in children(live, path) if _has_places(one)}
+    inside = {part: one for part, one in items_of(live, path) if _has_places(one)}
     found: dict[str, Any] = {}
     if inside:
-        rebuilt(tree, path, found.__setitem__)
+        map_items(tree, path, found.__setitem__)
     for part, one in inside.items():
         if part in found:
             yield from _places(one, found[part], part)

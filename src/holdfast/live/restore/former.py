@@ -23,7 +23,7 @@ from holdfast.core.format.extras import MADE_OF
 from holdfast.core.format.manifest import FileEntry, Manifest, TensorEntry
 from holdfast.live.sources import Sources
 from holdfast.live.state.modules import inside_framework, reshard
-from holdfast.live.state.optimizers import KINDS, all_param_names, served_modules
+from holdfast.live.state.optimizers import MODEL_STATES, all_param_names, served_modules
 from holdfast.live.state.recognising import State, is_optimizer, sources_in, stages
 from holdfast.live.state.wrappers import SECOND, TAKEN_OUT, paths
 
@@ -131,7 +131,7 @@ class NewNames:
         names = self.of_optimizer.get(key)
         if names is None:
             return name
-        if state not in KINDS:
+        if state not in MODEL_STATES:
             param = rest.removesuffix(f".{state}")
             return f"{key}.{names.get(param, param)}.{state}"
         starts = [old for old in names if rest.startswith(f"{old}.")]
@@ -173,7 +173,7 @@ def _parameters(manifest: Manifest, key: str) -> set[str]:
     found = {name for group in groups for name in group["params"]}
     start = f"{key}."
     for t in manifest.tensors:
-        if t.state not in KINDS and t.name.startswith(start):
+        if t.state not in MODEL_STATES and t.name.startswith(start):
             found.add(t.name[len(start) : -len(t.state) - 1])
     return found
 

@@ -14,10 +14,10 @@ from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.format import extras
 from holdfast.live.restore.nested import with_live
 from holdfast.live.restore.settings import in_kind_of
-from holdfast.live.sources import Group
+from holdfast.live.sources import ParamGroup
 from holdfast.live.state.encoding import outline_tensor
 
-HOW = ("foreach", "fused", "capturable", "differentiable")
+COMPUTE_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 """Options of how an optimizer computes, a process's own: other hardware or layouts need others."""
 
 RATES = (
@@ -32,11 +32,11 @@ RATES = (
 )
 """What schedulers set, group by group."""
 
-Pairs = list[list[tuple[str, torch.Tensor]]]
+NamedGroups = list[list[tuple[str, torch.Tensor]]]
 """Names and parameters of each group."""
 
 
-def match_groups(key: str, tree: Any, pairs: Pairs) -> list[int | None]:
+def match_groups(key: str, tree: Any, pairs: NamedGroups) -> list[int | None]:
     """For each live group the number of the saved group that its parameters were in.
 
     StateMismatch if they were in several with different hyper-parameters.
@@ -64,7 +64,7 @@ def match_groups(key: str, tree: Any, pairs: Pairs) -> list[int | None]:
     return origin
 
 
-def moved_groups(key: str, tree: Any, pairs: Pairs) -> list[int]:
+def moved_groups(key: str, tree: Any, pairs: NamedGroups) -> list[int]:
     """The live groups whose saved group had another number, with other rates than those that were saved by
     their own number, which groups of pipeline stages may share."""
     groups = tree["$optimizer"]["groups"]
@@ -90,18 +90,20 @@ def goes_by_number(value: Any, optimizer: Any) -> bool:
 
 def _told_apart(hyper: dict[str, Any]) -> bytes:
     """Hyper-parameters as bytes that are the same for equal ones, in whatever order they were given."""
-    own = {k: v for k, v in hyper.items() if k not in HOW}
+    own = {k: v for k, v in hyper.items() if k not in COMPUTE_OPTIONS}
     return msgspec.json.encode(own, order="deterministic")
 
 
-def hypers_after(key: str, tree: Any, groups: list[Group], pairs: Pairs) -> list[dict[str, Any]]:
+def hypers_after(
+    key: str, tree: Any, groups: list[ParamGroup], pairs: NamedGroups
+) -> list[dict[str, Any]]:
     """Hyper-parameters of each live group, as a restore will leave them."""
     found = []
     for (group, _), source in zip(groups, match_groups(key, tree, pairs)):
         hyper = without_params(group)
         if source is not None:
             saved = extras.decode(tree["$optimizer"]["groups"][source]["hyper"], _tensor)
-            hyper |= {k: v for k, v in saved.items() if k not in HOW or k not in group}
+            hyper |= {k: v for k, v in saved.items() if k not in COMPUTE_OPTIONS or k not in group}
         found.append(hyper)
     return found
 
@@ -118,9 +120,9 @@ def _tensor(tag: str, body: Any) -> Any:
 
 def put_groups(
     key: str,
-    groups: list[Group],
+    groups: list[ParamGroup],
     tree: Any,
-    pairs: Pairs,
+    pairs: NamedGroups,
     decode: Callable[[Any], Any],
     unfit: Collection[int] = (),
     *,
@@ -140,7 +142,7 @@ def put_groups(
         names.append([])
         if source is not None and not any(id(p) in unfit for p in params):
             hyper = decode(with_live(key, partial(dict, group), saved[source]["hyper"], decode))
-            for name in (n for n in hyper if n not in HOW or n not in group):
+            for name in (n for n in hyper if n not in COMPUTE_OPTIONS or n not in group):
                 names[-1].append(name)
                 live, value = group.get(name), hyper[name]
                 value = value if as_recorded else in_kind_of(live, value)

@@ -23,18 +23,18 @@ from holdfast.core.checkpoint.rows import Want
 from holdfast.core.format import extras
 from holdfast.core.layout import Box
 from holdfast.live.restore.expected import Fitting
-from holdfast.live.restore.groups import Pairs
+from holdfast.live.restore.groups import NamedGroups
 from holdfast.live.restore.mismatches import Mismatch, differs
 from holdfast.live.restore.optimizer_states import saved_states
 from holdfast.live.restore.targets import RestoreOptions, target_of
-from holdfast.live.sources import Group, Master, Source
+from holdfast.live.sources import Master, ParamGroup, Source
 from holdfast.live.state.encoding import outline_tensor
 from holdfast.live.state.named import Prepared
 from holdfast.live.state.optimizers import add_state, add_ties, all_param_names, named_groups
 from holdfast.live.state.placed import torch_dtype, whole_shape
 from holdfast.live.state.recognising import State
 
-PLAIN = (int, float, str, type(None), torch.Tensor)
+STATE_TYPES = (int, float, str, type(None), torch.Tensor)
 """Kinds of values that one state of a master may have, beside flat tensors; tensors are 0-dim."""
 
 
@@ -131,7 +131,9 @@ def _fits(
     return fitting.fits(change.number, name, change.inner, tensor, saved, change.have)
 
 
-def _masters(key: str, source: Source, groups: list[Group], named: Pairs) -> Iterator[MasterChange]:
+def _masters(
+    key: str, source: Source, groups: list[ParamGroup], named: NamedGroups
+) -> Iterator[MasterChange]:
     """Every master of which this rank has the optimizer, with the parameters that are in it."""
     for number, ((group, _), pairs) in enumerate(zip(groups, named)):
         found: dict[int, MasterChange] = {}
@@ -233,7 +235,7 @@ def _plain(checkpoint: Checkpoint, change: MasterChange) -> None:
             change.problems.append(_differ(change, state, others))
             continue
         number = _number(value)
-        if isinstance(number, PLAIN):
+        if isinstance(number, STATE_TYPES):
             change.set_number(state, number)
         else:
             why = (

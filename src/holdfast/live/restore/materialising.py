@@ -21,13 +21,13 @@ from torch.distributed.tensor import DTensor
 from holdfast.base.errors import UsageError
 from holdfast.base.text import listed
 from holdfast.live.state.ignoring import trainable_marks
-from holdfast.live.state.kinds import PLAIN
-from holdfast.live.state.modules import named_buffers, parts_of, unwrap
+from holdfast.live.state.modules import named_buffers, submodules, unwrap
+from holdfast.live.state.tensor_kinds import PLAIN_TENSORS
 
 OFFLOADED = "_hf_hook"
 """Attribute of modules around whose forward pass accelerate moves weights."""
 
-Place = tuple[dict[str, Any], str]
+Registration = tuple[dict[str, Any], str]
 """The parameters or buffers of a module, and a name among them."""
 
 
@@ -36,11 +36,11 @@ def materialise(modules: Iterable[nn.Module]) -> None:
     roots = []
     for module in modules:
         if trainable_marks:
-            from holdfast.live.state.trainable import check_there
+            from holdfast.live.state.trainable import check_not_meta
 
-            check_there(module)
+            check_not_meta(module)
         roots.append(unwrap(module))
-    roots = [root for root in roots if any(map(_has_meta, parts_of(root)))]
+    roots = [root for root in roots if any(map(_has_meta, submodules(root)))]
     for root in roots:
         _check_saved(root, roots)
         _check_not_offloaded(root)
@@ -53,7 +53,7 @@ class _Memories:
 
     def __init__(self, roots: list[nn.Module]) -> None:
         self._roots = roots
-        self._places: dict[int, list[Place]] = {}
+        self._places: dict[int, list[Registration]] = {}
         self._metas: dict[int, torch.Tensor] = {}
         for owner, name, tensor in _tensors_of(roots):
             if tensor.is_meta:
@@ -78,7 +78,7 @@ class _Memories:
         """Storages in which several tensors lie."""
         count: dict[int, int] = {}
         for tensor in self._metas.values():
-            if type(tensor) in PLAIN and tensor.layout is torch.strided:
+            if type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()._cdata
                 count[storage] = count.get(storage, 0) + 1
         return {storage for storage, n in count.items() if n > 1}
@@ -93,7 +93,7 @@ class _Memories:
 
     def _new(self, t: torch.Tensor) -> torch.Tensor:
         device = torch.device("cpu") if id(t) in self._offloaded else _device_for(t)
-        shared = type(t) in PLAIN and t.layout is torch.strided and bool(self._shared)
+        shared = type(t) in PLAIN_TENSORS and t.layout is torch.strided and bool(self._shared)
         if not shared or (storage := t.untyped_storage()._cdata) not in self._shared:
             return torch.empty_like(t, device=device)
         if storage not in self._storages:

@@ -54,14 +54,14 @@ class Nested:
     def put(self, decode: Callable[[Any], Any]) -> None:
         """Put the states into the objects."""
         for slot in self.slots:
-            put_state(slot.path, slot.live, slot.tree, decode)
+            load_object(slot.path, slot.live, slot.tree, decode)
 
     def has(self, name: str) -> bool:
         """True if the tensor `name` is in an object's state."""
         return name in self.tensors or any(name.startswith(f"{slot.path}.") for slot in self.slots)
 
 
-def put_state(path: str, value: Any, tree: Any, decode: Callable[[Any], Any]) -> None:
+def load_object(path: str, value: Any, tree: Any, decode: Callable[[Any], Any]) -> None:
     """Load an object's saved state by its `load_state_dict`; objects in it are loaded and handed over."""
     with naming(path, value, "load_state_dict"):
         tree = with_live(path, value.state_dict, tree, decode)
@@ -90,7 +90,9 @@ def _asked(ask: Callable[[], Any]) -> list[Any]:
     return []
 
 
-def tensors_of(path: str, ask: Callable[[], Any], tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def object_tensors(
+    path: str, ask: Callable[[], Any], tree: Any
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) of a live state, which `ask()` gives, and of the objects in it.
 
     Of a state that cannot be asked for before its first load there are none.
@@ -98,13 +100,13 @@ def tensors_of(path: str, ask: Callable[[], Any], tree: Any) -> Iterator[tuple[s
     for live in _asked(ask):
         yield from _tensors(live, path)
         for slot in nested(path, live, tree).slots if _has_objects(tree) else ():
-            yield from tensors_of(slot.path, slot.live.state_dict, slot.tree)
+            yield from object_tensors(slot.path, slot.live.state_dict, slot.tree)
 
 
 def _tensors(live: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(live, torch.Tensor):
         yield path, live
-    for part, one in children(live, path):
+    for part, one in items_of(live, path):
         yield from _tensors(one, part)
 
 
@@ -114,7 +116,7 @@ def with_tensors(path: str, tree: Any, put: Callable[[str, Any], Any]) -> Any:
         return put(path, tree)
     if isinstance(tree, dict) and tree.keys() == {OBJECT}:
         return {OBJECT: with_tensors(path, tree[OBJECT], put)}
-    return rebuilt(tree, path, lambda part, one: with_tensors(part, one, put))
+    return map_items(tree, path, lambda part, one: with_tensors(part, one, put))
 
 
 def homeless_in(path: str, ask: Callable[[], Any], tree: Any) -> list[Mismatch]:
@@ -178,14 +180,14 @@ def _walk(live: Any, tree: Any, path: str, into: Nested) -> Any:
         why = f"the state of an object was saved, and here is a {type(live).__name__}"
         into.homeless.append(differs(path, why))
         return tree
-    inside = dict(children(live, path))
+    inside = dict(items_of(live, path))
     seen: set[str] = set()
 
     def child(part: str, one: Any) -> Any:
         seen.add(part)
         return _walk(inside.get(part), one, part, into)
 
-    new = rebuilt(tree, path, child)
+    new = map_items(tree, path, child)
     for part, one in inside.items():
         if part not in seen:
             into.missing += [
@@ -201,7 +203,7 @@ def _may_be_a_state(tree: Any) -> bool:
     return tags in ([], ["$dict"], ["$ordered"])
 
 
-def rebuilt(tree: Any, path: str, child: Callable[[str, Any], Any]) -> Any:
+def map_items(tree: Any, path: str, child: Callable[[str, Any], Any]) -> Any:
     """A saved list or dict with `child` of each value in it; other trees as they are."""
 
     def items(values: Any) -> list[Any]:
@@ -222,7 +224,7 @@ def rebuilt(tree: Any, path: str, child: Callable[[str, Any], Any]) -> Any:
     return tree
 
 
-def children(live: Any, path: str) -> Iterator[tuple[str, Any]]:
+def items_of(live: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Yield (path, value) of what a live list or dict holds."""
     if isinstance(live, Mapping):
         yield from ((below(path, _as_saved(name)), one) for name, one in live.items())
@@ -234,7 +236,7 @@ def objects(live: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Yield (path, object) of a value that is an object, or of those in its lists and dicts."""
     if is_object(live):
         yield path, live
-    for part, one in children(live, path):
+    for part, one in items_of(live, path):
         yield from objects(one, part)
 
 

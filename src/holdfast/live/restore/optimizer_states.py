@@ -22,7 +22,7 @@ from holdfast.live.restore.targets import RestoreOptions, counts_stay, empty_in
 from holdfast.live.sources import Master, Source
 from holdfast.live.state.named import Prepared
 from holdfast.live.state.optimizers import (
-    KINDS,
+    MODEL_STATES,
     add_state,
     add_ties,
     holder_of,
@@ -38,7 +38,7 @@ def saved_states(checkpoint: Checkpoint, key: str) -> dict[str, list[str]]:
     found: dict[str, dict[str, None]] = {}
     for name in checkpoint.names():
         state = checkpoint.manifest.tensors[checkpoint.index(name)].state
-        if state not in KINDS and name.startswith(key + "."):
+        if state not in MODEL_STATES and name.startswith(key + "."):
             states = found.setdefault(name[len(key) + 1 : -len(state) - 1], {})
             states[_outer(checkpoint, name, state) if "." in state else state] = None
     return {name: list(states) for name, states in found.items()}
@@ -153,9 +153,9 @@ class StatePlaces:
         if is_apart(have) == is_saved_apart(self.checkpoint, full):
             return False
         if is_apart(have):
-            from holdfast.live.state.making import says
+            from holdfast.live.state.making import description_of
 
-            if says(have, full) is None:
+            if description_of(have, full) is None:
                 place(have, full)
         return True
 
@@ -171,10 +171,10 @@ class StatePlaces:
         """Memory for a saved state of a parameter that has none."""
         full = f"{self.key}.{name}.{state}"
         if is_saved_apart(self.checkpoint, full):
-            from holdfast.live.state.making import made
+            from holdfast.live.state.making import make_state
 
             said = self.checkpoint.manifest.extras[full + MADE_OF]
-            return made(full, said, optimizer, p, self.live.saved)
+            return make_state(full, said, optimizer, p, self.live.saved)
         was, order = self._was.get(name), self._orders.get(name, {}).get(state)
         return _new_state(self.checkpoint, full, p, group, master, was, order)
 

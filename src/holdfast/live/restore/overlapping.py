@@ -22,8 +22,8 @@ from holdfast.core.checkpoint.reading import read_alone
 from holdfast.core.checkpoint.rows import Want
 from holdfast.live.restore.targets import is_known, target_of
 from holdfast.live.state.arrays import raw_array
-from holdfast.live.state.kinds import writing
 from holdfast.live.state.named import Prepared
+from holdfast.live.state.tensor_kinds import writing
 
 MOST_COUNTED = 1 << 26
 """Elements of which the places are counted one by one, where strides alone do not tell."""

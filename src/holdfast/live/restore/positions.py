@@ -24,7 +24,12 @@ from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.live.restore.mismatches import Mismatch
 from holdfast.live.restore.targets import RestoreOptions
 from holdfast.live.state.optimizers import all_param_names, named_groups
-from holdfast.live.state.positions import IS_POSITION, alike, is_in_saved_order, shown_alike
+from holdfast.live.state.positions import (
+    IS_POSITION,
+    is_in_saved_order,
+    same_shapes,
+    shown_alike,
+)
 from holdfast.live.state.recognising import State, is_optimizer, sources_in
 
 
@@ -52,7 +57,7 @@ def by_order(
             _tell_named(
                 key, [new for before, new in names.items() if IS_POSITION.fullmatch(before)]
             )
-        found = alike({n: p for n, p in mine.items() if n in positions})
+        found = same_shapes({n: p for n, p in mine.items() if n in positions})
         if found and not _is_known(
             checkpoint, key, state, {n: mine[n] for n in mine if n in positions}
         ):
@@ -96,12 +101,12 @@ def _tell_named(key: str, names: list[str]) -> None:
         )
 
 
-Live = list[list[tuple[str, torch.Tensor]]]
+NamedGroups = list[list[tuple[str, torch.Tensor]]]
 
 
 def _unnamed(
     checkpoint: Checkpoint, state: State
-) -> Iterator[tuple[str, list[list[str]], Live, set[str], set[str]]]:
+) -> Iterator[tuple[str, list[list[str]], NamedGroups, set[str], set[str]]]:
     """Yield optimizers that have parameters which no module has: their key, the names saved of each group,
     names and parameters of each group here, which of these names are positions, and which those of plain
     values."""
@@ -125,7 +130,7 @@ def _unnamed(
             yield key, saved, live, {name for name, i in here.items() if i not in names}, plain
 
 
-def _new_names(saved: list[list[str]], live: Live) -> dict[str, str]:
+def _new_names(saved: list[list[str]], live: NamedGroups) -> dict[str, str]:
     """Names here of parameters that were saved under others, by these: of each group with as many as it
     had, where one side has positions and the other names."""
     known = {name for group in saved for name in group}

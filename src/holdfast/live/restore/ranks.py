@@ -76,7 +76,7 @@ def lies_otherwise(checkpoint: Checkpoint, params: Iterable[LiveTensor], rank: i
     return False
 
 
-def differing(checkpoint: Checkpoint, key: str) -> str:
+def differing_values(checkpoint: Checkpoint, key: str) -> str:
     """Words for what ranks had different values of: names in the groups and states of parameters."""
     first: dict[str, dict[str, Any]] = {}
     found: dict[str, None] = {}

@@ -21,8 +21,8 @@ from holdfast.core.format.manifest import TensorEntry
 from holdfast.core.layout import Mesh
 from holdfast.live.restore.landing import copy_in
 from holdfast.live.state.arrays import array_of
-from holdfast.live.state.kinds import PLAIN, check_kind, writing
 from holdfast.live.state.placed import memory_of, place, torch_dtype
+from holdfast.live.state.tensor_kinds import PLAIN_TENSORS, check_kind, writing
 
 
 @dataclass(frozen=True)
@@ -80,15 +80,6 @@ def is_known(checkpoint: Checkpoint, name: str) -> bool:
     return checkpoint.manifest.find(name) is not None
 
 
-def only_tensors(value: Any) -> bool:
-    """True if a value is a tensor, or a dict or list of nothing else: its names say all of it."""
-    if isinstance(value, dict):
-        return bool(value) and all(map(only_tensors, value.values()))
-    if isinstance(value, (list, tuple)):
-        return bool(value) and all(map(only_tensors, value))
-    return isinstance(value, torch.Tensor)
-
-
 def counts_stay(group: dict[str, Any]) -> bool:
     """True if torch's optimizers keep the counts of a group, states called "step", on the CPU."""
     return not (group.get("capturable") or group.get("fused"))
@@ -115,7 +106,7 @@ def empty_alike(
 ) -> torch.Tensor | None:
     """Memory on the device of a tensor of an object, and cut like that; None if it has another shape, or is
     of a kind that nothing can be read into."""
-    if not isinstance(tensor, DTensor) and type(tensor) not in PLAIN:
+    if not isinstance(tensor, DTensor) and type(tensor) not in PLAIN_TENSORS:
         return None
     try:
         check_kind(memory_of(tensor), "")

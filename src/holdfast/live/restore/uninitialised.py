@@ -7,10 +7,10 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from holdfast.live.state.kinds import writing
-from holdfast.live.state.modules import parts_of, unwrap
+from holdfast.live.state.modules import submodules, unwrap
 from holdfast.live.state.placed import memory_of
 from holdfast.live.state.recognising import State, stages
+from holdfast.live.state.tensor_kinds import writing
 
 
 @contextmanager
@@ -20,7 +20,7 @@ def nan_if_it_fails(state: State) -> Iterator[None]:
         (own, name)
         for value in state.values()
         for module in stages(value) or ()
-        for part in parts_of(unwrap(module))
+        for part in submodules(unwrap(module))
         for own in (part._parameters, part._buffers)
         for name, tensor in own.items()
         if tensor is not None and tensor.is_meta

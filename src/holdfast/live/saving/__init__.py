@@ -5,8 +5,8 @@ what the saves of a run have in common; `durable.py` keeps images in storage.  F
 `Durable.begin`, and then through `SaveOperation` from top to bottom.
 """
 
-from holdfast.live.saving.handle import Save, text_of
+from holdfast.live.saving.handle import Save, error_text
 from holdfast.live.saving.operation import Draft, Keeper, Request, SaveOperation
 from holdfast.live.saving.saver import Saver
 
-__all__ = ["Draft", "Keeper", "Request", "Save", "SaveOperation", "Saver", "text_of"]
+__all__ = ["Draft", "Keeper", "Request", "Save", "SaveOperation", "Saver", "error_text"]

@@ -10,7 +10,7 @@ from holdfast.base.wire import decode_msgpack
 from holdfast.core.format.manifest import Manifest
 from holdfast.live.saving.messages import ReadyToSave
 from holdfast.live.state.agreed import Description
-from holdfast.live.state.alone import lacking, tell
+from holdfast.live.state.alone import forgotten_names, tell_forgotten
 
 
 def tell_keys(ready: Sequence[ReadyToSave], told: set[str]) -> None:
@@ -18,8 +18,8 @@ def tell_keys(ready: Sequence[ReadyToSave], told: set[str]) -> None:
     keys = [{key for key in r.extras.keys() | r.kinds.keys() if "." not in key} for r in ready]
     held = [({("", ""): own}, [rank]) for rank, own in enumerate(keys)]
     values = {key for r in ready for key, (kind, _) in r.kinds.items() if kind == "values"}
-    found = {key: ranks for key, ranks in lacking(held).items() if key in values}
-    tell(found, told, restored=False)
+    found = {key: ranks for key, ranks in forgotten_names(held).items() if key in values}
+    tell_forgotten(found, told, restored=False)
 
 
 def tell_tensors(docs: Sequence[bytes], of_rank: Sequence[int], told: set[str]) -> None:
@@ -40,7 +40,7 @@ def tell_tensors(docs: Sequence[bytes], of_rank: Sequence[int], told: set[str]) 
         ({g: names for g, names in groups.items() if g not in listed}, ranks)
         for groups, ranks in held
     ]
-    tell(lacking(kept), told, restored=False)
+    tell_forgotten(forgotten_names(kept), told, restored=False)
 
 
 def tell_lacking(
@@ -50,7 +50,7 @@ def tell_lacking(
     tensor that it has a place for; `keys`: by rank, those of its state."""
     held = [({("", ""): [*own]}, [rank]) for rank, own in enumerate(keys)]
     saved = manifest.extras.keys() | manifest.per_rank.keys()
-    found = {key: ranks for key, ranks in lacking(held).items() if key in saved}
+    found = {key: ranks for key, ranks in forgotten_names(held).items() if key in saved}
     masks: dict[bytes, list[int]] = {}
     for rank, mask in enumerate(claimed):
         masks.setdefault(mask, []).append(rank)
@@ -64,5 +64,5 @@ def tell_lacking(
                 if manifest.shardings[t.sharding].held is None:
                     groups.setdefault((t.name.partition(".")[0], t.state), []).append(t.name)
             kept.append((groups, ranks))
-        found |= lacking(kept)
-    tell(found, set(), restored=True)
+        found |= forgotten_names(kept)
+    tell_forgotten(found, set(), restored=True)

@@ -28,7 +28,7 @@ def written(op: SaveOperation, draft: Draft, file: FileEntry | None) -> bytes:
     return msgspec.msgpack.encode(Written(error, file, sent))
 
 
-def manifest_of(
+def build_manifest(
     draft: Draft,
     answers: list[Written],
     *,

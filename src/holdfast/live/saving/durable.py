@@ -24,7 +24,7 @@ from holdfast.core.checkpoint.names import step_prefix
 from holdfast.core.checkpoint.tidying import Keep
 from holdfast.core.format.manifest import FileEntry
 from holdfast.core.store import Store
-from holdfast.live.saving.commit import manifest_of, written
+from holdfast.live.saving.commit import build_manifest, written
 from holdfast.live.saving.handle import Save
 from holdfast.live.saving.held import HeldLong
 from holdfast.live.saving.messages import SaveOutcome, Written
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 STUCK_S = 30.0
 """Seconds after which one operation of storage, of 8 MiB at most, is taken to hang."""
-LOOK_S = 0.5
+PROGRESS_S = 0.5
 
 
 class Durable:
@@ -170,7 +170,7 @@ class Durable:
 
     def _await_last(self, request: Request) -> None:
         step, until = request.step, time.monotonic() + self.saver.deadline_s
-        while not self._is_free.wait(min(LOOK_S, max(until - time.monotonic(), 0))):
+        while not self._is_free.wait(min(PROGRESS_S, max(until - time.monotonic(), 0))):
             if request.yields and (stuck := self._stuck()):
                 raise Deadline(f"left out, for the save before waits: {stuck}", step=step)
             if time.monotonic() >= until:
@@ -248,7 +248,7 @@ class Durable:
             added = op.request.attached
             errors = self.steps.commit(
                 op,
-                lambda: manifest_of(
+                lambda: build_manifest(
                     draft,
                     given,
                     step=op.step,

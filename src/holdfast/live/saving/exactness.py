@@ -6,7 +6,7 @@ import msgspec
 
 REPLICA = "replica"
 """The entry of a manifest's `software` that says how exact a step is."""
-EXACT = "bit-exact"
+BIT_EXACT = "bit-exact"
 
 
 class Exactness(msgspec.Struct, frozen=True, array_like=True):
@@ -21,6 +21,8 @@ class Exactness(msgspec.Struct, frozen=True, array_like=True):
 
     def __str__(self) -> str:
         kind = (
-            EXACT if self.is_exact else f"numerically equal, within {self.drift:.2g} as far as seen"
+            BIT_EXACT
+            if self.is_exact
+            else f"numerically equal, within {self.drift:.2g} as far as seen"
         )
         return f"{kind}, compared last at step {self.compared}"

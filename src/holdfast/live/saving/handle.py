@@ -70,5 +70,5 @@ class Save:
         return self._future.exception() if self._future.done() else None
 
 
-def text_of(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"

@@ -15,7 +15,7 @@ from holdfast.live.saving.messages import ReadyToSave
 from holdfast.live.state.named import INLINE_BYTES
 
 
-def parts_of(tree: Any, large: list[str]) -> list[Any]:
+def digested_parts(tree: Any, large: list[str]) -> list[Any]:
     """The parts that `digests` digests of an optimizer's extras."""
     if "$optimizer" not in tree:
         return [[tree, large]]

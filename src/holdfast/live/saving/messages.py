@@ -95,9 +95,9 @@ def digests(live: Collected) -> dict[str, tuple[str, str]]:
     for key, tree in live.extras.items():
         rule, parts = live.rules.get(key, ""), [[tree, live.contents.get(key, [])]]
         if rule == "merge":
-            from holdfast.live.saving.merging import parts_of
+            from holdfast.live.saving.merging import digested_parts
 
-            parts = parts_of(*parts[0])
+            parts = digested_parts(*parts[0])
         one = [hexdigest(msgspec.json.encode(part, order="sorted")) for part in parts]
         found[key] = "/".join(one), rule
     return found

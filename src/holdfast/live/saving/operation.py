@@ -29,9 +29,9 @@ from holdfast.base.threads import Worker
 from holdfast.base.wire import WireError, rank_errors
 from holdfast.core.format.image import Image
 from holdfast.live.saving.exactness import Exactness
-from holdfast.live.saving.handle import Save, text_of
+from holdfast.live.saving.handle import Save, error_text
 from holdfast.live.saving.messages import Verdict
-from holdfast.live.saving.planning import Layout, SavePlan
+from holdfast.live.saving.planning import PlannedImage, SavePlan
 from holdfast.live.state.named import Collected
 from holdfast.live.state.snapshot import (
     Buffer,
@@ -88,7 +88,7 @@ class Draft:
     moment: StateView
     filling: FillProgress
     """How far the image is filled."""
-    layout: Layout | None = None
+    layout: PlannedImage | None = None
     """The image, and the copies that fill it; None if it could not be laid out, as `filling` says."""
     exactness: Exactness | None = None
     """How exact the image is, if it is copied from a replica; else None."""
@@ -344,7 +344,7 @@ class SaveOperation:
         try:
             return self.companion.beside(self, draft)
         except Exception as error:
-            emit("beside.failed", step=self.step, error=text_of(error))
+            emit("beside.failed", step=self.step, error=error_text(error))
             return None
 
     def _hand_over(self, draft: Draft) -> None:
@@ -400,7 +400,7 @@ class SaveOperation:
         self._on_end(self, error)
         if error is not None:
             kind = "prepare" if self.request.is_rehearsal else self.kind
-            emit(f"{kind}.failed", step=self.step, error=text_of(error))
+            emit(f"{kind}.failed", step=self.step, error=error_text(error))
         elif not self.request.is_rehearsal:
             took = time.perf_counter() - self.request.made
             emit(f"{self.kind}.committed", step=self.step, seconds=round(took, 3))

@@ -19,9 +19,9 @@ from holdfast.core.format.manifest import VERSION, Manifest
 from holdfast.core.group import Group
 from holdfast.core.layout import Mesh, Placement
 from holdfast.live.saving.messages import ReadyToSave, Verdict, check_kinds, digests, sort_extras
-from holdfast.live.state.agreed import Agreement, merge
+from holdfast.live.state.agreed import Agreement, merge_descriptions
 from holdfast.live.state.named import Collected
-from holdfast.live.state.sampling import unlike
+from holdfast.live.state.sampling import differing_classes
 from holdfast.live.state.snapshot import Copies, SetAside, fingerprint
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ MOST_COPIES = 4
 """Number of lists of copies that are kept at most, by the memory that they fill."""
 
 
-Layout = tuple[Image, Copies]
+PlannedImage = tuple[Image, Copies]
 """An image, and the copies that fill it in the memory that was taken for it."""
 
 
@@ -119,7 +119,7 @@ class Planner:
             from holdfast.live.saving.alone import tell_keys
 
             tell_keys(ready, self._told)
-        following, doubted = unlike([r.sample for r in ready])
+        following, doubted = differing_classes([r.sample for r in ready])
         doubted = [] if describing else doubted
         verdict = Verdict(True, describing, per_rank, send, {}, doubted, following)
         return msgspec.msgpack.encode(verdict)
@@ -150,7 +150,7 @@ class Planner:
         order = {kinds[rank]: i for i, rank in enumerate(describing)}
         with uncollected():
             of_rank = [order[k] for k in kinds]
-            agreement = merge(docs, of_rank, self.mesh)
+            agreement = merge_descriptions(docs, of_rank, self.mesh)
         if len(docs) > 1:
             from holdfast.live.saving.alone import tell_tensors
 
@@ -165,7 +165,7 @@ class Planner:
             self.plan.copies.pop(id(view), None)
 
     @uncollected()
-    def lay_out(self, agreed: AgreedSave, live: Collected, aside: SetAside) -> Layout:
+    def lay_out(self, agreed: AgreedSave, live: Collected, aside: SetAside) -> PlannedImage:
         """The image for this save: the last one, if nothing that it depends on has changed."""
         plan = agreed.plan
         if plan.description != agreed.description:

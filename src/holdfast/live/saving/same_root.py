@@ -29,7 +29,7 @@ from holdfast.core.store import LocalStore, Store, get_small
 
 APPEARS_S = 30.0
 """Seconds after which what one host has written is seen by another, over any network file system."""
-PAUSE_S = 0.5
+LISTING_PAUSE_S = 0.5
 
 
 class _Place(msgspec.Struct, frozen=True, array_like=True):
@@ -120,7 +120,7 @@ def _prove(group: Group, places: list[_Place], look: Callable[[], bool]) -> None
     is_far = places[group.rank].host != places[0].host
     until = time.monotonic() + (min(APPEARS_S, group.deadline_s / 4) if is_far else 0.0)
     while not (is_same := _sees(look)) and time.monotonic() < until:
-        time.sleep(PAUSE_S)
+        time.sleep(LISTING_PAUSE_S)
     answers = group.all_gather(b"1" if is_same else b"")
     strangers = [rank for rank, answer in enumerate(answers) if not answer]
     if strangers:

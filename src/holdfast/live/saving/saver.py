@@ -15,7 +15,7 @@ from holdfast.core.layout import Mesh
 from holdfast.live.saving.handle import Save
 from holdfast.live.saving.operation import Companion, Draft, Keeper, Request, SaveOperation
 from holdfast.live.saving.planning import Planner
-from holdfast.live.state.agreed import describe
+from holdfast.live.state.agreed import describe_tensors
 from holdfast.live.state.movers import Movers
 from holdfast.live.state.named import Collected, LiveTensor
 from holdfast.live.state.replicas import Replicas
@@ -67,7 +67,11 @@ class Saver:
         self._is_aside_told = False
         self._number = 0
         self.gate = Gate()
-        self._described: tuple[list[Any], dict[str, str], bytes] = [], {}, describe(Collected())
+        self._described: tuple[list[Any], dict[str, str], bytes] = (
+            [],
+            {},
+            describe_tensors(Collected()),
+        )
         """`_lie_of` each tensor, the aliases, and the description that was made from both."""
         self._worker = Worker("holdfast-saving")
 
@@ -137,7 +141,7 @@ class Saver:
         now = [_lie_of(t) for t in live.tensors.values()]
         is_same = len(now) == len(tensors) and all(map(_is_same, now, tensors))
         if not is_same or live.aliases != aliases:
-            description = describe(live)
+            description = describe_tensors(live)
             self._described = now, live.aliases, description
         return description
 

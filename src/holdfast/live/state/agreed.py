@@ -2,8 +2,8 @@
 
 A rank describes its tensors by constructor (name, dtype, shape, cuts over axes), never by what follows
 from it, so ranks of one kind give byte-identical descriptions: they are exchanged by digest, and only
-distinct ones travel (one per pipeline stage, say).  `merge` finds the common mesh, which ranks hold
-which tensor, and the few irregular tensors that must be listed rank by rank.
+distinct ones travel (one per pipeline stage, say).  `merge_descriptions` finds the common mesh, which ranks
+hold which tensor, and the few irregular tensors that must be listed rank by rank.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Agreement(msgspec.Struct, frozen=True):
     aliases: dict[str, str]
 
 
-def describe(live: Collected) -> bytes:
+def describe_tensors(live: Collected) -> bytes:
     """This rank's description, canonical."""
     rows = []
     for t in live.tensors.values():
@@ -63,7 +63,9 @@ def describe(live: Collected) -> bytes:
     return msgspec.msgpack.encode(Description(tuple(rows), live.aliases))
 
 
-def merge(descriptions: list[bytes], of_rank: list[int], known: Mesh | None = None) -> Agreement:
+def merge_descriptions(
+    descriptions: list[bytes], of_rank: list[int], known: Mesh | None = None
+) -> Agreement:
     """One agreement from distinct descriptions; rank r gave `descriptions[of_rank[r]]`."""
     docs = [decode_msgpack(d, Description) for d in descriptions]
     world = len(of_rank)

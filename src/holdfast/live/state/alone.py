@@ -25,11 +25,13 @@ MOST_SETS = 32
 MOST_NAMED = 10
 MOST_RANKS = 4
 
-Names = Mapping[tuple[str, str], Iterable[str]]
+NamesByGroup = Mapping[tuple[str, str], Iterable[str]]
 """Names that a rank has, by group, which is a key and the kind of a tensor."""
 
 
-def lacking(held: Sequence[tuple[Names, Sequence[int]]]) -> dict[str, tuple[list[int], list[int]]]:
+def forgotten_names(
+    held: Sequence[tuple[NamesByGroup, Sequence[int]]],
+) -> dict[str, tuple[list[int], list[int]]]:
     """The ranks that have, and that lack, each name that some have forgotten.  `held`: what ranks have, and
     which ranks have just that."""
     groups: dict[tuple[str, str], dict[frozenset[str], list[int]]] = {}
@@ -51,7 +53,7 @@ def lacking(held: Sequence[tuple[Names, Sequence[int]]]) -> dict[str, tuple[list
     return found
 
 
-def tell(
+def tell_forgotten(
     found: Mapping[str, tuple[list[int], list[int]]], told: set[str], *, restored: bool
 ) -> None:
     """Give a notice of names that were not `told` yet.  On one rank."""

@@ -12,7 +12,7 @@ and how each inner tensor lies in the whole (`blocks`).  That is text, which a r
 the live tensor says of itself; nothing is made of it.  So the live object decides what it is, values are
 filled in place, and what differs is refused by name.
 
-A subclass that cannot be taken apart is none of these: `kinds` refuses it.
+A subclass that cannot be flattened is none of these: `tensor_kinds` refuses it.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from torch.distributed.tensor import DTensor
 from holdfast.base.errors import UsageError
 from holdfast.core.codec.digest import hexdigest
 from holdfast.core.format.extras import MADE_OF
-from holdfast.live.state.blocks import Outer, lie_of
+from holdfast.live.state.blocks import Outer, block_placement
 from holdfast.live.state.encoding import content_digest
 from holdfast.live.state.named import NamedTensors
-from holdfast.live.state.placed import Placed, box_of, memory_of
+from holdfast.live.state.placed import Placed, dtensor_box, memory_of
 
 NOT_WHOLE = ("AsyncCollectiveTensor", "FakeTensor", "FunctionalTensor", "MaskedTensor")
 """Classes that can be taken apart, or look so, and stand for values that are elsewhere or still to come."""
 UNSAID = ("device", "requires_grad")
 """What a tensor may say of itself that does not matter: it is the live one's."""
-MAX_TEXT = 4000
-MAX_DEPTH = 8
+MAX_CONTEXT = 4000
+MAX_WORD_DEPTH = 8
 
 
 @dataclass(frozen=True)
-class Apart:
+class Flattened:
     """The parts that a tensor is made of."""
 
     kind: str
@@ -56,14 +56,16 @@ class Apart:
         """Say how each inner tensor lies in the whole."""
         if self.outer is None:
             return dict.fromkeys(self.inner, "")
-        return {n: lie_of(self.kind, n, t, self.outer).words for n, t in self.inner.items()}
+        return {
+            n: block_placement(self.kind, n, t, self.outer).words for n, t in self.inner.items()
+        }
 
     def said(self) -> dict[str, Any]:
         """Return what is saved of it beside the inner tensors."""
         return {"class": self.kind, "context": self.context, "parts": self.lies()}
 
 
-def add_apart(
+def add_flattened(
     live: NamedTensors, name: str, state: str, tensor: torch.Tensor, *, steady: bool
 ) -> bool:
     """Add what a tensor is made of; False if it is of no kind that is known here."""
@@ -80,7 +82,7 @@ def add_apart(
         from holdfast.live.state.sparse import add_sparse
 
         return add_sparse(live, name, state, tensor)
-    apart = taken_apart(tensor, name)
+    apart = flatten_subclass(tensor, name)
     if apart is None:
         return False
     live.extras[name + MADE_OF] = apart.said()
@@ -98,14 +100,20 @@ def inner_state(state: str, attribute: str) -> str:
 
 
 def add_inner(
-    live: NamedTensors, name: str, state: str, inner: torch.Tensor, apart: Apart, *, steady: bool
+    live: NamedTensors,
+    name: str,
+    state: str,
+    inner: torch.Tensor,
+    apart: Flattened,
+    *,
+    steady: bool,
 ) -> None:
     """Add an inner tensor where it lies."""
     attribute = name.rpartition(".")[2]
     if apart.outer is None:
         live.add(name, state, inner, steady=steady)
         return
-    lie = lie_of(apart.kind, attribute, inner, apart.outer)
+    lie = block_placement(apart.kind, attribute, inner, apart.outer)
     if lie.shape is None:
         live.add(name, state, inner, steady=steady)
         return
@@ -113,16 +121,16 @@ def add_inner(
     live.add_parts(name, state, (Placed(view, lie.shape, lie.box, lie.cuts),), inner, steady=steady)
 
 
-def taken_apart(tensor: torch.Tensor, name: str) -> Apart | None:
+def flatten_subclass(tensor: torch.Tensor, name: str) -> Flattened | None:
     """Return what a tensor is made of; None if it cannot be taken apart."""
     memory = memory_of(tensor)
     kind = type(memory)
     if any(base.__name__ in NOT_WHOLE for base in kind.__mro__):
         return None
     if memory.is_nested:
-        from holdfast.live.state.nested import nested_apart
+        from holdfast.live.state.nested import flatten_nested
 
-        return None if isinstance(tensor, DTensor) else nested_apart(memory, name)
+        return None if isinstance(tensor, DTensor) else flatten_nested(memory, name)
     if not callable(getattr(memory, "__tensor_flatten__", None)):
         return None
     attributes, context = memory.__tensor_flatten__()
@@ -137,14 +145,14 @@ def taken_apart(tensor: torch.Tensor, name: str) -> Apart | None:
     if not any(isinstance(value, DTensor) for value in inner.values()):
         outer = outer_of(tensor, name)
     text = in_words(context, memory)
-    return Apart(f"{kind.__module__}.{kind.__qualname__}", text, inner, outer)
+    return Flattened(f"{kind.__module__}.{kind.__qualname__}", text, inner, outer)
 
 
 def outer_of(tensor: torch.Tensor, name: str) -> Outer:
     """Return where a tensor lies whose memory is made of others."""
     memory = memory_of(tensor)
     if isinstance(tensor, DTensor):
-        box, cuts = box_of(tensor, name)
+        box, cuts = dtensor_box(tensor, name)
         return Outer(tuple(tensor.shape), box, cuts, tensor, tuple(memory.shape))
     return Outer.whole(tuple(memory.shape))
 
@@ -157,11 +165,11 @@ def in_words(context: Any, tensor: torch.Tensor) -> str:
     shape = () if tensor.is_nested else tuple(tensor.shape)
     strides = () if tensor.is_nested else tuple(tensor.stride())
     text = _word(context, {shape: "shape", strides: "strides"} if shape else {}, 0)
-    return text if len(text) <= MAX_TEXT else f"digest {hexdigest(text.encode())}"
+    return text if len(text) <= MAX_CONTEXT else f"digest {hexdigest(text.encode())}"
 
 
 def _word(value: Any, own: dict[Any, str], depth: int) -> str:
-    if depth > MAX_DEPTH:
+    if depth > MAX_WORD_DEPTH:
         return "..."
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.layout)):
         return repr(value)

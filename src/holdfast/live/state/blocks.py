@@ -29,11 +29,11 @@ import torch
 from holdfast.core.layout import Box, whole
 from holdfast.live.state.placed import AxisCut, cut_by, shard_order
 
-OPTIMIZER_STATES = ("OptimState8bit", "OptimState4bit", "OptimStateFp8")
+TORCHAO_STATES = ("OptimState8bit", "OptimState4bit", "OptimStateFp8")
 """Classes of torchao whose values are quantised in blocks of elements in a row."""
-TABLE = "qmap"
+QMAP = "qmap"
 """Their tensor that says what each code means, the same on all ranks."""
-WEIGHTS = ("Int8Tensor", "Float8Tensor", "IntxUnpackedToInt8Tensor")
+TORCHAO_WEIGHTS = ("Int8Tensor", "Float8Tensor", "IntxUnpackedToInt8Tensor")
 """Classes of torchao whose scales have as many dims as the values."""
 
 
@@ -71,7 +71,7 @@ class Outer:
 
 
 @dataclass(frozen=True)
-class Lie:
+class BlockPlacement:
     """Return how an inner tensor lies in the whole: its box, after a view, of a tensor of `shape`."""
 
     words: str
@@ -81,23 +81,23 @@ class Lie:
     cuts: tuple[AxisCut, ...] | None = ()
 
 
-def lie_of(kind: str, attribute: str, inner: torch.Tensor, outer: Outer) -> Lie:
+def block_placement(kind: str, attribute: str, inner: torch.Tensor, outer: Outer) -> BlockPlacement:
     """Return how an inner tensor of a tensor of class `kind` lies."""
     module, _, name = kind.rpartition(".")
     shape = tuple(inner.shape)
     if module.startswith("torchao."):
         lie = None
-        if name in OPTIMIZER_STATES and attribute == TABLE:
-            return Lie("")
-        if name in (*OPTIMIZER_STATES, *WEIGHTS) and shape == outer.local:
-            return Lie("alike", outer.shape, outer.box, outer.cuts)
-        if name in OPTIMIZER_STATES and inner.is_contiguous():
+        if name in TORCHAO_STATES and attribute == QMAP:
+            return BlockPlacement("")
+        if name in (*TORCHAO_STATES, *TORCHAO_WEIGHTS) and shape == outer.local:
+            return BlockPlacement("alike", outer.shape, outer.box, outer.cuts)
+        if name in TORCHAO_STATES and inner.is_contiguous():
             lie = _in_row(shape, outer)
-        elif name in WEIGHTS and len(shape) == len(outer.local) and inner.is_contiguous():
+        elif name in TORCHAO_WEIGHTS and len(shape) == len(outer.local) and inner.is_contiguous():
             lie = _in_boxes(tuple(n // max(1, m) for n, m in zip(outer.local, shape)), outer)
         if lie is not None and lie.box.size == inner.numel():
             return lie
-    return Lie("") if outer.is_whole else _by_shard(shape, outer)
+    return BlockPlacement("") if outer.is_whole else _by_shard(shape, outer)
 
 
 def block_shape(shape: tuple[int, ...], size: int) -> tuple[int, ...] | None:
@@ -115,7 +115,7 @@ def block_shape(shape: tuple[int, ...], size: int) -> tuple[int, ...] | None:
     return tuple(reversed(block)) if size == 1 else None
 
 
-def _in_row(shape: tuple[int, ...], outer: Outer) -> Lie | None:
+def _in_row(shape: tuple[int, ...], outer: Outer) -> BlockPlacement | None:
     """One element for each block of some elements in a row."""
     elements, number = prod(outer.local), prod(shape)
     if len(shape) != 1 or not number or elements % number:
@@ -129,10 +129,12 @@ def _in_row(shape: tuple[int, ...], outer: Outer) -> Lie | None:
         return None
     box = Box((start // size,), (start // size + number,))
     flat = (prod(outer.shape) // size,)
-    return Lie(f"in blocks of {size} elements in a row", flat, box, () if outer.is_whole else None)
+    return BlockPlacement(
+        f"in blocks of {size} elements in a row", flat, box, () if outer.is_whole else None
+    )
 
 
-def _in_boxes(block: tuple[int, ...], outer: Outer) -> Lie | None:
+def _in_boxes(block: tuple[int, ...], outer: Outer) -> BlockPlacement | None:
     """One element for each box of the shape `block`."""
     edges = zip(block, outer.shape, outer.box.start, outer.box.stop)
     if any(not b or n % b or i % b or j % b for b, n, i, j in edges):
@@ -142,10 +144,10 @@ def _in_boxes(block: tuple[int, ...], outer: Outer) -> Lie | None:
     stop = tuple(j // b for j, b in zip(outer.box.stop, block))
     box = Box(start, stop)
     words = f"in blocks of {' x '.join(map(str, block))} elements"
-    return Lie(words, shape, box, outer.on(shape, box))
+    return BlockPlacement(words, shape, box, outer.on(shape, box))
 
 
-def _by_shard(shape: tuple[int, ...], outer: Outer) -> Lie:
+def _by_shard(shape: tuple[int, ...], outer: Outer) -> BlockPlacement:
     """A shard's own: as many of them as there are shards, one after the other."""
     mesh, placements = outer.tensor.device_mesh, outer.tensor.placements
     at, number, index = mesh.get_coordinate(), 1, 0
@@ -156,4 +158,4 @@ def _by_shard(shape: tuple[int, ...], outer: Outer) -> Lie:
         f"dim {dim} over {mesh.size(m)}" for m, dim in shard_order(placements, tuple(mesh.shape))
     ]
     box = Box((index, *(0 for _ in shape)), (index + 1, *shape))
-    return Lie(f"by shard of {', '.join(cuts)}", (number, *shape), box, None)
+    return BlockPlacement(f"by shard of {', '.join(cuts)}", (number, *shape), box, None)

@@ -26,14 +26,14 @@ from holdfast.live.state.observer import unhooked
 from holdfast.live.state.placed import local_of
 from holdfast.live.state.wrapped import ELEMENTWISE
 
-BLOCK_BYTES = 1 << 19
+CACHED_BYTES = 1 << 19
 """Size of a block in each tensor.  Larger blocks leave the caches, and their intermediate results are new
 pages each time."""
 
 TRIED = 203
 """Number of elements in a trial: not a multiple of any vector register."""
 
-FEW = 3
+TRIAL_BLOCK = 3
 """Number of elements in a block of a trial: fewer than fill a vector register."""
 
 IN_PHASES = frozenset(["ASGD", "RAdam"])
@@ -78,7 +78,7 @@ class Blockwise:
 
     def __init__(self, optimizer: Optimizer, block_bytes: int | None = None) -> None:
         self._optimizer = optimizer
-        self._block_bytes = block_bytes or BLOCK_BYTES
+        self._block_bytes = block_bytes or CACHED_BYTES
         self._is_exact: dict[tuple[Any, ...], bool] = {}
 
     def is_possible(self) -> bool:
@@ -245,7 +245,11 @@ def changes_nothing(optimizer: Optimizer, group: dict[str, Any], like: torch.Ten
             for name, value in optimizer.state[like].items()
         }
         one.state = defaultdict(dict, {p: states})
-        step = Blockwise(one, FEW * p.itemsize).step if in_blocks else partial(unhooked(one), one)
+        step = (
+            Blockwise(one, TRIAL_BLOCK * p.itemsize).step
+            if in_blocks
+            else partial(unhooked(one), one)
+        )
         try:
             for _ in range(3):
                 p.grad = next(draw) - 0.5

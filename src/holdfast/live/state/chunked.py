@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.base.errors import LayoutError
 from holdfast.core.layout import Box
-from holdfast.live.state.kinds import check_kind
 from holdfast.live.state.placed import Placed, memory_of
+from holdfast.live.state.tensor_kinds import check_kind
 
 
 def chunks_of(tensor: torch.Tensor, name: str) -> tuple[Placed, ...] | None:

@@ -35,7 +35,7 @@ from torch import nn
 
 from holdfast.base.errors import HoldfastError, UsageError, warn_user
 from holdfast.base.text import listed
-from holdfast.live.state.encoding import encode
+from holdfast.live.state.encoding import encode_extra
 from holdfast.live.state.ignoring import Ignored
 from holdfast.live.state.modules import unwrap
 from holdfast.live.state.named import Collected, NamedTensors
@@ -45,22 +45,22 @@ from holdfast.live.state.own_state_dicts import (
     asks_whole,
     entries_of,
     is_same,
-    memory_of,
+    memory_place,
 )
 from holdfast.live.state.wrappers import Names, parts
 
-OWN = "_own_extra_state"
+OWN_EXTRA = "_own_extra_state"
 """The last part of the name of the extra that holds the made values of a module."""
 
 _live_names: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
 """Entries of modules that were seen to be live tensors: from then on modules are asked only once."""
 
-_answers: ContextVar[dict[int, list[Own]] | None] = ContextVar("_answers", default=None)
+_answers: ContextVar[dict[int, list[OwnEntries]] | None] = ContextVar("_answers", default=None)
 """Own entries of modules, by id of the module, in a block of `asked_once`."""
 
 
 @dataclass(slots=True)
-class Own:
+class OwnEntries:
     """Entries that one submodule has beyond parameters, buffers and `_extra_state`.
 
     `path` is its name in the module that was handed over; entries are by their names within it.
@@ -86,7 +86,7 @@ class _Asking:
     key: str
     ignored: Ignored | None
     first: bool
-    found: list[Own] = field(default_factory=list)
+    found: list[OwnEntries] = field(default_factory=list)
     """Submodules that have something of their own, the inner ones first."""
     names: list[str] = field(default_factory=list)
     """Names of all that modules have of their own, ignored ones too."""
@@ -95,7 +95,7 @@ class _Asking:
 
     def ask(self, path: str, part: nn.Module) -> None:
         """Find what a module has beyond what is saved anyway."""
-        own = Own(path, part)
+        own = OwnEntries(path, part)
         entries = self._entries(own)
         if entries is None:
             return
@@ -114,14 +114,14 @@ class _Asking:
             _check_steady(self.key, own)
             _tell_copies(self.key, own, held)
 
-    def _is_ignored(self, own: Own, entry: str) -> bool:
+    def _is_ignored(self, own: OwnEntries, entry: str) -> bool:
         """True if an entry is given up under any of its module's names."""
         paths = self.paths.get(own.part, [own.path])
-        names = [Own(path, own.part).name(entry) for path in paths]
+        names = [OwnEntries(path, own.part).name(entry) for path in paths]
         self.names += names
         return self.ignored is not None and any([self.ignored.has(name) for name in names])
 
-    def _entries(self, own: Own) -> Mapping[str, Any] | None:
+    def _entries(self, own: OwnEntries) -> Mapping[str, Any] | None:
         """Entries of a module's state_dict(); None if that fails, and its failure is ignored."""
         try:
             return entries_of(own.part)
@@ -138,7 +138,7 @@ class _Asking:
             ) from error
 
 
-def customised(key: str, module: nn.Module, *, first: bool = False) -> list[Own]:
+def customised(key: str, module: nn.Module, *, first: bool = False) -> list[OwnEntries]:
     """Each submodule that has something of its own, the inner ones first.  `key`: of the state.
 
     UsageError for a module that cannot say what it has.  `first`: also for one that says something else
@@ -162,7 +162,7 @@ def asked_once() -> Iterator[None]:
         _answers.reset(token)
 
 
-def _ask(key: str, module: nn.Module, first: bool) -> list[Own]:
+def _ask(key: str, module: nn.Module, first: bool) -> list[OwnEntries]:
     asking = _Asking(key, ignored_of(module), first)
     root = unwrap(module)
     for prefix, part in parts(root) if asking.ignored is not None else ():
@@ -206,7 +206,7 @@ def named_entries(part: nn.Module) -> dict[str, Any]:
     return {names.plain(entry): value for entry, value in entries_of(part).items()}
 
 
-def _held(own: Own, inner: list[Own]) -> SavedTensors:
+def _held(own: OwnEntries, inner: list[OwnEntries]) -> SavedTensors:
     """All that is saved anyway.  `inner`: what submodules, and what it wraps, have of their own."""
     whole = asks_whole(own.part)
     start = f"{own.path}." if own.path else ""
@@ -220,7 +220,9 @@ def _held(own: Own, inner: list[Own]) -> SavedTensors:
     )
 
 
-def _not_held(key: str, own: Own, entries: Mapping[str, Any], held: SavedTensors) -> dict[str, Any]:
+def _not_held(
+    key: str, own: OwnEntries, entries: Mapping[str, Any], held: SavedTensors
+) -> dict[str, Any]:
     """Entries that nothing else in the module holds.  UsageError for two that are one without wrappers."""
     names = Names(own.part)
     rest: dict[str, Any] = {}
@@ -260,12 +262,12 @@ def _live(part: nn.Module, tensors: dict[str, torch.Tensor]) -> set[str]:
 def form(name: str, value: Any) -> Any:
     """A value as it would be saved under a name, large tensors by digest."""
     live = Collected()
-    tree = encode(live, name, [value], inline=True)
+    tree = encode_extra(live, name, [value], inline=True)
     tensors = [(n, t.placed.dtype, t.placed.shape) for n, t in live.tensors.items()]
     return tree, live.contents, tensors
 
 
-def _check_steady(key: str, own: Own) -> None:
+def _check_steady(key: str, own: OwnEntries) -> None:
     """UsageError for values that are others when the module is asked again."""
     again = named_entries(own.part)
     changed = []
@@ -282,7 +284,7 @@ def _check_steady(key: str, own: Own) -> None:
         )
 
 
-def _tell_copies(key: str, own: Own, held: SavedTensors) -> None:
+def _tell_copies(key: str, own: OwnEntries, held: SavedTensors) -> None:
     """HoldfastWarning for made values that are copies of parameters or buffers, under other names."""
     made = {e: v for e, v in own.made.items() if _is_plain(v) and _varies(v)}
     by_kind: dict[Any, list[tuple[str, torch.Tensor]]] = {}
@@ -312,7 +314,7 @@ def _is_plain(value: Any) -> bool:
     """True if a value is a tensor with all its values in memory of its own."""
     if type(value) not in (torch.Tensor, nn.Parameter) or value.is_quantized or value.is_nested:
         return False
-    return value.layout is torch.strided and not value.is_meta and memory_of(value) is not None
+    return value.layout is torch.strided and not value.is_meta and memory_place(value) is not None
 
 
 def _varies(tensor: torch.Tensor) -> bool:
@@ -329,13 +331,15 @@ def _elements(tensor: torch.Tensor) -> torch.Tensor:
 # -- saving -----------------------------------------------------------------------------------------
 
 
-def own_tensors(found: Iterable[Own]) -> Iterator[tuple[str, torch.Tensor]]:
+def own_tensors(found: Iterable[OwnEntries]) -> Iterator[tuple[str, torch.Tensor]]:
     """Live tensors by their names in the module that was handed over."""
     for own in found:
         yield from ((own.name(entry), tensor) for entry, tensor in own.tensors.items())
 
 
-def add_own(live: NamedTensors, key: str, found: Iterable[Own], *, steady: bool = False) -> None:
+def add_own(
+    live: NamedTensors, key: str, found: Iterable[OwnEntries], *, steady: bool = False
+) -> None:
     """Add live tensors, by the names that state_dict() gives them.  Shared ones are saved once."""
     first: dict[tuple[Any, ...], str] = {}
     for name, tensor in own_tensors(found):
@@ -345,7 +349,7 @@ def add_own(live: NamedTensors, key: str, found: Iterable[Own], *, steady: bool 
                 f"{full}: on the meta device, and only its module knows what it is",
                 hint="build the module on its real device",
             )
-        known = first.setdefault(memory_of(tensor) or (id(tensor),), full)
+        known = first.setdefault(memory_place(tensor) or (id(tensor),), full)
         if known != full:
             live.aliases[full] = known
         else:
@@ -353,13 +357,16 @@ def add_own(live: NamedTensors, key: str, found: Iterable[Own], *, steady: bool 
 
 
 def add_made(
-    live: Collected, key: str, found: Iterable[Own], on_resize: Mapping[str, str] | None = None
+    live: Collected,
+    key: str,
+    found: Iterable[OwnEntries],
+    on_resize: Mapping[str, str] | None = None,
 ) -> None:
     """Add made values, as an extra per module; a wrapper and what it wraps have one together."""
     for own in found:
         if not own.made:
             continue
-        extra = f"{key}.{own.name(OWN)}"
+        extra = f"{key}.{own.name(OWN_EXTRA)}"
         if on_resize and extra in on_resize:
             live.rules[extra] = on_resize[extra]
         entries = live.extras.setdefault(extra, {})
@@ -369,11 +376,11 @@ def add_made(
             entries[entry] = _encoded(live, key, own, entry, extra)
 
 
-def _encoded(live: Collected, key: str, own: Own, entry: str, extra: str) -> Any:
+def _encoded(live: Collected, key: str, own: OwnEntries, entry: str, extra: str) -> Any:
     """Encode a made value for its module's extra; digests of its large tensors go there, too."""
     full = f"{key}.{own.name(entry)}"
     try:
-        tree = encode(live, full, own.made[entry], inline=True, rule=live.rules.get(extra))
+        tree = encode_extra(live, full, own.made[entry], inline=True, rule=live.rules.get(extra))
     except UsageError as error:
         way = f"holdfast.ignore({key}, {own.name(entry)!r}) does without it"
         error.hint = f"let the module's state_dict() have it as plain values or tensors; {way}"

@@ -26,7 +26,7 @@ from torch.distributed import get_rank
 from torch.optim import Optimizer
 
 from holdfast.base.errors import LayoutError, UsageError
-from holdfast.live.sources import Framework, Group, Master, Source, flat_cut
+from holdfast.live.sources import Framework, Master, ParamGroup, Source, flat_cut
 from holdfast.live.state.deepspeed_parts import expert_names, tied_copies
 from holdfast.live.state.placed import parts_in
 
@@ -46,13 +46,13 @@ class Zero(Source):
     engine: Any
     inner: Optimizer | None = None
     """The torch optimizer inside; None without an optimizer."""
-    all_groups: list[Group] = field(default_factory=list)
+    all_groups: list[ParamGroup] = field(default_factory=list)
     masters: dict[int, Master] = field(default_factory=dict)
     """Masters by id of the module's parameter; the others are kept as torch keeps them."""
     saves_scheduler: bool = False
     """True if the engine has a scheduler of its own that the state does not name."""
 
-    def groups(self, optimizer: Any) -> list[Group]:
+    def groups(self, optimizer: Any) -> list[ParamGroup]:
         return self.all_groups
 
     def master(self, p: torch.Tensor) -> Master | None:
@@ -333,7 +333,7 @@ def _position(p: torch.Tensor, flat: torch.Tensor) -> int:
 def _stage3(engine: Any, wrapper: Any) -> Zero:
     """One master per sub-group: this rank's partitions of its parameters, one after the other."""
     flats = _partitioned(engine)
-    groups: list[Group] = [(group, []) for group in wrapper.optimizer.param_groups]
+    groups: list[ParamGroup] = [(group, []) for group in wrapper.optimizer.param_groups]
     for number, (params, master) in enumerate(
         zip(wrapper.fp16_groups, wrapper.fp32_partitioned_groups_flat)
     ):
@@ -379,7 +379,7 @@ def _unfused(engine: Any, wrapper: Any) -> Zero:
 def _zero(
     engine: Any,
     inner: Optimizer,
-    groups: list[Group],
+    groups: list[ParamGroup],
     flats: Mapping[int, Master] | None = None,
     whole: Mapping[int, torch.Tensor] | None = None,
 ) -> Zero:

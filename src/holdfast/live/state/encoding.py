@@ -15,15 +15,15 @@ from torch.utils.data import DataLoader
 from holdfast.base.errors import UsageError
 from holdfast.core.codec.digest import hexdigest
 from holdfast.core.format import extras
-from holdfast.live.state.kinds import check_kind
 from holdfast.live.state.loaded import loaded_states
 from holdfast.live.state.managed import wait_for_writers
 from holdfast.live.state.named import Collected
 from holdfast.live.state.own_errors import naming
 from holdfast.live.state.placed import memory_of, torch_dtype
 from holdfast.live.state.recognising import is_loader, is_stateful
+from holdfast.live.state.tensor_kinds import check_kind
 
-RULES = ("same", "rank0", "redistribute", "fresh")
+RESIZE_RULES = ("same", "rank0", "redistribute", "fresh")
 """Rules that a user may give for extras, when the number of ranks changes."""
 
 
@@ -31,7 +31,7 @@ PER_RANK = ("redistribute", "fresh", "ask")
 """Rules of extras that each rank keeps for itself."""
 
 
-def encode(
+def encode_extra(
     live: Collected, key: str, value: Any, *, inline: bool, rule: str | None = None, depth: int = 0
 ) -> Any:
     """Extras of `value`; tensors inside become tensors of the checkpoint unless small and inline.
@@ -91,7 +91,7 @@ def encode(
         name = f"{key}.{path}" if path else key
         with naming(name, leaf, "state_dict"):
             saved = loaded_states.of(leaf)
-        into["$object"] = encode(live, name, saved, inline=True, depth=depth + 1)
+        into["$object"] = encode_extra(live, name, saved, inline=True, depth=depth + 1)
         if is_loader(leaf):
             add_order(live, name, leaf, saved, rule or live.rules.get(key))
     return tree
@@ -99,9 +99,9 @@ def encode(
 
 def add_order(live: Collected, name: str, loader: Any, saved: Any, rule: str | None) -> None:
     """Add what is kept of a data loader beside its state, if torch's loaders are there at all."""
-    from holdfast.live.state.orders import add_order
+    from holdfast.live.state.orders import add_loader_order
 
-    add_order(live, name, loader, saved, rule)
+    add_loader_order(live, name, loader, saved, rule)
 
 
 def _named(live: Collected, name: str, leaf: torch.Tensor, path: str) -> dict[str, str]:

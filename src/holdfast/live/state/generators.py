@@ -25,20 +25,20 @@ from torch.optim import Optimizer
 from holdfast.live.state.customised import named_entries
 from holdfast.live.state.recognising import State, is_loader, is_optimizer, is_stateful, stages
 
-KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 """Kinds of generators whose states are known."""
-MOST = 16
+MAX_GENERATORS = 16
 """Generators that are looked at, at most: the state of one takes 10 to 130 microseconds at each save."""
 MOST_VALUES = 1024
 """Values of one container that are looked at, at most: the state of Python's has 625."""
 MOST_BYTES = 1 << 14
 """Size of an array from which it is not looked at: the state of torch's is one of 5056 bytes."""
-LARGE = 1024
+DISTINCTIVE = 1024
 """Numbers from which one is taken for part of a state; smaller ones are anywhere."""
 
 
-def state_of(generator: Any) -> Any:
-    """Return the state of a generator, for `put_state`."""
+def generator_state(generator: Any) -> Any:
+    """Return the state of a generator, for `set_generator_state`."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):
@@ -48,7 +48,7 @@ def state_of(generator: Any) -> Any:
     return generator.bit_generator.state
 
 
-def put_state(generator: Any, state: Any) -> None:
+def set_generator_state(generator: Any, state: Any) -> None:
     """Set the state of a generator."""
     if isinstance(generator, torch.Generator):
         generator.set_state(state)
@@ -69,9 +69,9 @@ class OwnGenerators:
             (where, owner, name, value)
             for where, owner in owners
             for name, value in list(owner.__dict__.items())
-            if type(value) in KINDS and not _is_default(value)
+            if type(value) in GENERATOR_TYPES and not _is_default(value)
         ]
-        self._kept = found[:MOST]
+        self._kept = found[:MAX_GENERATORS]
         self._states: list[Any] = []
 
     def drawn(self, state: State) -> list[str]:
@@ -93,7 +93,7 @@ class OwnGenerators:
         return [
             f"{where}.{name}"
             for where, owner, name, one in moved
-            if not _large(state_of(one)) <= (saved | set(_leaves(_saved_of(owner))))
+            if not _large(generator_state(one)) <= (saved | set(_leaves(_saved_of(owner))))
         ]
 
 
@@ -109,13 +109,13 @@ def _seed_of(generator: Any) -> int | None:
 
 def _mark_of(generator: Any) -> Any:
     """Return a value that differs when a generator has drawn."""
-    state = state_of(generator)
+    state = generator_state(generator)
     return state if isinstance(generator, random.Random) else list(_leaves(state))
 
 
 def _large(state: Any) -> set[Any]:
     """The leaves of a generator's state that tell it from what else may be saved."""
-    return {one for one in _leaves(state) if isinstance(one, bytes) or one > LARGE}
+    return {one for one in _leaves(state) if isinstance(one, bytes) or one > DISTINCTIVE}
 
 
 def _saved_in(state: State) -> Iterator[Any]:

@@ -24,7 +24,7 @@ import torch
 from holdfast.live.state.observer import calls_hooks
 from holdfast.live.state.placed import local_of, memory_of
 from holdfast.live.state.recognising import State
-from holdfast.live.state.several import parts_of
+from holdfast.live.state.several import combined_parts
 from holdfast.live.state.wrapped import stepping
 from holdfast.live.state.writes import count_and_address, times_written
 
@@ -170,7 +170,7 @@ def _parts(value: Any) -> list[Any]:
     """The torch optimizers of a value whose steps call hooks."""
     if not isinstance(value, torch.optim.Optimizer):
         return []
-    return [one for one in map(stepping, parts_of(value).values()) if calls_hooks(one)]
+    return [one for one in map(stepping, combined_parts(value).values()) if calls_hooks(one)]
 
 
 def _spread(params: list[Any], number: int) -> list[Any]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-LONGEST_S = 60.0
+CAPTURE_WAIT_S = 60.0
 """Nobody waits longer for the other: a capture that has begun may never be ended."""
 
 before_capture: list[Callable[[], None]] = []
@@ -40,7 +40,7 @@ def working() -> Iterator[None]:
     me = threading.get_ident()
     with _moves:
         if not _working[me]:
-            _moves.wait_for(lambda: not is_barred(), LONGEST_S)
+            _moves.wait_for(lambda: not is_barred(), CAPTURE_WAIT_S)
         _working[me] += 1
     try:
         yield
@@ -111,7 +111,7 @@ def _ending(end: Callable[..., Any]) -> Callable[..., Any]:
 
 def _take_turn(graph: Any) -> None:
     global _owner
-    me, until = threading.get_ident(), time.monotonic() + LONGEST_S
+    me, until = threading.get_ident(), time.monotonic() + CAPTURE_WAIT_S
     with _moves:
         _moves.wait_for(lambda: not is_barred(), until - time.monotonic())
         _owner = me

@@ -41,13 +41,13 @@ from holdfast.base.errors import UsageError, warn_user
 from holdfast.base.text import listed
 from holdfast.live.state.recognising import State, is_of_framework, stages
 from holdfast.live.state.several import (
-    SHOWN,
-    as_seen,
+    MAX_NAMED,
+    combined_parts,
     inner_optimizers,
-    optimizers_in,
-    parts_of,
+    normalised,
+    optimizers_within,
 )
-from holdfast.live.state.wrapped import bare, stepping
+from holdfast.live.state.wrapped import shown_optimizer, stepping
 
 # -- communication hooks -----------------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ def check_in_backward(state: State, stepped: Iterable[Any] = ()) -> None:
         if names:
             raise UsageError(
                 f"{key!r} is trained in backward by optimizers that are not in the state, and whose "
-                f"states would be lost: {listed(names, SHOWN)}",
+                f"states would be lost: {listed(names, MAX_NAMED)}",
                 hint="hand them over in a list: {'optim': [optimizer_of[p] for p in model.parameters()]} "
                 "(torch's own are in p._in_backward_optimizers); for the weights alone hand over "
                 "model.state_dict()",
@@ -158,11 +158,11 @@ def _params_of(optimizer: Any) -> list[Any]:
 
 def _optimizers_of(state: State) -> Iterator[Any]:
     """Yield the optimizers of a state: its values, parts of them, and what its objects have."""
-    for value in (*state.values(), *as_seen(state).values()):
-        optimizers = [one for _, one in optimizers_in(value)]
+    for value in (*state.values(), *normalised(state).values()):
+        optimizers = [one for _, one in optimizers_within(value)]
         if isinstance(value, Optimizer):
-            optimizers += parts_of(value).values()
+            optimizers += combined_parts(value).values()
         if hasattr(value, "__dict__"):
             optimizers += inner_optimizers(value).values()
         for outer in optimizers:
-            yield from (outer, bare(outer), stepping(outer))
+            yield from (outer, shown_optimizer(outer), stepping(outer))

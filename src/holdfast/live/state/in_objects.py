@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from holdfast.core.format.extras import MAX_DEPTH
-from holdfast.live.state.own_state_dicts import memory_of
+from holdfast.live.state.own_state_dicts import memory_place
 from holdfast.live.state.recognising import (
     State,
     in_order,
@@ -43,10 +43,10 @@ def names_in_objects(state: State, params: Sequence[torch.Tensor]) -> dict[int, 
         for key, value in in_order(state).items():
             if not isinstance(value, (torch.Tensor, Rng)) and stages(value) is None:
                 for name, t in _asked(value, key):
-                    found.setdefault(memory_of(t), name)
+                    found.setdefault(memory_place(t), name)
         found.pop(None, None)
         for p in params:
-            _known[p] = keys, found.get(memory_of(p), "")
+            _known[p] = keys, found.get(memory_place(p), "")
     return {id(p): name for p in params if (name := _known[p][1])}
 
 

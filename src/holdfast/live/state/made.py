@@ -25,14 +25,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from holdfast.base.errors import HoldfastError, StateMismatch, warn_user
 from holdfast.base.text import listed
-from holdfast.live.state.customised import Own, form, named_entries
+from holdfast.live.state.customised import OwnEntries, form, named_entries
 from holdfast.live.state.deriving import load_alone
 from holdfast.live.state.own_state_dicts import SavedTensors, asks_whole, entries_of, is_same
 from holdfast.live.state.quantised import has_quant_states, put_quant_states
 from holdfast.live.state.wrappers import Names
 
 
-def unloadable(key: str, own: Own, saved: Mapping[str, Any]) -> list[tuple[str, str]]:
+def unloadable(key: str, own: OwnEntries, saved: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Names of made values that were saved otherwise than the module has them, and why they cannot be put
     back: it has no way to load them and does not make them from tensors that will be filled.  Writes
     nothing."""
@@ -69,7 +69,7 @@ class _Looking(TorchFunctionMode):
         return made
 
 
-def _reads_tensors(own: Own) -> bool:
+def _reads_tensors(own: OwnEntries) -> bool:
     """True if a module computes something from its tensors when asked for its state_dict()."""
     tensors = own.tensors.values()
     with _Looking(SavedTensors(own.part, whole=asks_whole(own.part), tensors=tensors)) as looking:
@@ -77,7 +77,7 @@ def _reads_tensors(own: Own) -> bool:
     return looking.seen
 
 
-def put_own(key: str, own: Own, saved: Mapping[str, Any]) -> None:
+def put_own(key: str, own: OwnEntries, saved: Mapping[str, Any]) -> None:
     """Put made values back by the module's own ways to load, and see that they are there.
 
     Live tensors have been filled.  HoldfastWarning for values that a module's own way to load leaves out;
@@ -109,7 +109,7 @@ def put_own(key: str, own: Own, saved: Mapping[str, Any]) -> None:
     )
 
 
-def _on_its_device(own: Own, entry: str, value: Any) -> Any:
+def _on_its_device(own: OwnEntries, entry: str, value: Any) -> Any:
     """Return a saved value with its tensors on the device of what the module has there, or else of the
     module: torchmetrics' metrics keep what they are given, and an empty list tells no device."""
     near = tree_leaves([own.made.get(entry), own.made, own.tensors])
@@ -140,7 +140,7 @@ def _loads_itself(part: nn.Module) -> bool:
     return own or here or bool(part._load_state_dict_pre_hooks or part._load_state_dict_post_hooks)
 
 
-def _load(own: Own, saved: Mapping[str, Any]) -> str | None:
+def _load(own: OwnEntries, saved: Mapping[str, Any]) -> str | None:
     """Hand a module its own entries, of which the tensors are its own, filled already, and the made values
     those that were saved.  Returns what it says against them, which may be about what is there
     already."""
@@ -160,7 +160,7 @@ def _load(own: Own, saved: Mapping[str, Any]) -> str | None:
     return errors[0] if errors else None
 
 
-def _differing(key: str, own: Own, saved: Mapping[str, Any]) -> list[str]:
+def _differing(key: str, own: OwnEntries, saved: Mapping[str, Any]) -> list[str]:
     """Saved entries that the module lacks or has with another value, and live tensors that differ and
     are not any more in the memory that was filled."""
     entries = named_entries(own.part)

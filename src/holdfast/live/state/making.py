@@ -13,14 +13,14 @@ import torch
 from torch.optim import Optimizer
 
 from holdfast.base.errors import StateMismatch
-from holdfast.live.state.apart import taken_apart
+from holdfast.live.state.apart import flatten_subclass
 from holdfast.live.state.placed import is_apart, torch_dtype
 from holdfast.live.state.sparse import COMPRESSED, said_of
 
 LAYOUTS = {str(layout): layout for layout in (torch.sparse_coo, *COMPRESSED)}
 
 
-def made(
+def make_state(
     name: str,
     said: Any,
     optimizer: Optimizer,
@@ -34,7 +34,7 @@ def made(
     kind = said.get("class") if isinstance(said, dict) else None
     others = []
     for one in _candidates(optimizer, p, kind, entry(f"{name}.values")):
-        here = says(one, name)
+        here = description_of(one, name)
         if here == said:
             return one
         others.append(here)
@@ -43,7 +43,7 @@ def made(
     why = f"which {type(optimizer).__name__} does not make of this parameter"
     if alike:
         like = [one for one in alike if one["context"] == said.get("context")]
-        why = differing(said, (like or alike)[0])
+        why = how_different(said, (like or alike)[0])
     elif None in others and not kinds:
         why = f"here {type(optimizer).__name__} keeps it as a plain tensor"
     raise StateMismatch(
@@ -53,17 +53,17 @@ def made(
     )
 
 
-def says(tensor: torch.Tensor, name: str) -> dict[str, Any] | None:
+def description_of(tensor: torch.Tensor, name: str) -> dict[str, Any] | None:
     """Return what is saved of a tensor beside its values; None for one in one memory."""
     if not is_apart(tensor):
         return None
     if tensor.layout in (torch.sparse_coo, *COMPRESSED):
         return said_of(tensor)
-    apart = taken_apart(tensor, name)
+    apart = flatten_subclass(tensor, name)
     return None if apart is None else apart.said()
 
 
-def differing(said: dict[str, Any], here: dict[str, Any]) -> str:
+def how_different(said: dict[str, Any], here: dict[str, Any]) -> str:
     """Say how what was said of a tensor differs from what is said here."""
     if said.get("context") != here["context"]:
         return f"with {said.get('context')}, here {here['context']}"

@@ -19,10 +19,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from holdfast.live.state.kinds import PLAIN
 from holdfast.live.state.modules import named_parameters
 from holdfast.live.state.placed import local_of
 from holdfast.live.state.recognising import State, in_order, stages
+from holdfast.live.state.tensor_kinds import PLAIN_TENSORS
 
 SAMPLE = 256
 """Elements that are compared of each weight."""
@@ -55,7 +55,7 @@ def masters(state: State, params: Mapping[str, torch.Tensor]) -> dict[str, list[
 
 
 def _is_plain(p: torch.Tensor) -> bool:
-    return type(p) in PLAIN | {DTensor} and not p.is_meta and p.layout is torch.strided
+    return type(p) in PLAIN_TENSORS | {DTensor} and not p.is_meta and p.layout is torch.strided
 
 
 def _sample(p: torch.Tensor, dtype: torch.dtype) -> tuple[torch.dtype, bytes]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from holdfast.live.sources import frameworks
-from holdfast.live.state.kinds import check_unit
+from holdfast.live.state.tensor_kinds import check_unit
 from holdfast.live.state.wrappers import Wrappers, parts
 
 
@@ -41,7 +41,7 @@ def names_in(module: nn.Module) -> dict[str, Sequence[str]]:
 
 def reshard(module: nn.Module) -> None:
     """Put the parts of FSDP2's parameters in their places, instead of what was gathered of them."""
-    every = parts_of(module)
+    every = submodules(module)
     kinds = {
         kind
         for kind in set(map(type, every))
@@ -75,7 +75,7 @@ def named_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield names.get(prefix + name, (prefix + name,))[0], buffer
 
 
-def parts_of(root: nn.Module) -> dict[nn.Module, None]:
+def submodules(root: nn.Module) -> dict[nn.Module, None]:
     """A module and all in it, each once: three times as fast as `modules()`, which names them."""
     found: dict[nn.Module, None] = {root: None}
     left = [root]
@@ -87,12 +87,12 @@ def parts_of(root: nn.Module) -> dict[nn.Module, None]:
     return found
 
 
-def tensors_of(root: nn.Module) -> list[torch.Tensor]:
+def module_tensors(root: nn.Module) -> list[torch.Tensor]:
     """The parameters and buffers of a module and all in it.  Megatron's DDP has a list in the place of
     `buffers()`."""
     return [
         t
-        for part in parts_of(root)
+        for part in submodules(root)
         for t in (*part._parameters.values(), *part._buffers.values())
         if t is not None
     ]
@@ -106,7 +106,7 @@ def has_extra_state(kind: type[nn.Module]) -> bool:
 def extra_states(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Modules with state of their own (`get_extra_state`)."""
     module = unwrap(module)
-    if not any(map(has_extra_state, set(map(type, parts_of(module))))):
+    if not any(map(has_extra_state, set(map(type, submodules(module))))):
         return  # and nothing is to be named
     names = names_in(module)
     seen: set[int] = set()

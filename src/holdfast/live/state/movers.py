@@ -36,7 +36,7 @@ from holdfast.live.state.arrays import raw_array
 from holdfast.live.state.named import Collected, LiveTensor
 from holdfast.live.state.writes import corner, write_count
 
-SMALL_BYTES = 16 << 20
+COPIED_AT_CALL_BYTES = 16 << 20
 """Size of a state that is copied at the call as a whole: with less, the copy takes no longer than what is
 arranged for one beside the training (`bench/claims/at_call.py`)."""
 
@@ -131,7 +131,9 @@ class Movers:
         """Learn what was written since `watch`."""
         if self._watched is not None:
             (live, before, corners), self._watched = self._watched, None
-            self.learn({*changed(live, before), *unlike(corners, self.corners(live))})
+            self.learn(
+                {*written_since(live, before), *differing_corners(corners, self.corners(live))}
+            )
 
     def learn(self, names: set[str]) -> None:
         """Copy these tensors at the call from now on.  From any thread."""
@@ -193,8 +195,8 @@ def is_on_host(t: LiveTensor) -> bool:
 
 
 def is_small(live: Collected) -> bool:
-    """True if all that could be copied in the window has `SMALL_BYTES` at most."""
-    left = SMALL_BYTES
+    """True if all that could be copied in the window has `COPIED_AT_CALL_BYTES` at most."""
+    left = COPIED_AT_CALL_BYTES
     for t in live.tensors.values():
         for part in t.parts:
             left -= part.local.nbytes
@@ -208,7 +210,7 @@ def versions(live: Collected) -> list[int]:
     return [t.version for name, t in live.tensors.items() if name not in live.aside]
 
 
-def changed(live: Collected, before: list[int]) -> list[str]:
+def written_since(live: Collected, before: list[int]) -> list[str]:
     """Names of the tensors, copied in the window, that were written since the counters were at `before`."""
     now = versions(live)
     if now == before:
@@ -217,6 +219,6 @@ def changed(live: Collected, before: list[int]) -> list[str]:
     return [name for name, was, is_now in zip(names, before, now) if was != is_now]
 
 
-def unlike(before: Corners, now: Corners) -> list[str]:
+def differing_corners(before: Corners, now: Corners) -> list[str]:
     """Names of the tensors whose elements differ; what only one side has is not compared."""
     return [key[0] for key, elements in before.items() if now.get(key, elements) != elements]

@@ -91,9 +91,9 @@ class NamedTensors:
 
     def add(self, name: str, state: str, tensor: torch.Tensor, *, steady: bool) -> None:
         if is_apart(tensor):
-            from holdfast.live.state.apart import add_apart
+            from holdfast.live.state.apart import add_flattened
 
-            if add_apart(self, name, state, tensor, steady=steady):
+            if add_flattened(self, name, state, tensor, steady=steady):
                 return
         if name in self.tensors:
             if self.tensors[name].placed.local.data_ptr() == place(tensor, name).local.data_ptr():

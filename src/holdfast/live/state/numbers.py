@@ -24,15 +24,21 @@ from holdfast.live.sources import is_owned
 from holdfast.live.state.customised import named_entries
 from holdfast.live.state.generators import OwnGenerators
 from holdfast.live.state.ignoring import Ignored
-from holdfast.live.state.outside import OWN, held, place_of, places_of, saved_names
+from holdfast.live.state.outside import (
+    SAVED_ATTRIBUTES,
+    address_of,
+    optimizer_addresses,
+    saved_names,
+    tensors_held,
+)
 from holdfast.live.state.recognising import State, is_loader, is_optimizer, is_stateful, stages
-from holdfast.live.state.several import inner_optimizers, parts_of
+from holdfast.live.state.several import combined_parts, inner_optimizers
 from holdfast.live.state.wrapped import is_zero1
 from holdfast.live.state.writes import Mark
 
-MOST = 1024
+MAX_NUMBERS = 1024
 """Numbers that are looked at, at most."""
-CHANGES = 3
+COUNTED_AFTER = 3
 """Changes upwards that make a number one that is counted: sizes of batches go up and down."""
 _OTHERS = ("torch", "builtins")
 _REPORTED = ("loss", "time", "elapsed", "accuracy")
@@ -40,7 +46,7 @@ _REPORTED = ("loss", "time", "elapsed", "accuracy")
 _DOWN = -1
 
 
-class Numbers:
+class AttributeNumbers:
     """The numbers in attributes of a state, and how they change."""
 
     def __init__(self, state: State) -> None:
@@ -51,7 +57,7 @@ class Numbers:
             for where, owner in owners
             for name, value in list(owner.__dict__.items())
             if _is_number(name, value)
-        ][:MOST]
+        ][:MAX_NUMBERS]
         self._values = self._now()
         self._moved = [0] * len(self._kept)
         """Number of changes of each, all upwards; _DOWN for ever if one was not."""
@@ -81,7 +87,7 @@ class Numbers:
         return [
             f"{where}.{name}"
             for (where, owner, name), value, moved in zip(self._kept, self._values, self._moved)
-            if moved >= CHANGES and not self._is_saved(owner, name, value, state)
+            if moved >= COUNTED_AFTER and not self._is_saved(owner, name, value, state)
         ]
 
     def _is_saved(self, owner: Any, name: str, value: Any, state: State) -> bool:
@@ -101,7 +107,9 @@ class Numbers:
             if mark is None or not Mark.of(now).differs(mark):
                 continue
             key, part = self._parts[at]
-            if place_of(now) not in places_of(part) and not Ignored([("", part)]).has(name):
+            if address_of(now) not in optimizer_addresses(part) and not Ignored([("", part)]).has(
+                name
+            ):
                 found.append((f"{key}.{path}", now.numel() == 1))
         return found
 
@@ -111,9 +119,9 @@ class Numbers:
             (at, name, path, tensor)
             for at, (_, part) in enumerate(self._parts)
             for name, one in list(vars(part).items())
-            if name not in OWN
-            for path, tensor in held(one, name)
-        ][:MOST]
+            if name not in SAVED_ATTRIBUTES
+            for path, tensor in tensors_held(one, name)
+        ][:MAX_NUMBERS]
         self._marks = {(at, path): Mark.of(tensor) for at, _, path, tensor in now}
         return now
 
@@ -127,7 +135,7 @@ def _is_number(name: str, value: Any) -> bool:
 
 
 def _optimizers(value: Any) -> list[Optimizer]:
-    return list(parts_of(value).values()) if isinstance(value, Optimizer) else []
+    return list(combined_parts(value).values()) if isinstance(value, Optimizer) else []
 
 
 def _owners(state: State) -> Iterator[tuple[str, Any]]:

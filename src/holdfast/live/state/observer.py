@@ -62,7 +62,7 @@ NO_BACKWARD = -1
 """What torch calls the backward pass that a thread is in, if it is in none."""
 
 
-class Order(IntEnum):
+class HookOrder(IntEnum):
     """Subscribers in the order in which they are called before a step, behind all hooks of others."""
 
     TWINS = auto()
@@ -107,7 +107,7 @@ class _Hook:
 
     __slots__ = ("_call", "order")
 
-    def __init__(self, order: Order, call: Callable[[FrameType, Any, Any], None]) -> None:
+    def __init__(self, order: HookOrder, call: Callable[[FrameType, Any, Any], None]) -> None:
         self.order = order
         self._call = call
 
@@ -121,7 +121,7 @@ class Observer(Generic[Name]):
     def __init__(
         self,
         optimizers: Mapping[Name, Any],
-        order: Order,
+        order: HookOrder,
         before: Callable[[StepCall[Name]], None],
         after: Callable[[StepCall[Name]], None],
     ) -> None:
@@ -197,12 +197,12 @@ def _arrange(optimizer: Any) -> None:
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     for _, number in sorted(_ours(before)):
         before.move_to_end(number)
-    firsts = [number for order, number in _ours(after) if order is Order.TWINS]
+    firsts = [number for order, number in _ours(after) if order is HookOrder.TWINS]
     for number in reversed(firsts):
         after.move_to_end(number, last=False)
 
 
-def _ours(hooks: OrderedDict[int, Any]) -> list[tuple[Order, int]]:
+def _ours(hooks: OrderedDict[int, Any]) -> list[tuple[HookOrder, int]]:
     """Order and number of each hook of this package, as they were registered."""
     return [(hook.order, n) for n, hook in hooks.items() if isinstance(hook, _Hook)]
 

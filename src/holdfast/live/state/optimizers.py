@@ -15,18 +15,18 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.base.errors import UsageError
-from holdfast.live.sources import Group, Master, Source
-from holdfast.live.state.encoding import encode
+from holdfast.live.sources import Master, ParamGroup, Source
+from holdfast.live.state.encoding import encode_extra
 from holdfast.live.state.memory_order import Orders, note_order
 from holdfast.live.state.modules import named_parameters
 from holdfast.live.state.named import Collected, NamedTensors
 from holdfast.live.state.placed import Placed, parts_in, place
 from holdfast.live.state.recognising import State, in_order, is_optimizer, is_stateful, stages
-from holdfast.live.state.several import Several, holder
+from holdfast.live.state.several import CombinedOptimizer, holder
 from holdfast.live.state.wrapped import stepping
 
 
-def param_names(state: State, groups: list[Group]) -> dict[int, str]:
+def param_names(state: State, groups: list[ParamGroup]) -> dict[int, str]:
     """Names of the parameters in an optimizer's groups, by id."""
     return {i: names[0] for i, names in all_param_names(state, groups).items()}
 
@@ -40,7 +40,7 @@ class ParamNames(dict[int, list[str]]):
     """Ids of those that no module has, but a plain value or a group."""
 
 
-def all_param_names(state: State, groups: list[Group]) -> ParamNames:
+def all_param_names(state: State, groups: list[ParamGroup]) -> ParamNames:
     """Like `param_names`, but with every name of a tied parameter.
 
     A name carries its module's key only where two modules that the optimizer serves share a
@@ -70,7 +70,9 @@ def all_param_names(state: State, groups: list[Group]) -> ParamNames:
     return names
 
 
-def served_modules(state: State, groups: list[Group]) -> dict[str, list[tuple[str, torch.Tensor]]]:
+def served_modules(
+    state: State, groups: list[ParamGroup]
+) -> dict[str, list[tuple[str, torch.Tensor]]]:
     """(name, parameter) pairs of each module of which groups have parameters, by key of the state."""
     served = {id(p) for _, params in groups for p in params}
     found: dict[str, list[tuple[str, torch.Tensor]]] = {}
@@ -82,7 +84,7 @@ def served_modules(state: State, groups: list[Group]) -> dict[str, list[tuple[st
 
 
 def own_params(
-    state: State, key: str, groups: list[Group], names: ParamNames
+    state: State, key: str, groups: list[ParamGroup], names: ParamNames
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """An optimizer's parameters that nothing else in the state has."""
     others = {id(t) for value in state.values() if is_plain(value) for _, t in tensors_in(value)}
@@ -111,7 +113,7 @@ def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]
 
 
 def named_groups(
-    groups: list[Group], names: dict[int, str]
+    groups: list[ParamGroup], names: dict[int, str]
 ) -> list[list[tuple[str, torch.Tensor]]]:
     """(name, parameter) of each group; those without a name have one of their position."""
     return [
@@ -124,16 +126,16 @@ NO_HYPER = ("params", "param_names", "is_expert_parallel")
 """Keys of a group that do not say how it is trained: whom it has, how Megatron's ranks lie."""
 
 
-def hyper(group: dict[str, Any]) -> dict[str, Any]:
+def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
     # DeepSpeed's groups of experts bear the name of the ranks that have them
     left_out = (*NO_HYPER, "moe", "name") if group.get("moe") is True else NO_HYPER
     return {k: v for k, v in group.items() if k not in left_out}
 
 
-def encoded_hyper(key: str, group: dict[str, Any]) -> Any:
+def encoded_hyper_parameters(key: str, group: dict[str, Any]) -> Any:
     """A parameter group's hyper-parameters as extras.  UsageError for sharded tensors among them."""
     live = Collected(inline_bytes=inf)
-    encoded = encode(live, key, hyper(group), inline=True)
+    encoded = encode_extra(live, key, hyper_parameters(group), inline=True)
     if live.tensors:
         raise UsageError(
             f"{min(live.tensors)}: a sharded tensor in a parameter group cannot be recorded",
@@ -157,13 +159,13 @@ def add_optimizer(
         saved.append(
             {
                 "params": [n for name, p in pairs for n in all_names.get(id(p), [name])],
-                "hyper": encode(live, key, hyper(group), inline=True),
+                "hyper": encode_extra(live, key, hyper_parameters(group), inline=True),
             }
         )
         for name, p in pairs:
             plain = {}
             master = source.master(p)
-            for state, value in states_of(optimizer, p, master).items():
+            for state, value in param_states(optimizer, p, master).items():
                 _check_state(f"{key}.{name}", state)
                 if isinstance(value, torch.Tensor):
                     # one number of a master may serve many parameters
@@ -174,7 +176,9 @@ def add_optimizer(
                     if master is None:
                         note_order(orders, (name, str(state)), value, p)
                 else:
-                    plain[str(state)] = encode(live, f"{key}.{name}.{state}", value, inline=True)
+                    plain[str(state)] = encode_extra(
+                        live, f"{key}.{name}.{state}", value, inline=True
+                    )
                     if found := list(tensors_in(value, str(state))):
                         has_inside = True
                         if any(lies_as_its_parameter(p, t) for _, t in found):
@@ -191,13 +195,13 @@ def add_optimizer(
     live.rules[key] = "merge"
 
 
-KINDS = ("param", "buffer", "tensor")
+MODEL_STATES = ("param", "buffer", "tensor")
 """Values of a saved tensor's `state` that say that it is no state of an optimizer."""
 
 
 def _check_state(name: str, state: Any) -> None:
     """UsageError for a state that would not be found again."""
-    if isinstance(state, str) and state not in KINDS:
+    if isinstance(state, str) and state not in MODEL_STATES:
         return
     raise UsageError(
         f"{name}: the optimizer has a state under the key {state!r}, which is "
@@ -215,7 +219,7 @@ def add_common(
     """
     if not isinstance(optimizer, Optimizer):
         return
-    if isinstance(optimizer, Several):
+    if isinstance(optimizer, CombinedOptimizer):
         _check_no_common(key, optimizer)
         return
     inner = stepping(optimizer)
@@ -235,10 +239,10 @@ def add_common(
     if on_resize and name in on_resize:
         live.rules[name] = on_resize[name]
     tree = {"state": found, "on_device": on_device}
-    live.extras[name] = encode(live, name, tree, inline=True)
+    live.extras[name] = encode_extra(live, name, tree, inline=True)
 
 
-def _check_no_common(key: str, several: Several) -> None:
+def _check_no_common(key: str, several: CombinedOptimizer) -> None:
     """UsageError if a part has state that belongs to no parameter: its name would not say which part's."""
     for label, part in several.parts.items():
         names = [k for k in stepping(part).state if not isinstance(k, torch.Tensor)]
@@ -280,7 +284,7 @@ def holder_of(
     return (holder(optimizer, p) if isinstance(optimizer, Optimizer) else None), p
 
 
-def states_of(optimizer: Any, p: torch.Tensor, master: Master | None) -> Mapping[str, Any]:
+def param_states(optimizer: Any, p: torch.Tensor, master: Master | None) -> Mapping[str, Any]:
     """The optimizer states of a parameter that this rank saves, by name; empty if it saves none.
 
     A count of steps is a tensor in a checkpoint, also where an optimizer keeps a plain number.

@@ -33,7 +33,7 @@ from torch.utils.data import (
 from holdfast.base.errors import warn_user
 from holdfast.core.format import extras
 from holdfast.core.format.extras import ORDER
-from holdfast.live.state.generators import KINDS, put_state, state_of
+from holdfast.live.state.generators import GENERATOR_TYPES, generator_state, set_generator_state
 
 if TYPE_CHECKING:
     from holdfast.live.state.named import Collected
@@ -45,9 +45,9 @@ SEEDS = ("seed", "initial_seed", "epoch")
 AT_RANDOM = {s.__iter__ for s in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)}
 """The ways of torch's samplers to give an order that is drawn anew, and is in no state."""
 
-Order = dict[str, Any]
+SamplerOrder = dict[str, Any]
 """Seeds and states of generators of a loader's samplers: `{"seeds": [...], "generators": [...]}`."""
-Data = dict[str, Any]
+DataUnits = dict[str, Any]
 """The units that a place in data is counted in: samples, batch, drop_last, replicas, order; those that are
 known, and matter."""
 
@@ -71,14 +71,17 @@ def samplers_of(loader: Any) -> list[Any]:
     return found
 
 
-def order_of(loader: Any, shared: Any = None, *, amid: bool = False) -> Order:
+def order_of(loader: Any, shared: Any = None, *, amid: bool = False) -> SamplerOrder:
     """Return what an order follows from: seeds and epochs of samplers, and the states of generators.
 
     `shared`: a generator that ranks share, which comes first.  `amid`: in the middle of an epoch, where
     a sampler may have counted on already.
     """
     seeds = [_seeds_of(holder, amid=amid) for holder in _seeded(loader)]
-    return {"seeds": seeds, "generators": [state_of(one) for one in _generators(loader, shared)]}
+    return {
+        "seeds": seeds,
+        "generators": [generator_state(one) for one in _generators(loader, shared)],
+    }
 
 
 def put_order(loader: Any, order: Any, shared: Any = None) -> None:
@@ -91,10 +94,10 @@ def put_order(loader: Any, order: Any, shared: Any = None) -> None:
         for name in vars(holder).keys() & seeds.keys():
             setattr(holder, name, seeds[name])
     for generator, state in zip(_generators(loader, shared), order["generators"]):
-        put_state(generator, state)
+        set_generator_state(generator, state)
 
 
-def put_order_later(loader: Any, order: Order, *, amid: bool) -> None:
+def put_order_later(loader: Any, order: SamplerOrder, *, amid: bool) -> None:
     """Put seeds back, and the generators once a loader has gone to its place, which draws from them: at an
     end it goes through the whole epoch, also by the default generator, and no other run does that."""
     put_seeds(loader, order)
@@ -117,7 +120,7 @@ def put_order_later(loader: Any, order: Order, *, amid: bool) -> None:
     loader._get_iterator = made
 
 
-def put_seeds(loader: Any, order: Order) -> None:
+def put_seeds(loader: Any, order: SamplerOrder) -> None:
     """Put back the seeds of an order, and not its generators: these may be another rank's."""
     put_order(loader, {**order, "generators": ()})
 
@@ -150,16 +153,16 @@ def _generators(loader: Any, shared: Any) -> list[Any]:
     found = [shared, *(getattr(holder, "generator", None) for holder in holders)]
     for holder in holders[1:]:
         found += getattr(holder, "__dict__", {}).values()
-    return list({id(one): one for one in found if isinstance(one, KINDS)}.values())
+    return list({id(one): one for one in found if isinstance(one, GENERATOR_TYPES)}.values())
 
 
 # -- data -------------------------------------------------------------------------------------------
 
 
-def data_of(loader: Any) -> Data:
+def data_of(loader: Any) -> DataUnits:
     """Return what a loader's place is counted in; empty if it does not say over which data it goes."""
     samplers = samplers_of(loader)
-    found: Data = {"samples": _length(getattr(loader, "dataset", None))}
+    found: DataUnits = {"samples": _length(getattr(loader, "dataset", None))}
     if found["samples"] is None:
         return {}
     found["batch"] = _first([loader, *samplers], "batch_size")
@@ -196,7 +199,7 @@ _WORDS = {
 }
 
 
-def tell_other_data(name: str, saved: Data, live: Data) -> None:
+def tell_other_data(name: str, saved: DataUnits, live: DataUnits) -> None:
     """Tell, once, of a place in an epoch that was counted over other data or in other batches."""
     both = [word for word in _WORDS if word in saved and word in live]
     other = [word for word in both if saved[word] != live[word]]
@@ -218,7 +221,7 @@ def tell_other_data(name: str, saved: Data, live: Data) -> None:
 # -- beside a loader's state ------------------------------------------------------------------------
 
 
-def add_order(live: Collected, name: str, loader: Any, saved: Any, rule: str | None) -> None:
+def add_loader_order(live: Collected, name: str, loader: Any, saved: Any, rule: str | None) -> None:
     """Add what is kept beside the state of a loader, which `saved` is; nothing if it has no data to tell
     of.  `rule`: of that state, when the number of ranks changes."""
     amid = _is_amid(saved)
@@ -279,7 +282,7 @@ def _draws_by_itself(sampler: Any) -> bool:
     if type(sampler).__module__.partition(".")[0] in ("torch", "torchdata"):
         return False
     own = getattr(sampler, "__dict__", {})
-    return any(isinstance(one, KINDS) for one in own.values()) and not (
+    return any(isinstance(one, GENERATOR_TYPES) for one in own.values()) and not (
         "epoch" in own or hasattr(sampler, "state_dict")
     )
 

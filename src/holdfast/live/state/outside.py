@@ -29,24 +29,26 @@ from torch.optim import Optimizer
 
 from holdfast.base.errors import warn_user
 from holdfast.base.text import listed
-from holdfast.live.state.kinds import is_plain_type
-from holdfast.live.state.modules import tensors_of
+from holdfast.live.state.modules import module_tensors
 from holdfast.live.state.placed import memory_of
 from holdfast.live.state.recognising import State, is_optimizer, is_stateful, stages
-from holdfast.live.state.several import inner_optimizers, parts_of
+from holdfast.live.state.several import combined_parts, inner_optimizers
+from holdfast.live.state.tensor_kinds import is_plain_type
 from holdfast.live.state.wrapped import stepping
 from holdfast.live.state.writes import times_written
 
-OWN = ("state", "param_groups", "defaults")
+SAVED_ATTRIBUTES = ("state", "param_groups", "defaults")
 """Attributes of an optimizer that are saved, and the values that groups begin with."""
 CONTAINERS = (list, tuple, dict, deque, set, frozenset)
-MOST = 10_000
+MAX_ITEMS = 10_000
 """Values of one container that are looked at, at most."""
 DEPTH = 6
 """Depth of containers to which tensors are looked for, at most."""
 
 
-def held(value: Any, path: str = "", depth: int = DEPTH) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_held(
+    value: Any, path: str = "", depth: int = DEPTH
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (what is written to get at it, tensor) of what a value holds: a tensor, containers of some at
     any depth, and one object around them."""
     yield from _held(value, path, depth, objects=1)
@@ -58,11 +60,11 @@ def _held(value: Any, path: str, depth: int, objects: int) -> Iterator[tuple[str
     elif depth == 0 or isinstance(value, (str, bytes, int, float, type(None))):
         return
     elif isinstance(value, dict):
-        for number, (key, one) in enumerate(islice(list(value.items()), MOST)):
+        for number, (key, one) in enumerate(islice(list(value.items()), MAX_ITEMS)):
             shown = repr(key) if isinstance(key, (str, int)) else str(number)
             yield from _held(one, f"{path}[{shown}]", depth - 1, objects)
     elif isinstance(value, CONTAINERS):
-        for number, one in enumerate(islice(list(value), MOST)):
+        for number, one in enumerate(islice(list(value), MAX_ITEMS)):
             yield from _held(one, f"{path}[{number}]", depth - 1, objects)
     elif objects and _is_small_object(value):
         for name, one in _attributes(value).items():
@@ -96,7 +98,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 # -- what is saved ----------------------------------------------------------------------------------
 
 
-def place_of(tensor: torch.Tensor) -> int:
+def address_of(tensor: torch.Tensor) -> int:
     """The address at which the memory of a tensor begins, which others may share; its id if it has none."""
     try:
         memory = memory_of(tensor)
@@ -106,30 +108,34 @@ def place_of(tensor: torch.Tensor) -> int:
     return address or id(tensor)
 
 
-def places_in(state: State) -> set[int]:
+def state_addresses(state: State) -> set[int]:
     """The places of all tensors that a state has, and of what is made anew from them: gradients."""
     found: set[int] = set()
     for value in state.values():
         for module in stages(value) or ():
-            tensors = tensors_of(module)
-            found |= set(map(place_of, tensors))
-            found |= {place_of(t.grad) for t in tensors if t.grad is not None}
+            tensors = module_tensors(module)
+            found |= set(map(address_of, tensors))
+            found |= {address_of(t.grad) for t in tensors if t.grad is not None}
         if isinstance(value, Optimizer):
-            for part in parts_of(value).values():
-                found |= places_of(part)
+            for part in combined_parts(value).values():
+                found |= optimizer_addresses(part)
         elif stages(value) is None and not is_optimizer(value):
             saved = value.state_dict() if is_stateful(value) else value
-            found |= {place_of(t) for _, t in held(saved)}
+            found |= {address_of(t) for _, t in tensors_held(saved)}
     return found
 
 
-def places_of(optimizer: Optimizer) -> set[int]:
+def optimizer_addresses(optimizer: Optimizer) -> set[int]:
     """The places of what is saved of one optimizer, and of its gradients."""
     inner = stepping(optimizer)
     params = [p for group in inner.param_groups for p in group["params"]]
-    found = {place_of(p) for p in params} | {place_of(p.grad) for p in params if p.grad is not None}
+    found = {address_of(p) for p in params} | {
+        address_of(p.grad) for p in params if p.grad is not None
+    }
     states = dict(inner.state or {})
-    return found | {place_of(t) for one in (states, inner.param_groups) for _, t in held(one)}
+    return found | {
+        address_of(t) for one in (states, inner.param_groups) for _, t in tensors_held(one)
+    }
 
 
 # -- what is not ------------------------------------------------------------------------------------
@@ -141,21 +147,21 @@ def outside(optimizer: Optimizer, state: State) -> dict[str, list[str]]:
     found = [
         (name, path, tensor)
         for name, value in vars(optimizer).items()
-        if name not in OWN
-        for path, tensor in held(value, name)
+        if name not in SAVED_ATTRIBUTES
+        for path, tensor in tensors_held(value, name)
     ]
     found = [one for one in found if _may_be_trained(one[2])]
     if found:
-        known = places_of(optimizer)
-        found = [one for one in found if place_of(one[2]) not in known]
+        known = optimizer_addresses(optimizer)
+        found = [one for one in found if address_of(one[2]) not in known]
     if found:
         params = [p for group in optimizer.param_groups for p in group["params"]]
         shapes = {tuple(p.shape) for p in params} | {tuple(memory_of(p).shape) for p in params}
         least = min(_sizes(optimizer), default=0)
         found = [one for one in found if _is_trained(one[2], shapes, least)]
     if found:
-        known = places_in(state)
-        found = [one for one in found if place_of(one[2]) not in known]
+        known = state_addresses(state)
+        found = [one for one in found if address_of(one[2]) not in known]
     by_name: dict[str, list[str]] = {}
     for name, path, _ in found:
         by_name.setdefault(name, []).append(path)
@@ -210,10 +216,10 @@ def _beside_optimizers(key: str, value: Any, state: State) -> list[str]:
         for path, tensor in _held(one, name, DEPTH, 0)
         if tensor.numel() > 1 and tuple(tensor.shape) in shapes
     ]
-    known = places_in(state) if found else set()
+    known = state_addresses(state) if found else set()
     for one in inner.values() if found else ():
-        known |= places_of(one)
-    return [name for name, tensor in found if place_of(tensor) not in known]
+        known |= optimizer_addresses(one)
+    return [name for name, tensor in found if address_of(tensor) not in known]
 
 
 def copies(key: str, root: Any, state: State) -> list[str]:
@@ -227,7 +233,7 @@ def copies(key: str, root: Any, state: State) -> list[str]:
         for path, part in parts
         for name, value in list(_own_attributes(part))
         if isinstance(value, CONTAINERS) and len(value) > 1
-        for tensors in [[t for _, t in held(value)]]
+        for tensors in [[t for _, t in tensors_held(value)]]
         if len(tensors) > 1 and any(t.numel() > 1 for t in tensors)
     ]
     if not found:
@@ -235,11 +241,11 @@ def copies(key: str, root: Any, state: State) -> list[str]:
     models = [
         m for value in state.values() for stage in stages(value) or () for m in _models(stage)
     ]
-    known = places_in(state)
+    known = state_addresses(state)
     return [
         name
         for name, tensors in found
-        if not any(place_of(t) in known for t in tensors)
+        if not any(address_of(t) in known for t in tensors)
         and _shapes(tensors) in map(_shapes, models)
     ]
 
@@ -276,9 +282,9 @@ def saved_names(tree: Any, depth: int = DEPTH) -> Iterator[tuple[str, Any]]:
     """Yield (name, number) for each plain number of a nested state."""
     pairs: Iterable[tuple[Any, Any]] = ()
     if isinstance(tree, Mapping):
-        pairs = islice(list(tree.items()), MOST)
+        pairs = islice(list(tree.items()), MAX_ITEMS)
     elif isinstance(tree, (list, tuple, deque)):
-        pairs = [("", one) for one in islice(tree, MOST)]
+        pairs = [("", one) for one in islice(tree, MAX_ITEMS)]
     for name, value in pairs if depth else ():
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             yield str(name), value

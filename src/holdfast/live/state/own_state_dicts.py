@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from holdfast.live.state.modules import has_extra_state, parts_of
+from holdfast.live.state.modules import has_extra_state, submodules
 from holdfast.live.state.wrappers import parts
 
 # -- asking ------------------------------------------------------------------------------------------
@@ -37,7 +37,7 @@ HARMLESS = ("torch.distributed.", "torch.nn.utils.", "holdfast.")
 
 def asked(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Submodules whose state_dict() may have something of its own, with what their names begin with."""
-    few = {part for part in parts_of(root) if not _is_plain_one(part) and _has_own_way(part)}
+    few = {part for part in submodules(root) if not _is_plain_one(part) and _has_own_way(part)}
     if few <= {root}:
         yield from (("", part) for part in few)
         return
@@ -97,11 +97,11 @@ def entries_of(part: nn.Module) -> Mapping[str, Any]:
 # -- what is saved anyway ----------------------------------------------------------------------------
 
 
-Span = tuple[tuple[Any, int], int, int]
+StorageSpan = tuple[tuple[Any, int], int, int]
 """A storage (device and address), and the half-open range of its bytes that a tensor reaches over."""
 
 
-def memory_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+def memory_place(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """The place in memory of a tensor, to be compared; None if it has no memory of its own."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if isinstance(local, UninitializedTensorMixin):
@@ -119,13 +119,15 @@ def is_same(tensor: torch.Tensor, other: Any) -> bool:
     """True if two values are one tensor, or lie in the same memory."""
     if tensor is other:
         return True
-    return isinstance(other, torch.Tensor) and memory_of(tensor) == memory_of(other) is not None
+    return (
+        isinstance(other, torch.Tensor) and memory_place(tensor) == memory_place(other) is not None
+    )
 
 
-def _span(tensor: torch.Tensor) -> Span | None:
+def _span(tensor: torch.Tensor) -> StorageSpan | None:
     """The bytes of a storage that a tensor reaches over; None if it has no memory of its own."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    if memory_of(local) is None or not local.numel():
+    if memory_place(local) is None or not local.numel():
         return None
     size = local.element_size()
     start = local.storage_offset() * size
@@ -149,7 +151,7 @@ class SavedTensors:
     ) -> None:
         self._part, self._whole = part, whole
         self._more_names, self._more = frozenset(names), tuple(tensors)
-        found = (t for one in (parts_of(part) if whole else (part,)) for _, t in _persistent(one))
+        found = (t for one in (submodules(part) if whole else (part,)) for _, t in _persistent(one))
         self._ids = {id(t) for t in (*found, *self._more)}
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from holdfast.base.errors import FormatError, LayoutError
 from holdfast.core.layout import Axis, Box, chunk, whole
 from holdfast.live.sources import Master
-from holdfast.live.state.kinds import check_kind, is_plain_type
+from holdfast.live.state.tensor_kinds import check_kind, is_plain_type
 
 AxisCut = tuple[int, Axis]
 
@@ -95,11 +95,11 @@ def _place_dtensor(tensor: DTensor, name: str) -> Placed:
         local = plain.to_local()
         check_kind(local, name)
         local = local.detach()
-    box, cuts = box_of(tensor, name)
+    box, cuts = dtensor_box(tensor, name)
     return Placed(local, tuple(tensor.shape), box, cuts)
 
 
-def box_of(tensor: DTensor, name: str) -> tuple[Box, tuple[AxisCut, ...] | None]:
+def dtensor_box(tensor: DTensor, name: str) -> tuple[Box, tuple[AxisCut, ...] | None]:
     """The box that this rank has of a DTensor, and the cuts that make it.  LayoutError if nobody tells."""
     mesh, placements, shape = tensor.device_mesh, tensor.placements, tuple(tensor.shape)
     local = tensor._local_tensor

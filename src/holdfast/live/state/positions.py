@@ -24,7 +24,7 @@ from weakref import WeakSet
 import torch
 
 from holdfast.base.errors import warn_user
-from holdfast.live.sources import Group
+from holdfast.live.sources import ParamGroup
 from holdfast.live.state.named import Collected
 from holdfast.live.state.optimizers import ParamNames, is_plain, tensors_in
 from holdfast.live.state.recognising import State, in_order
@@ -45,7 +45,7 @@ WAYS_OUT = (
 in_saved_order: WeakSet[Any] = WeakSet()
 """Optimizers that holdfast has made itself, with parameters in the order of a checkpoint."""
 
-Named = Sequence[Sequence[tuple[str, torch.Tensor]]]
+NamedGroups = Sequence[Sequence[tuple[str, torch.Tensor]]]
 """Name and parameter, by group."""
 
 
@@ -54,7 +54,7 @@ def is_in_saved_order(optimizer: Any) -> bool:
     return any(one is optimizer for one in in_saved_order)
 
 
-def add_others(names: ParamNames, state: State, groups: list[Group]) -> None:
+def add_others(names: ParamNames, state: State, groups: list[ParamGroup]) -> None:
     """Name what no module has: by where it lies in the state, else by what the groups state."""
     taken, of_modules = {name for several in names.values() for name in several}, {*names}
     for key, value in in_order(state).items():
@@ -75,7 +75,7 @@ def add_others(names: ParamNames, state: State, groups: list[Group]) -> None:
     names.beside = names.keys() - of_modules
 
 
-def _stated(groups: list[Group]) -> dict[int, str]:
+def _stated(groups: list[ParamGroup]) -> dict[int, str]:
     """Names that groups state, by id of the parameter.  One that two parameters have says nothing; nor does
     one that looks like a position."""
     found: dict[int, str] = {}
@@ -90,7 +90,7 @@ def _stated(groups: list[Group]) -> dict[int, str]:
     return {i: n for i, n in found.items() if times[n] == 1 and not IS_POSITION.fullmatch(n)}
 
 
-def by_position(named: Named) -> dict[str, torch.Tensor]:
+def by_position(named: NamedGroups) -> dict[str, torch.Tensor]:
     """The parameters that are named by their position."""
     return {
         name: p
@@ -100,7 +100,7 @@ def by_position(named: Named) -> dict[str, torch.Tensor]:
     }
 
 
-def alike(params: Mapping[str, torch.Tensor]) -> dict[tuple[int, ...], list[str]]:
+def same_shapes(params: Mapping[str, torch.Tensor]) -> dict[tuple[int, ...], list[str]]:
     """Names of the parameters of each shape that several have."""
     found: dict[tuple[int, ...], list[str]] = {}
     for name, p in params.items():
@@ -117,13 +117,15 @@ def shown_alike(found: Mapping[tuple[int, ...], list[str]]) -> str:
     )
 
 
-def note_positions(live: Collected, key: str, optimizer: Any, named: Named, state: State) -> None:
+def note_positions(
+    live: Collected, key: str, optimizer: Any, named: NamedGroups, state: State
+) -> None:
     """Note of which weights parameters are the masters, if they are any; else give a HoldfastWarning, at
     the first save, for those that a restart may take for each other.
 
     The note is written also if it is empty: steps of releases that did not prove orders have none."""
     params = by_position(named)
-    found = alike(params)
+    found = same_shapes(params)
     masters: dict[str, str] = {}
     if found:
         from holdfast.live.state.masters_by_hand import noted

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.base.errors import UsageError
 from holdfast.core.format import extras
 from holdfast.live.sources import Source, Sources, frameworks, is_owned
-from holdfast.live.state.several import taken_apart
+from holdfast.live.state.several import expand_optimizers
 
 State = dict[str, Any]
 
@@ -36,15 +35,6 @@ def stages(value: Any) -> list[nn.Module] | None:
     return None
 
 
-def kind_of(value: Any) -> str:
-    """Kind that a value of the state is saved as: of a key, ranks may differ in values, not in kinds."""
-    if stages(value) is not None:
-        return "module"
-    if is_optimizer(value):
-        return "optimizer"
-    return "tensor" if isinstance(value, torch.Tensor) else "values"
-
-
 def is_optimizer(value: Any) -> bool:
     """A torch optimizer, or what a framework has in its place."""
     return isinstance(value, Optimizer) or (not isinstance(value, nn.Module) and is_owned(value))
@@ -56,7 +46,7 @@ def sources_in(state: State) -> Sources:
     if not known:
         return Sources()
     modules = {key: stages(value) or [] for key, value in state.items()}
-    apart = taken_apart(state)
+    apart = expand_optimizers(state)
     found: dict[int, Source] = {}
     for framework in known:
         found |= framework.sources(modules, apart)

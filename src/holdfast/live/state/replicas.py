@@ -40,11 +40,11 @@ from holdfast.core.layout import Placement
 from holdfast.live.state.arrays import raw_array
 from holdfast.live.state.devices import devices_of, on, wait_for
 from holdfast.live.state.named import Collected, LiveTensor
-from holdfast.live.state.sampling import Class, Replicated, Row, Sample, Sampler, value_of
+from holdfast.live.state.sampling import Class, Replicated, Sample, Sampler, SampleRow, value_of
 from holdfast.live.state.snapshot import SetAside, StateView
 
-MOST_NAMED = 20
-MOST_RANKS = 8
+MAX_LISTED = 20
+MAX_LISTED_RANKS = 8
 
 
 class _Said(msgspec.Struct, frozen=True, array_like=True):
@@ -67,7 +67,7 @@ class _Asked(msgspec.Struct, frozen=True, array_like=True):
 class _Rows(msgspec.Struct, frozen=True, array_like=True):
     """A rank's digests of single tensors."""
 
-    rows: list[tuple[Class, list[Row]]]
+    rows: list[tuple[Class, list[SampleRow]]]
     meshes: dict[int, list[int]]
     """The ranks of the meshes of those that are DTensors, by tensor number."""
 
@@ -123,7 +123,7 @@ class Replicas:
             return
         self.is_due = False
         wanted = self._wanted(live, group.size)
-        rows: dict[Class, list[Row]] = {}
+        rows: dict[Class, list[SampleRow]] = {}
         error: Exception | None = None
         try:
             if wanted:
@@ -278,12 +278,12 @@ def _digests(
     rank: int,
     *,
     apart: bool,
-) -> dict[Class, list[Row]]:
+) -> dict[Class, list[SampleRow]]:
     """Digests of what this rank holds of those tensors that other ranks hold too.  `apart`: mark buffers
     as such, in classes of their own."""
     # what the training has given may still be under way
     wait_for(devices_of(part.local for t in wanted.values() for part in t.parts))
-    found: dict[Class, list[Row]] = {}
+    found: dict[Class, list[SampleRow]] = {}
     for one in replicated(wanted, placement, rank, apart=apart):
         local = value_of(wanted[one.name], one.number, kept)
         with on(local.device):
@@ -346,7 +346,7 @@ def _on(mesh: list[int] | None, other: list[int] | None) -> str:
 
 
 def _shown(mesh: list[int]) -> str:
-    return f"[{listed(mesh, MOST_RANKS)}]"
+    return f"[{listed(mesh, MAX_LISTED_RANKS)}]"
 
 
 def _mixture(differ: dict[str, str]) -> LayoutError:
@@ -364,7 +364,7 @@ def _mixture(differ: dict[str, str]) -> LayoutError:
 
 def _lines(differ: dict[str, str]) -> str:
     lines = (f"{name}: {ranks}" for name, ranks in differ.items())
-    return "".join(f"\n  {line}" for line in first_of(lines, MOST_NAMED))
+    return "".join(f"\n  {line}" for line in first_of(lines, MAX_LISTED))
 
 
 def _tell_buffers(live: Collected, differ: dict[str, str]) -> None:

@@ -4,7 +4,7 @@ Replicas may be equal at the first save and go apart later: experts of one name 
 values, sums of a metric that begin with zero, a gradient that is not shared.  To digest all of them at each
 save would cost a pass over the state.  So of each class (a sharding, a part), at each save:
 
-    small tensors     whole, up to `SMALL_BYTES` each and `EACH_BYTES` in all: buffers, scalars, biases
+    small tensors     whole, up to `SAMPLED_WHOLE_BYTES` each, `EACH_BYTES` in all: buffers, scalars, biases
     the others        a tenth of them, the next tenth at the next save: small ones whole, of large ones
                       `RUNS` runs of `RUN_BYTES`, further on each time
 
@@ -29,7 +29,7 @@ from holdfast.live.state.devices import Moment, after, on_stream
 from holdfast.live.state.named import LiveTensor
 from holdfast.live.state.snapshot import SetAside
 
-SMALL_BYTES = 64 << 10
+SAMPLED_WHOLE_BYTES = 64 << 10
 EACH_BYTES = 2 << 20
 EACH_TENSORS = 256
 ROUNDS = 10
@@ -41,7 +41,7 @@ BOX = 16
 
 Class = tuple[int, int, bool]
 """(number of a sharding, part, whether they are buffers): what is compared in one digest first."""
-Row = tuple[int, int, int]
+SampleRow = tuple[int, int, int]
 """(tensor number, part, digest)"""
 Sample = tuple[int, dict[Class, int]]
 """(number of the round, digests by class)"""
@@ -92,7 +92,7 @@ class Sampler:
             total = 0
             for position, (_, size, _, one) in enumerate(rows):
                 total += size
-                if size <= SMALL_BYTES and total <= EACH_BYTES and position < EACH_TENSORS:
+                if size <= SAMPLED_WHOLE_BYTES and total <= EACH_BYTES and position < EACH_TENSORS:
                     self._each.append(one)
                 else:
                     self._tenths[(position + abs(kind[0])) % ROUNDS].append(one)
@@ -127,7 +127,7 @@ class Sampler:
         """Return a large tensor itself, for its excerpt takes a stream; of a small one the bytes, which
         are remembered if they are a view of it."""
         is_view = local.is_contiguous() and not (local.is_complex() or local.is_neg())
-        if not is_view or local.nbytes > SMALL_BYTES:
+        if not is_view or local.nbytes > SAMPLED_WHOLE_BYTES:
             return local
         taken = excerpt(local, 0)
         self._views[name] = local, taken
@@ -141,11 +141,11 @@ class Sampler:
         lengths = [(one.index, one.part, len(data)) for (one, _), data in zip(parts, taken)]
         return torch.cat(taken).cpu().numpy(), lengths
 
-    def rows(self, kinds: Iterable[Class]) -> list[tuple[Class, list[Row]]]:
+    def rows(self, kinds: Iterable[Class]) -> list[tuple[Class, list[SampleRow]]]:
         """Digests of the single tensors of some classes in the last sample."""
-        found: list[tuple[Class, list[Row]]] = []
+        found: list[tuple[Class, list[SampleRow]]] = []
         for kind in kinds:
-            rows: list[Row] = []
+            rows: list[SampleRow] = []
             for data, lengths in self._taken.get(kind, ()):
                 at = 0
                 for index, part, length in lengths:
@@ -156,12 +156,12 @@ class Sampler:
 
 
 def _is_bytes(tensor: torch.Tensor) -> bool:
-    return tensor.dtype == torch.uint8 and tensor.ndim == 1 and tensor.nbytes <= SMALL_BYTES
+    return tensor.dtype == torch.uint8 and tensor.ndim == 1 and tensor.nbytes <= SAMPLED_WHOLE_BYTES
 
 
 def excerpt(local: torch.Tensor, turn: int) -> torch.Tensor:
     """The bytes that are taken of a tensor: all of a small one, others of a large one at each turn."""
-    if local.nbytes > SMALL_BYTES:
+    if local.nbytes > SAMPLED_WHOLE_BYTES:
         if local.is_contiguous():
             stride = local.numel() // RUNS
             run = RUN_BYTES // local.element_size()
@@ -182,7 +182,7 @@ def _digest(taken: list[tuple[NDArray[np.uint8], list[tuple[int, int, int]]]]) -
     return digest(b"".join(data.tobytes() for data, _ in taken))
 
 
-def unlike(samples: list[Sample | None]) -> tuple[int, list[Class]]:
+def differing_classes(samples: list[Sample | None]) -> tuple[int, list[Class]]:
     """On rank 0: the number of the next round, and the classes of which ranks have sampled other bytes.
     Nothing is compared unless all have taken the sample of one round."""
     taken = [one for one in samples if one is not None]

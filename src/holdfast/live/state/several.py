@@ -13,8 +13,8 @@ of its own.  Where it does not, states would be lost without a word, and so it i
 its first states after its first step.  Nothing tells that before, and nothing is lost before: every save
 and every load asks anew.
 
-The user's state is left as it is: `as_seen` gives another dict, in which such a value is a `Several`, or
-the only part itself.
+The user's state is left as it is: `normalised` returns another dict, in which such a value is a
+`CombinedOptimizer`, or the only part itself.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from holdfast.base.text import listed
 from holdfast.live.state.wrapped import is_zero1, stepping
 
 State = dict[str, Any]
-MAX_DEPTH = 100
+MAX_NESTING = 100
 """Depth of lists in lists to which optimizers are looked for, at most."""
-SHOWN = 4
+MAX_NAMED = 4
 """Names in a message, at most."""
 
 
-class Several(Optimizer):
+class CombinedOptimizer(Optimizer):
     """Optimizers as one, for a moment: groups and states are those of the parts.
 
     Torch knows nothing of it: it makes no steps and has no hooks; its parts do.
@@ -67,30 +67,30 @@ class Several(Optimizer):
 
 def holder(optimizer: Optimizer, p: torch.Tensor) -> Optimizer | None:
     """The optimizer that has the state of `p`; None if another rank has it."""
-    if isinstance(optimizer, Several):
+    if isinstance(optimizer, CombinedOptimizer):
         return holder(optimizer.part_of(p), p)
     if is_zero1(optimizer) and optimizer._param_to_rank.get(p) != optimizer.rank:
         return None
     return stepping(optimizer)
 
 
-def parts_of(optimizer: Any) -> dict[str, Optimizer]:
+def combined_parts(optimizer: Any) -> dict[str, Optimizer]:
     """The optimizers that one was put together from; itself if it is one."""
-    return optimizer.parts if isinstance(optimizer, Several) else {"": optimizer}
+    return optimizer.parts if isinstance(optimizer, CombinedOptimizer) else {"": optimizer}
 
 
-def taken_apart(state: State) -> State:
-    """A state that was `as_seen`, with the parts under names of their own."""
-    if not any(isinstance(value, Several) for value in state.values()):
+def expand_optimizers(state: State) -> State:
+    """A state that was `normalised`, with the parts under names of their own."""
+    if not any(isinstance(value, CombinedOptimizer) for value in state.values()):
         return state
     found: State = {}
     for key, value in state.items():
-        some = value.parts if isinstance(value, Several) else {"": value}
+        some = value.parts if isinstance(value, CombinedOptimizer) else {"": value}
         found |= {f"{key}{label}": part for label, part in some.items()}
     return found
 
 
-def as_seen(state: State) -> State:
+def normalised(state: State) -> State:
     """The state with each container of optimizers as one optimizer; the dict itself if there is none.
 
     UsageError for one whose parts are not all that it has, or have not all that it has.
@@ -121,7 +121,7 @@ def _seen(key: str, value: Any, state: State) -> Any:
 def _leads_with_optimizer(value: Any) -> bool:
     """True if the first that a list or dict holds is an optimizer.  One further down is refused, as any
     object is that cannot be saved."""
-    for _ in range(MAX_DEPTH):  # a list may hold itself
+    for _ in range(MAX_NESTING):  # a list may hold itself
         if not isinstance(value, (list, tuple, dict)) or not value:
             break
         value = next(iter(value.values() if isinstance(value, dict) else value))
@@ -154,16 +154,16 @@ def _together(key: str, parts: dict[str, Optimizer]) -> Optimizer:
                 raise UsageError(
                     f"{key}{other} and {key}{label} have the same parameter of shape {tuple(p.shape)}",
                     hint="hand each optimizer over under a key of its own: "
-                    + apart(key, {label: parts[label] for label in (other, label)}),
+                    + one_by_one(key, {label: parts[label] for label in (other, label)}),
                 )
-    return Several(parts)
+    return CombinedOptimizer(parts)
 
 
 def _check_once(seen: State) -> None:
     """UsageError for a part that the state has a second time."""
     owner: dict[int, str] = {}
     for key, value in seen.items():
-        for label, one in parts_of(value).items() if isinstance(value, Optimizer) else ():
+        for label, one in combined_parts(value).items() if isinstance(value, Optimizer) else ():
             other = owner.setdefault(id(one), key + label)
             if other != key + label:
                 raise UsageError(
@@ -212,14 +212,14 @@ def inner_optimizers(optimizer: Any) -> dict[str, Any]:
     for name, value in vars(optimizer).items():
         if name in ("state", "param_groups", "defaults"):
             continue
-        for label, one in optimizers_in(value, f".{name}"):
+        for label, one in optimizers_within(value, f".{name}"):
             if id(one) not in met:
                 met.add(id(one))
                 found[label] = one
     return found
 
 
-def optimizers_in(value: Any, label: str = "") -> Iterator[tuple[str, Any]]:
+def optimizers_within(value: Any, label: str = "") -> Iterator[tuple[str, Any]]:
     """An optimizer, or those in lists and dicts that begin with one; with what is written to get at
     each."""
     if isinstance(value, Optimizer) or _leads_with_optimizer(value):
@@ -246,21 +246,21 @@ def _why_not(optimizer: Any, inner: dict[str, Any]) -> str:
 
 
 def _refused(where: str, optimizer: Any, lost: dict[str, Any], why: str) -> UsageError:
-    named = listed((f"a {type(one).__name__} ({name})" for name, one in lost.items()), SHOWN)
+    named = listed((f"a {type(one).__name__} ({name})" for name, one in lost.items()), MAX_NAMED)
     return UsageError(
         f"{where!r}: a {type(optimizer).__name__} around {named}, whose state would be "
         f"lost; for one optimizer they cannot be taken: {why}",
-        hint=f"hand them over, too: {apart(where, lost, optimizer)}",
+        hint=f"hand them over, too: {one_by_one(where, lost, optimizer)}",
     )
 
 
-def apart(where: str, parts: Mapping[str, Any], outer: Any = None) -> str:
+def one_by_one(where: str, parts: Mapping[str, Any], outer: Any = None) -> str:
     """Text for hints: the dict that hands optimizers over one by one."""
     plain = where.partition("[")[0].partition(".")[0]
     shown = "optimizer" if outer is not None else where
     rows = [f"{plain!r}: optimizer"] if outer is not None else []
     rows += [
         f"'{plain}_{'inner' if len(parts) == 1 else number}': {shown}{label}"
-        for number, label in enumerate(list(parts)[:SHOWN])
+        for number, label in enumerate(list(parts)[:MAX_NAMED])
     ]
-    return "{" + ", ".join(rows) + (", ..." if len(parts) > SHOWN else "") + "}"
+    return "{" + ", ".join(rows) + (", ..." if len(parts) > MAX_NAMED else "") + "}"

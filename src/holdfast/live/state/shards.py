@@ -27,7 +27,7 @@ from holdfast.core.layout import Box, flat_range, whole
 from holdfast.formats.read.megatron.tensors import template, unfused
 from holdfast.live.state.wrappers import parts
 
-Part = tuple[Box, torch.Tensor]
+BoxValues = tuple[Box, torch.Tensor]
 """A box of the whole tensor, and this rank's values there."""
 
 BY_LAYER = {"non_homogeneous_layers": True}
@@ -49,18 +49,18 @@ class TensorShard:
     rank_copy: bool = False
     """True if another tensor-parallel rank has the same part."""
 
-    def parts(self, like: torch.Tensor) -> Iterator[Part]:
+    def parts(self, like: torch.Tensor) -> Iterator[BoxValues]:
         """Parts of the whole tensor that `like`, which is laid out as the rank's tensor, has."""
         yield from self._within(whole(self.local), like.view(self.local))
 
-    def flat_parts(self, flat: torch.Tensor, start: int, stop: int) -> Iterator[Part]:
+    def flat_parts(self, flat: torch.Tensor, start: int, stop: int) -> Iterator[BoxValues]:
         """Parts of the whole tensor in `flat`, elements `start..stop` of the rank's tensor."""
         at = 0
         for box in flat_range(self.local, start, stop):
             yield from self._within(box, flat.narrow(0, at, box.size).view(box.shape))
             at += box.size
 
-    def _within(self, box: Box, values: torch.Tensor) -> Iterator[Part]:
+    def _within(self, box: Box, values: torch.Tensor) -> Iterator[BoxValues]:
         for piece, start in self.pieces:
             common = piece & box
             if common is None:

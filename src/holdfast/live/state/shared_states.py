@@ -21,11 +21,11 @@ from torch.optim import Optimizer
 
 from holdfast.base.errors import warn_user
 from holdfast.base.text import listed
-from holdfast.live.state.kinds import PLAIN
 from holdfast.live.state.placed import local_of
 from holdfast.live.state.several import holder
+from holdfast.live.state.tensor_kinds import PLAIN_TENSORS
 
-Span = tuple[int, int, int, str]
+StorageSpan = tuple[int, int, int, str]
 """Addresses where the memory of a state begins and ends, the number of the state, and its name."""
 
 
@@ -44,7 +44,7 @@ def tell_shared(key: str, optimizer: Optimizer, names: Mapping[int, list[str]]) 
         )
 
 
-def _spans(optimizer: Any, names: Mapping[int, list[str]]) -> Iterator[Span]:
+def _spans(optimizer: Any, names: Mapping[int, list[str]]) -> Iterator[StorageSpan]:
     """Yield the spans of states with elements in memory that torch knows; of one with gaps only the first
     element counts, for others may lie in the gaps."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -73,4 +73,4 @@ def _is_table(optimizer: Any, state: str) -> bool:
 
 
 def _is_in_memory(value: Any) -> bool:
-    return type(value) in PLAIN | {DTensor} and value.layout is torch.strided
+    return type(value) in PLAIN_TENSORS | {DTensor} and value.layout is torch.strided

@@ -45,7 +45,14 @@ from holdfast.live.state.devices import (
     wait_for_stream,
 )
 from holdfast.live.state.managed import wait_for_writers
-from holdfast.live.state.movers import Corners, Movers, changed, is_on_host, unlike, versions
+from holdfast.live.state.movers import (
+    Corners,
+    Movers,
+    differing_corners,
+    is_on_host,
+    versions,
+    written_since,
+)
 from holdfast.live.state.named import Collected
 from holdfast.live.state.window import Window
 from holdfast.live.state.writes import address_and_strides, corner
@@ -53,18 +60,18 @@ from holdfast.live.state.writes import address_and_strides, corner
 if TYPE_CHECKING:
     from holdfast.live.state.carrying import CarriedCopies, CarryBuffer
 
-MARK_BYTES = 4 << 20
+PROGRESS_BYTES = 4 << 20
 TOUCH_PAGES = 1 << 12
 LARGE_BYTES = 4 << 20
 """Size of what one thread copies at a time, of what is set aside."""
 COPY_THREADS = min(4, os.cpu_count() or 1)
 BATCH_BYTES = 64 << 20
 """Bytes given to a device's stream at a time, where the rest may have to be carried over."""
-PAUSE_S = 0.25
+SETTLE_S = 0.25
 """Least pause after a copy, in seconds, before the counters are read again where nothing else tells that
 nothing is being written."""
 PAUSE_COPIES = 16.0
-"""Least such pause (`PAUSE_S`) in times that the copy of the largest tensor takes: filling one with random
+"""Least such pause (`SETTLE_S`) in times that the copy of the largest tensor takes: filling one with random
 numbers takes so long."""
 
 
@@ -324,7 +331,7 @@ class Copies:
             else:
                 np.copyto(into, carried.take(number).numpy())
                 carried.done()
-            if stop - marked >= MARK_BYTES and not self.device:
+            if stop - marked >= PROGRESS_BYTES and not self.device:
                 filling.advance(stop)
                 marked = stop
 
@@ -414,14 +421,14 @@ class Shot:
 
     def changed(self) -> list[str]:
         """Names of the tensors that are other than at the call, as far as counts tell."""
-        return changed(self.moment.live, self.moment.versions)
+        return written_since(self.moment.live, self.moment.versions)
 
     def rewritten(self) -> list[str]:
         """Names of the weights of which a few elements are other than at the call.
 
         A write that nothing counts, and that has come behind the copy of these elements, is seen by it.
         """
-        return unlike(self.moment.corners, self.movers.corners(self.moment.live))
+        return differing_corners(self.moment.corners, self.movers.corners(self.moment.live))
 
     def corners_in_image(self) -> Corners:
         """A few elements of the weights as they were copied."""
@@ -442,7 +449,7 @@ class Shot:
             if name not in live.aside
             for part in t.parts
         ]
-        return max(PAUSE_S, PAUSE_COPIES * took_s * max(sizes) / copied) if sizes else 0.0
+        return max(SETTLE_S, PAUSE_COPIES * took_s * max(sizes) / copied) if sizes else 0.0
 
 
 class WrittenMeanwhile(HoldfastError):
@@ -468,7 +475,7 @@ def copy_in_window(shot: Shot, window: Window, *, room: CarryBuffer | None) -> N
         names = [] if is_carried else shot.rewritten()
         if not is_carried:
             names += window.settle(shot.changed, shot.pause_s(took_s))
-        names += unlike(shot.moment.corners, shot.corners_in_image())
+        names += differing_corners(shot.moment.corners, shot.corners_in_image())
         shot.compare_images()
     finally:
         window.done()

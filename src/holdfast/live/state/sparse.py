@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.base.errors import FormatError
 from holdfast.core.format.extras import MADE_OF
-from holdfast.live.state.kinds import writing
 from holdfast.live.state.named import NamedTensors
+from holdfast.live.state.tensor_kinds import writing
 
 COMPRESSED = {
     torch.sparse_csr: ("crow_indices", "col_indices"),

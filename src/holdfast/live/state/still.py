@@ -16,13 +16,13 @@ import torch
 
 from holdfast.base.errors import HoldfastError
 from holdfast.core.format import extras
-from holdfast.live.state.kinds import PLAIN
-from holdfast.live.state.modules import tensors_of
+from holdfast.live.state.modules import module_tensors
 from holdfast.live.state.recognising import State, stages
 from holdfast.live.state.rng import Rng
+from holdfast.live.state.tensor_kinds import PLAIN_TENSORS
 from holdfast.live.state.writes import Mark
 
-LARGE = 1000
+MAX_COMPARED = 1000
 """Items of a container that are too many to be compared."""
 
 
@@ -50,32 +50,34 @@ def _seen(state: State) -> tuple[list[Mark], dict[str, Any]] | None:
             continue
         modules = stages(value)
         if modules is not None:
-            own = [t for module in modules for t in tensors_of(module)]
+            own = [t for module in modules for t in module_tensors(module)]
             if any(t.grad is not None for t in own if t.requires_grad and t.is_leaf):
                 return None
             tensors += own
-        elif _size(value) > LARGE:
+        elif _size(value) > MAX_COMPARED:
             return None
         else:
             try:
                 plain[key] = extras.encode(value, lambda leaf, _: _among(tensors, leaf))
             except HoldfastError:
                 return None
-    if any(type(t) not in PLAIN or t.layout is not torch.strided for t in tensors):
+    if any(type(t) not in PLAIN_TENSORS or t.layout is not torch.strided for t in tensors):
         return None
     return [Mark.sampled(t) for t in tensors], plain
 
 
 def _size(value: Any) -> int:
-    """Items of a value and of what it holds; more than `LARGE` are not counted."""
+    """Items of a value and of what it holds; more than `MAX_COMPARED` are not counted."""
     if isinstance(value, np.ndarray):
         return int(value.size)
     if not isinstance(value, (Mapping, list, tuple, set, frozenset, deque)):
         return 1
     total = len(value)
-    for one in (value.values() if isinstance(value, Mapping) else value) if total <= LARGE else ():
+    for one in (
+        (value.values() if isinstance(value, Mapping) else value) if total <= MAX_COMPARED else ()
+    ):
         total += _size(one)
-        if total > LARGE:
+        if total > MAX_COMPARED:
             break
     return total
 

@@ -86,7 +86,7 @@ def find_frozen(live: Prepared, key: str, module: nn.Module) -> set[int]:
     return {id(p) for p in frozen.values()}
 
 
-def check_there(module: nn.Module) -> None:
+def check_not_meta(module: nn.Module) -> None:
     """UsageError for a frozen parameter on the meta device: no checkpoint has its values."""
     if lost := [name for name, p in frozen_in(module).items() if p.is_meta]:
         raise UsageError(

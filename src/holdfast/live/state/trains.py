@@ -29,9 +29,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.base.text import listed
-from holdfast.live.state.modules import tensors_of
+from holdfast.live.state.modules import module_tensors
 from holdfast.live.state.observer import StepCounts, calls_hooks
-from holdfast.live.state.outside import held
+from holdfast.live.state.outside import tensors_held
 from holdfast.live.state.recognising import State, is_of_framework, stages
 from holdfast.live.state.still import Still
 from holdfast.live.state.writes import Mark, count_and_address
@@ -42,7 +42,7 @@ STEPS = 3
 """Steps of another optimizer that make it one that trains."""
 REACHED = 5000
 """Objects that are looked at for optimizers, at most."""
-SAMPLED = 8
+SAMPLED_TENSORS = 8
 """Tensors of a state of which values are compared, too."""
 
 Notice = tuple[str, str, str]
@@ -197,7 +197,12 @@ class Trains:
         times = {id(one): number for one, number in stepped}
         has = {id(p) for parts in own.values() for one in parts for p in _params(one)}
         has |= {id(p) for one, _ in stepped for p in _params(one)}
-        plain = {id(t) for v in state.values() if not isinstance(v, Optimizer) for _, t in held(v)}
+        plain = {
+            id(t)
+            for v in state.values()
+            if not isinstance(v, Optimizer)
+            for _, t in tensors_held(v)
+        }
         for key, parts in own.items():
             mine = [p for one in parts if times.get(id(one), 0) >= STEPS for p in _params(one)]
             gone = [p for p in mine if id(p) not in names and id(p) not in plain]
@@ -314,12 +319,12 @@ class _AtFirst:
 
 
 def _all(value: Any) -> list[torch.Tensor]:
-    return [t for module in stages(value) or () for t in tensors_of(module)]
+    return [t for module in stages(value) or () for t in module_tensors(module)]
 
 
 def _marks(tensors: list[torch.Tensor]) -> list[Mark]:
     """Marks that tell whether tensors change; of some of them by values, too."""
-    every = max(1, len(tensors) // SAMPLED)
+    every = max(1, len(tensors) // SAMPLED_TENSORS)
     return [Mark.of(t) if n % every else Mark.sampled(t) for n, t in enumerate(tensors)]
 
 

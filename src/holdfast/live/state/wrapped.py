@@ -49,7 +49,7 @@ def stepping(optimizer: Optimizer) -> Optimizer:
     return optimizer.optim if is_zero1(optimizer) else optimizer
 
 
-def bare(optimizer: Any) -> Any:
+def shown_optimizer(optimizer: Any) -> Any:
     """The optimizer inside one that only shows states and groups of that one, as accelerate's does.
 
     Such was never made as an optimizer of its own, so torch calls no hooks for its steps.
@@ -70,7 +70,7 @@ def check_own_state(
     saved, unless that is ignored: its own, or those of the optimizers that it was made around, which are
     `saved` in its place.  `outside`: attributes with tensors that nothing saves, which are refused, too.
     HoldfastWarning if it cannot be asked."""
-    if not isinstance(optimizer, Optimizer) or is_zero1(bare(optimizer)):
+    if not isinstance(optimizer, Optimizer) or is_zero1(shown_optimizer(optimizer)):
         return
     ignored = Ignored([("", optimizer)])
     lost: list[str] = []

@@ -37,18 +37,18 @@ from numpy.lib.stride_tricks import as_strided
 from torch.distributed.tensor import DTensor
 
 from holdfast.live.state.arrays import raw_array
-from holdfast.live.state.kinds import PLAIN
 from holdfast.live.state.placed import local_of, memory_of
+from holdfast.live.state.tensor_kinds import PLAIN_TENSORS
 
 SAMPLES = 1 << 10
 """Number of elements in a sample, about."""
-WHOLE = 1 << 10
+WHOLE_ELEMENTS = 1 << 10
 """Number of elements of an array of which all are looked at (`corner`): to copy them takes no time."""
 SPREAD = 64
 """Number of elements that are looked at of a larger one, about."""
-RUN = 8
+RUN_ELEMENTS = 8
 """Number of these that lie together, since each line of memory that is read takes a wait."""
-_KNOWN = PLAIN | {DTensor}
+_KNOWN = PLAIN_TENSORS | {DTensor}
 
 
 def write_count(tensor: torch.Tensor, memory: torch.Tensor) -> int:
@@ -81,17 +81,17 @@ def corner(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     write to all of it, however it is made, changes some of them.  A small step in 16 bits rounds to none
     for most, hence some dozens.  A small array is seen whole.  Of two arrays of one shape, it has the same
     elements."""
-    if values.size <= WHOLE:
+    if values.size <= WHOLE_ELEMENTS:
         return values[...]
     *outer, last = values.shape
     halves: list[Any] = [slice(None, None, -(-n // 2)) for n in outer]
     rows = values[tuple([*halves, ...])]
-    runs = max(2, (SPREAD >> len(outer)) // RUN)
-    if last <= runs * RUN:
+    runs = max(2, (SPREAD >> len(outer)) // RUN_ELEMENTS)
+    if last <= runs * RUN_ELEMENTS:
         return rows
     along = rows.strides[-1]
     strides = *rows.strides[:-1], last // runs * along, along
-    return as_strided(rows, (*rows.shape[:-1], runs, RUN), strides, writeable=False)
+    return as_strided(rows, (*rows.shape[:-1], runs, RUN_ELEMENTS), strides, writeable=False)
 
 
 def address_and_strides(memory: torch.Tensor) -> tuple[int, ...]:
@@ -147,7 +147,7 @@ class Marks:
             others = (v for v in found if not isinstance(v, torch.Tensor))
             self._others = [v if isinstance(v, (int, float, str)) else id(v) for v in others]
         every = placed = tensors
-        if not kinds <= PLAIN:
+        if not kinds <= PLAIN_TENSORS:
             inner = [t._local_tensor for t in tensors if isinstance(t, DTensor)]
             every = tensors + inner
             placed = inner + [t for t in tensors if not isinstance(t, DTensor)]

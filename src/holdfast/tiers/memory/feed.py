@@ -28,7 +28,7 @@ from holdfast.base.errors import HoldfastError, UsageError
 from holdfast.base.events import emit
 from holdfast.core.format.image import Image
 from holdfast.core.layout import Box, whole
-from holdfast.live.saving import Draft, SaveOperation, text_of
+from holdfast.live.saving import Draft, SaveOperation, error_text
 from holdfast.live.saving.exactness import Exactness
 from holdfast.live.saving.planning import SavePlan
 from holdfast.live.state.arrays import raw_array
@@ -212,7 +212,7 @@ class Feed:
             if draft.layout is not None and op.replica is None and not self.twins.closed:
                 self._look_at(op, draft, draft.layout[0])
         except Exception as error:
-            self.twins.end(text_of(error))
+            self.twins.end(error_text(error))
         self.twins.go_on(op.number)
 
     def _look_at(self, op: SaveOperation, draft: Draft, image: Image) -> None:

@@ -21,7 +21,7 @@ from holdfast.core.checkpoint.names import step_prefix
 from holdfast.core.format.manifest import FileEntry, Manifest, encode
 from holdfast.live.every import Every
 from holdfast.live.saving import Draft, Request, Save, SaveOperation, Saver
-from holdfast.live.saving.commit import manifest_of, written
+from holdfast.live.saving.commit import build_manifest, written
 from holdfast.live.saving.durable import Durable
 from holdfast.live.saving.holding import is_bypassed
 from holdfast.live.saving.messages import Written
@@ -424,7 +424,7 @@ class MemoryTier(Tier):
             return Decision({}, directly=refusals[0])
         notes = of_all(f.exactness for f in filled)
         try:
-            manifest = manifest_of(
+            manifest = build_manifest(
                 draft,
                 given,
                 step=op.step,

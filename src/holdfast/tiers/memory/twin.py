@@ -22,7 +22,7 @@ from holdfast.live.state.blockwise import Blockwise
 from holdfast.live.state.devices import Moment, after, devices_of, on, on_streams, page_locks
 from holdfast.live.state.lending import Lender, Lent, only_reads
 from holdfast.live.state.observer import unhooked
-from holdfast.live.state.optimizers import hyper
+from holdfast.live.state.optimizers import hyper_parameters
 from holdfast.live.state.placed import memory_of
 from holdfast.live.state.wrapped import stepping
 from holdfast.live.state.writes import times_written
@@ -101,7 +101,7 @@ class Twin:
             of.setdefault(id(part.param), []).append(mine)
         self._grouped = self._groups()
         groups = [
-            {**hyper(g), "params": [mine for p in ids for mine in of[p]]}
+            {**hyper_parameters(g), "params": [mine for p in ids for mine in of[p]]}
             for g, ids in zip(self.outer.param_groups, self._grouped)
         ]
         self._inner: Optimizer = type(stepping(self.outer))(groups, **_defaults(self.outer))
@@ -153,7 +153,7 @@ class Twin:
         may_keep = self._lender.may_keep("", [memory_of(g) for g in grads]) and is_free
         sources = [part.of(part.param.grad) for part, has in zip(self.parts, given) if has]
         ready = self._copied(into, sources)
-        hypers = [copy.deepcopy(hyper(g)) for g in self.outer.param_groups]
+        hypers = [copy.deepcopy(hyper_parameters(g)) for g in self.outer.param_groups]
         gradient = Gradient(self, values, given, hypers, ready)
         if may_keep:
             gradient.lent = Lent(sources, "lent", [*map(times_written, sources)])

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from holdfast.base.events import emit
-from holdfast.live.state.observer import Observer, Order, StepCall
+from holdfast.live.state.observer import HookOrder, Observer, StepCall
 from holdfast.tiers.memory.twin import Gradient, ParamPart, Twin
 
 FAILED = "a step of the optimizer did not end"
@@ -103,7 +103,7 @@ class Twins:
     def _observe(self) -> Observer[int]:
         """Observe the optimizers of all twins, and no others."""
         optimizers = {number: twin.outer for number, twin in enumerate(self.all)}
-        return Observer(optimizers, Order.TWINS, self._before, self._after)
+        return Observer(optimizers, HookOrder.TWINS, self._before, self._after)
 
     def _before(self, call: StepCall[int]) -> None:
         with self._change:

@@ -34,7 +34,7 @@ from holdfast.core.store import Store
 from holdfast.live.state.devices import devices_of, lock_pages
 from holdfast.live.state.lending import is_torchs
 from holdfast.live.state.observer import hooks_after
-from holdfast.live.state.optimizers import encoded_hyper
+from holdfast.live.state.optimizers import encoded_hyper_parameters
 from holdfast.tiers.records.copying import GradientCopier, OpenRecord
 from holdfast.tiers.records.optimizers import (
     Groups,
@@ -354,7 +354,7 @@ class RecordCapture:
 def _applied(one: NamedOptimizer) -> Applied:
     """The step that an optimizer is about to make."""
     inf, scale = (_number(getattr(one.optimizer, n, None)) for n in ("found_inf", "grad_scale"))
-    hyper = tuple(encoded_hyper(one.key, g) for g in one.optimizer.param_groups)
+    hyper = tuple(encoded_hyper_parameters(one.key, g) for g in one.optimizer.param_groups)
     return Applied(one.key, hyper, missing_of(one), inf, scale, hooks_after(one.optimizer))
 
 

@@ -21,7 +21,7 @@ from holdfast.core.store import Store
 from holdfast.formats.read.unpickle import understood
 from holdfast.live.reading import tell_exactness
 from holdfast.live.restore.targets import RestoreOptions
-from holdfast.live.state.customised import OWN
+from holdfast.live.state.customised import OWN_EXTRA
 from holdfast.live.state.ignoring import trainable_marks
 from holdfast.live.state.placed import torch_dtype
 from holdfast.live.state.positions import in_saved_order
@@ -138,10 +138,10 @@ def _way(store: Store, log: Log, step: int) -> tuple[int, list[RecordedStep]]:
 
 def state_of(checkpoint: Checkpoint, steps: list[RecordedStep]) -> State:
     """Objects that take a full step and its records: modules, optimizers, and the rest as it is."""
-    own = [name for name in checkpoint.manifest.extras if name.endswith(f".{OWN}")]
+    own = [name for name in checkpoint.manifest.extras if name.endswith(f".{OWN_EXTRA}")]
     if own:
         raise NotRecoverable(
-            f"{own[0].removesuffix('.' + OWN)!r} is a module with its own way to save and load",
+            f"{own[0].removesuffix('.' + OWN_EXTRA)!r} is a module with its own way to save and load",
             hint=IN_THE_SCRIPT,
         )
     optimizers = sorted({k for step in steps for one in step.segments for k in one.header.kinds})

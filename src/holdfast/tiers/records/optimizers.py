@@ -19,11 +19,11 @@ from holdfast.base.errors import UsageError
 from holdfast.live.compression.marks import HALVES
 from holdfast.live.state.followed import check_apart
 from holdfast.live.state.lending import is_torchs
-from holdfast.live.state.observer import Observer, Order, StepCall, calls_hooks, hooks_after
+from holdfast.live.state.observer import HookOrder, Observer, StepCall, calls_hooks, hooks_after
 from holdfast.live.state.optimizers import named_groups, param_names, served_modules
 from holdfast.live.state.placed import local_of
 from holdfast.live.state.recognising import State, is_optimizer
-from holdfast.live.state.wrapped import bare, stepping
+from holdfast.live.state.wrapped import shown_optimizer, stepping
 
 GRAD = "grad"
 """The state of a gradient, and the end of its name: `optim.h.0.weight.grad`."""
@@ -59,7 +59,7 @@ def optimizers(state: State) -> list[NamedOptimizer]:
     for key, value in state.items():
         if not is_optimizer(value):
             continue
-        value = bare(value)
+        value = shown_optimizer(value)
         if twice := [one.key for one in named if one.optimizer is value]:
             raise UsageError(f"an optimizer is in the state twice, as {twice[0]!r} and {key!r}")
         if not isinstance(value, Optimizer):
@@ -110,7 +110,7 @@ class ObservedOptimizers:
 
     def _observe(self) -> Observer[str]:
         by_key = {one.key: one.optimizer for one in self.named}
-        return Observer(by_key, Order.RECORDS, self._begins, self._after)
+        return Observer(by_key, HookOrder.RECORDS, self._begins, self._after)
 
     def _begins(self, call: StepCall[str]) -> None:
         if not self._is_paused:
@@ -128,7 +128,9 @@ class ObservedOptimizers:
 
     def follow(self, state: State) -> bool:
         """True if the state has other optimizers than those observed; these are observed now."""
-        live = [(key, id(bare(value))) for key, value in state.items() if is_optimizer(value)]
+        live = [
+            (key, id(shown_optimizer(value))) for key, value in state.items() if is_optimizer(value)
+        ]
         if live == [(one.key, id(one.optimizer)) for one in self.named]:
             return False
         self.observer.close()

@@ -25,7 +25,7 @@ from holdfast.core.group import Group
 from holdfast.core.layout import Mesh
 from holdfast.core.store import Store
 from holdfast.live.compression.marks import HALVES, rounded_to
-from holdfast.live.state.agreed import Agreement, Description, describe, merge
+from holdfast.live.state.agreed import Agreement, Description, describe_tensors, merge_descriptions
 from holdfast.live.state.named import Collected
 from holdfast.tiers.records.optimizers import GRAD, Groups, NamedOptimizer, grad_name, kind_of
 from holdfast.tiers.records.packing import SPARSE, parted, pays
@@ -74,11 +74,11 @@ def agree(group: Group, live: Collected, mesh: Mesh | None, number: int) -> Agre
 
     def together(answers: list[bytes]) -> bytes:
         kinds = list(dict.fromkeys(answers))
-        merged = merge(kinds, [kinds.index(a) for a in answers], mesh)
+        merged = merge_descriptions(kinds, [kinds.index(a) for a in answers], mesh)
         return msgspec.msgpack.encode(_one_state(merged, kinds))
 
     data = group.ask(
-        f"delta/plan/{number}", describe(live), together, awaited="planned its records"
+        f"delta/plan/{number}", describe_tensors(live), together, awaited="planned its records"
     )
     return decode_msgpack(data, Agreement)
 

@@ -50,12 +50,13 @@ from holdfast.core.layout import Box
 from holdfast.core.store import Store
 from holdfast.live.kinds.choosing import kinds_of
 from holdfast.live.kinds.restoring import Restoring
+from holdfast.live.kinds.values import only_tensors
 from holdfast.live.restore.compare import judge_together
 from holdfast.live.restore.decoding import decode_value
 from holdfast.live.restore.former import are_former
 from holdfast.live.restore.groups import put_groups
 from holdfast.live.restore.mismatches import Problems
-from holdfast.live.restore.targets import RestoreOptions, is_known, only_tensors, target_of
+from holdfast.live.restore.targets import RestoreOptions, is_known, target_of
 from holdfast.live.saving.merging import merge_extras
 from holdfast.live.sources import Sources
 from holdfast.live.state.agreed import Agreement

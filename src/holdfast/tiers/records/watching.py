@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from holdfast.live.state.arrays import raw_array
 from holdfast.live.state.customised import customised, own_tensors
 from holdfast.live.state.ignoring import trainable_marks
-from holdfast.live.state.kinds import PLAIN
 from holdfast.live.state.modules import named_buffers, named_parameters
 from holdfast.live.state.optimizers import tensors_in
 from holdfast.live.state.placed import memory_of
 from holdfast.live.state.recognising import State, is_optimizer, is_stateful, stages
+from holdfast.live.state.tensor_kinds import PLAIN_TENSORS
 from holdfast.live.state.trainable import frozen_in
 from holdfast.live.state.wrapped import stepping
 from holdfast.live.state.writes import Mark, Marks, corner, count_and_address
@@ -81,7 +81,7 @@ class HostElements:
         found = []
         for number in range(0, len(weights), -(-len(weights) // MOST_SEEN) or 1):
             local = memory_of(weights[number])
-            if type(local) not in PLAIN or not local.is_cpu or not local.numel():
+            if type(local) not in PLAIN_TENSORS or not local.is_cpu or not local.numel():
                 continue
             known = self._views.get(number)
             if known is None or known[0] != local.data_ptr():

@@ -27,7 +27,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from holdfast.base.errors import HoldfastError, LayoutError, UsageError
 from holdfast.core.format.dtypes import DTYPES
 
-PLAIN = frozenset([torch.Tensor, torch.nn.Parameter])
+PLAIN_TENSORS = frozenset([torch.Tensor, torch.nn.Parameter])
 """Types of tensors that are nothing more than their memory."""
 FSDP1_MARKS = ("_fsdp_flattened", "_is_flat_param")
 """Attributes of parameters that torch's FullyShardedDataParallel has flattened, and of the flat ones."""
@@ -37,7 +37,7 @@ ZERO3_MARK = "ds_id"
 """Attribute of parameters that DeepSpeed's ZeRO-3 has partitioned."""
 MEGATRON_MARK = "tensor_model_parallel"
 """Attribute of Megatron's parameters; true of those that tensor parallelism may have cut."""
-MARKS = frozenset([*FSDP1_MARKS, ZERO3_MARK, MEGATRON_MARK])
+SHARDING_MARKS = frozenset([*FSDP1_MARKS, ZERO3_MARK, MEGATRON_MARK])
 
 FSDP1_HINT = (
     "shard the model by torch.distributed.fsdp.fully_shard (FSDP2), or hand over whole tensors: "
@@ -67,7 +67,7 @@ def check_kind(tensor: torch.Tensor, name: str) -> None:
             and ((tensor.data_ptr() and tensor.untyped_storage().nbytes()) or not tensor.numel())
         ):
             attributes = tensor.__dict__
-            if not attributes or MARKS.isdisjoint(attributes):
+            if not attributes or SHARDING_MARKS.isdisjoint(attributes):
                 return
             error = _marked(tensor, name)
             if error is None:
