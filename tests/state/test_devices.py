@@ -14,9 +14,10 @@ from holdfast.core.format import extras
 from holdfast.live.collecting import collect
 from holdfast.live.restore import optimizer_states
 from holdfast.live.restore.optimizer_states import put_plain_states
-from holdfast.live.state import made
+from holdfast.live.state import own_loading
 from holdfast.live.state.customised import OwnEntries
 from holdfast.live.state.encoding import outline_tensor
+from holdfast.live.state.optimizers import LiveOptimizer, ParamNames
 from holdfast.sources import Sources
 
 
@@ -47,7 +48,11 @@ def restored(device: str, **hyper: Any) -> tuple[dict[str, Any], dict[str, Any]]
     def decode(tree: Any) -> Any:
         return extras.decode(tree, lambda tag, body: outline_tensor(body))
 
-    put_plain_states("optim", other, Sources().of(other), tree, [[("group0.0", q)]], decode)
+    source = Sources().of(other)
+    live = LiveOptimizer(
+        "optim", other, source, source.groups(other), ParamNames(), [[("group0.0", q)]]
+    )
+    put_plain_states(live, tree, decode)
     return optimizer.state[p], other.state[q]
 
 
@@ -96,10 +101,10 @@ def test_numbers_go_where_torch_loads_them(
 @pytest.mark.parametrize("device", ["meta", "cpu"])
 def test_metrics_keep_their_device(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also that of a list that was empty, where nothing else of the metric tells it."""
-    monkeypatch.setattr(made, "_differing", lambda *_: [])  # there are no values to compare
+    monkeypatch.setattr(own_loading, "_differing", lambda *_: [])  # there are no values to compare
     for entries in ({"total": torch.ones(2), "seen": [torch.ones(3)]}, {"seen": [torch.ones(3)]}):
         sums = Sums(device)
         own = OwnEntries("", sums, made={name: getattr(sums, name) for name in entries})
-        made.put_own("sums", own, entries)
+        own_loading.put_own("sums", own, entries)
         assert {t.device.type for t in (sums.total, *sums.seen)} == {device}
         assert len(sums.seen) == 1

@@ -228,8 +228,8 @@ def test_the_state_is_described_anew_when_it_differs(
         described_at.append(step)
         return original(live)
 
-    original = saver.describe
-    monkeypatch.setattr(saver, "describe", describe)
+    original = saver.describe_tensors
+    monkeypatch.setattr(saver, "describe_tensors", describe)
     run = Run()
     run.state["own"] = torch.zeros(3)
     with holdfast.Checkpointer(tmp_path, run.state, on_error="raise") as ckpt:

@@ -19,38 +19,35 @@ from holdfast.live.state.merged import tell_merged
 from holdfast.live.state.modules import module_tensors
 from holdfast.live.state.named import Collected, LiveTensor
 from holdfast.live.state.outside import tell_outside
-from holdfast.live.state.recognising import State, check_keys, in_order, sources_in, stages
+from holdfast.live.state.recognising import State, check_keys, in_order, modules_in, sources_in
 from holdfast.live.state.rng import Rng
 from holdfast.live.state.several import normalised
 
 
 class RunState:
-    """The things that a run keeps: what the script handed over, and the generators of random numbers."""
+    """The state of a run: the values that the script handed over, and the generators of random numbers."""
 
     def __init__(self, given: State, on_resize: dict[str, str]) -> None:
         self.given = given
         self.on_resize = on_resize
-        """What becomes of extras when the number of ranks changes, by key."""
+        """Rule for each key's extra when the number of ranks changes."""
         self._rng = Rng()
         self.is_complete = False
-        """True once there was a state to save or to restore into."""
+        """True once the state was complete: saved, or restored into."""
         self._placed: dict[str, LiveTensor] = {}
-        """The steady tensors of the last save: others may be gone, and are not kept alive."""
+        """The steady tensors of the last save.  Others may be gone, and are not kept alive."""
 
     def everything(self) -> State:
         """The state as it is now, with the generators, in one order on all ranks."""
         if self.generators is not None and self.generators.devices is None:
             self.generators.devices = devices_of(
-                t
-                for value in self.given.values()
-                for m in stages(value) or ()
-                for t in module_tensors(m)
+                t for _, module in modules_in(self.given) for t in module_tensors(module)
             )
         return in_order({"rng": self._rng, **self.given})
 
     @property
     def generators(self) -> Rng | None:
-        """The generators; None if the state has something else in their place."""
+        """The generators; None if the state has another value under `rng`."""
         rng = self.given.get("rng", self._rng)
         return rng if isinstance(rng, Rng) else None
 
@@ -60,7 +57,7 @@ class RunState:
         return len(self._placed)
 
     def check(self) -> None:
-        """Check the state, some of which may have come late."""
+        """Check the state.  The script may have added values after the start."""
         check_keys(
             self.given, "Checkpointer.state is still empty: add what is to be saved to it first"
         )
@@ -82,9 +79,9 @@ def collect(
 ) -> Collected:
     """Name and place everything.  Shares memory with the live tensors; encodes the extras.
 
-    `on_resize` declares, by key, what becomes of extras when the number of ranks changes.  `before`: the
-    tensors that were found the last time; those that lie where they did are not placed again.  The first
-    time, what of a module or an optimizer would not be saved is a UsageError.
+    `on_resize`: by key, the rule for its extra when the number of ranks changes.  `before`: the tensors of
+    the last save; a tensor whose memory is the same is not placed again.  The first save raises UsageError
+    for parts of modules and optimizers that would not be saved.
     """
     check_keys(state)
     given = in_order(state)
@@ -112,18 +109,18 @@ def collect(
 
 
 def _is_nothing(value: Any) -> bool:
-    """True for what ranks may have in the place of any kind of value."""
+    """True for an empty value, which a rank may have in the place of any kind."""
     return value is None or (isinstance(value, (list, tuple, dict)) and not value)
 
 
 def collect_step(
     state: State, groups: Mapping[str, Sequence[Sequence[str]]], on_resize: dict[str, str]
 ) -> Collected:
-    """What a step changes besides parameters and optimizers' states, for its record.
+    """Collect everything that a step changes besides parameters and optimizer states, for its record.
 
-    Extras as `collect` finds them, but with nothing of an optimizer but its hyper-parameters.  `groups`: by
-    optimizer's key the names of the parameters of each group.  Tensors of the user's own dicts are in
-    `tensors`.  An object with the attribute `in_records = False` is left out.
+    Extras are those of `collect`, but of an optimizer only its hyper-parameters.  `groups`: by optimizer's
+    key, the parameter names of each group.  Tensors of the user's own dicts are in `tensors`.  An object
+    with the attribute `in_records = False` is left out.
     """
     live = Collected(keys=set(state), inline_bytes=inf)
     to = Collecting(live, state, on_resize, is_first=False, groups=groups)
@@ -133,7 +130,7 @@ def collect_step(
 
 
 def _has_hooks(value: Any) -> bool:
-    """True if modules have hooks, of DDP's or of parameters, at which more of the training may hang."""
+    """True if modules have hooks, of DDP or of parameters, that may keep further state of the training."""
     modules = value if isinstance(value, (list, tuple)) else [value]
     parts = [one for m in modules if isinstance(m, nn.Module) for one in m.modules()]
     return any(isinstance(part, DistributedDataParallel) for part in parts) or any(

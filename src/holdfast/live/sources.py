@@ -39,10 +39,10 @@ from holdfast.core.layout import Box, flat_range
 
 __all__ = ["Framework", "Master", "Source", "flat_cut", "register"]
 
-ParamGroup = tuple[dict[str, Any], list[torch.Tensor]]
+Group = tuple[dict[str, Any], list[torch.Tensor]]
 """A parameter group's dict of hyper-parameters, and the model's own parameters that are in the group."""
 
-MasterCut = Callable[[torch.Tensor], Iterable[tuple[Box, torch.Tensor]]]
+Cut = Callable[[torch.Tensor], Iterable[tuple[Box, torch.Tensor]]]
 """From a tensor that is laid out as a master to the parts of the weight in it: the box of the whole weight
 that a part covers, and a view of the tensor with that box's shape."""
 
@@ -50,7 +50,7 @@ that a part covers, and a view of the tensor with that box's shape."""
 _boxes = lru_cache(1 << 16)(flat_range)
 
 
-def flat_cut(shape: Sequence[int], start: int, stop: int, at: int = 0) -> MasterCut:
+def flat_cut(shape: Sequence[int], start: int, stop: int, at: int = 0) -> Cut:
     """The cut of elements `start..stop`, counted row by row, of a weight of `shape`, which lie one after
     the other in a flat master, from its element `at` on.  Such a range is few boxes, each contiguous:
 
@@ -79,7 +79,7 @@ class Master:
     """The torch optimizer that has `tensor` among its parameters; None if no state of it is here."""
     shape: tuple[int, ...] | None = None
     """Shape of the whole weight over all ranks; needed with `cut`."""
-    cut: MasterCut | None = None
+    cut: Cut | None = None
     """The parts of the weight in `tensor`, or in a state that lies as it does: views, disjoint, maybe none.
     None if `tensor` is the weight, whole or a DTensor."""
     is_copy: bool = False
@@ -106,7 +106,7 @@ class Source(Protocol):
     belongs to no parameter, are saved as they are.  Elsewhere they are refused by name, for nobody says
     which rank's they are."""
 
-    def groups(self, optimizer: Any) -> list[ParamGroup]:
+    def groups(self, optimizer: Any) -> list[Group]:
         """The parameter groups of one of its optimizers, with the model's own parameters."""
 
     def master(self, p: torch.Tensor) -> Master | None:
@@ -163,7 +163,7 @@ class Torch(Source):
     framework = "torch"
     saves_rest = True
 
-    def groups(self, optimizer: Any) -> list[ParamGroup]:
+    def groups(self, optimizer: Any) -> list[Group]:
         return [(group, group["params"]) for group in optimizer.param_groups]
 
     def master(self, p: torch.Tensor) -> Master | None:

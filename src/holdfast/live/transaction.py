@@ -1,14 +1,15 @@
-"""Restoring: saved tensors and extras into live objects, in place, whatever their layout.
+"""Restoring a step: saved tensors and extras into live objects, in place, on any layout.
 
-In five steps, each the same on every rank: materialise what is on the meta device; give optimizers the
-state tensors that were saved; compare names, shapes and dtypes over all ranks (every difference is listed
-in one error), and open all files; read every rank's boxes together, straight into the live tensors; put the
-extras back.
+    prepare   materialise modules; find a place for each saved tensor; compare with all ranks, and list
+              every difference in one error; open all files
+    begin     give optimizers the state tensors that they lack
+    read      every rank's boxes together, straight into the live tensors
+    put       extras, kind by kind; then frameworks refresh their own weights
 
-What fails before the first byte is read leaves the live state as it was: a step that does not fit, that is
-gone, that lacks a file.  What fails later leaves NaN (`poison`), for there is no second copy of the state:
-memory for one is seldom there where states are large, and a rule that spares small states alone would hold
-in every test of a script and not in its training.
+A failure before the first byte is read leaves the live state as it was: the step does not fit, is gone, or
+lacks a file.  A later failure leaves NaN (`poison`), since there is no second copy of the state: memory for
+one is seldom there where states are large, and a rule that spared only small states would hold in every
+test of a script and not in its training.
 """
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ from holdfast.core.layout import whole
 from holdfast.live.kinds.choosing import kinds_of
 from holdfast.live.kinds.restoring import Restoring
 from holdfast.live.restore.compare import compare_tensors, judge_together
-from holdfast.live.restore.materialising import materialise
+from holdfast.live.restore.former import under_live_names
+from holdfast.live.restore.materialising import materialise, nan_if_it_fails
 from holdfast.live.restore.mismatches import Mismatch, Problems, differs
 from holdfast.live.restore.one_memory import two_values
 from holdfast.live.restore.optimizer_states import StateChange
 from holdfast.live.restore.overlapping import Aside, read_overlapping
 from holdfast.live.restore.positions import by_order
+from holdfast.live.restore.ranks import with_own
 from holdfast.live.restore.targets import RestoreOptions, entry_of, target_of
-from holdfast.live.restore.uninitialised import nan_if_it_fails
 from holdfast.live.sources import Sources
 from holdfast.live.state.devices import devices_in, wait_for
 from holdfast.live.state.named import Prepared
@@ -51,15 +53,13 @@ from holdfast.live.state.recognising import (
     check_keys,
     in_order,
     is_of_framework,
-    is_optimizer,
     is_stateful,
+    modules_in,
     sources_in,
-    stages,
 )
 from holdfast.live.state.several import normalised
 from holdfast.live.state.tensor_kinds import writing
 from holdfast.live.state.window import wait_for_copies
-from holdfast.live.state.wrappers import SECOND, has_wrappers
 from holdfast.live.state.writes import count_write
 
 if TYPE_CHECKING:
@@ -69,10 +69,10 @@ if TYPE_CHECKING:
 def restore(checkpoint: Checkpoint, state: State, group: Group, options: RestoreOptions) -> None:
     """Load everything that `state` names from an opened step.  Collective.
 
-    StateMismatch, RuleError, UsageError and NotFound of a file that is not there when the reading begins
-    leave the live tensors untouched.  Corrupt or a store's error may come when some are already
-    overwritten; then what was to be loaded is poisoned with NaN.
-    After a Deadline of storage a read may still be under way into it: its hint says so.
+    StateMismatch, RuleError, UsageError, and NotFound of a file that is gone before the reading begins
+    leave the live tensors untouched.  Corrupt or a store's error may come when some tensors are
+    overwritten; then all tensors of the load are poisoned with NaN.  After a Deadline of storage a read may
+    still write into them: the hint says so.
     """
     check_keys(state)
     wait_for_copies()
@@ -82,8 +82,8 @@ def restore(checkpoint: Checkpoint, state: State, group: Group, options: Restore
 
 @contextmanager
 def _outside_inference_mode() -> Iterator[None]:
-    """A block whose tensors can be trained, wherever it was called: an optimizer's next step could not
-    write to states that were made in inference mode."""
+    """A block outside of inference mode: an optimizer's next step could not write to states that were made
+    in it."""
     if not torch.is_inference_mode_enabled():
         yield
         return
@@ -119,8 +119,8 @@ def _restore(checkpoint: Checkpoint, state: State, group: Group, options: Restor
 
 
 def _in_turn(plan: _Plan) -> None:
-    """Read behind all that the training has given to devices, and before what it gives them next: threads
-    that read have other streams than it."""
+    """Read after all work that the training has given to devices, and before its next: the threads that
+    read have streams of their own."""
     devices = devices_in(plan.live)
     wait_for(devices)
     plan.read()
@@ -128,8 +128,8 @@ def _in_turn(plan: _Plan) -> None:
 
 
 def _tell_left_behind(error: BaseException) -> None:
-    """Say in a Deadline's hint that a read which storage has not answered may still write into the memory
-    that it was given: nobody can take that back from the kernel."""
+    """Say in a Deadline's hint that an unanswered read may still write into the live memory, which the
+    kernel does not give back."""
     if isinstance(error, HoldfastError) and isinstance(error.__cause__ or error, Deadline):
         late = (
             "throw the live state away: a read that was given up may still write into it, over the NaN "
@@ -139,7 +139,7 @@ def _tell_left_behind(error: BaseException) -> None:
 
 
 def count_writes(live: Prepared) -> None:
-    """Raise version counters, for those who go by them: filling a tensor's memory does not."""
+    """Raise the tensors' version counters: filling their memory did not."""
     count_write([t.source for t in live.tensors.values()])
 
 
@@ -171,20 +171,22 @@ class _Plan:
 
 
 def _prepare(checkpoint: Checkpoint, given: State, group: Group, options: RestoreOptions) -> _Plan:
-    """Find where everything goes, and open what it is read from.  Nothing that is live has changed if this
-    fails, which it does on all ranks alike.  Collective."""
+    """Find places, compare, and open all files.  A failure is the same on all ranks, and leaves the live
+    state as it was.  Collective."""
     state, live, problems = given, Prepared(), Problems()
     changes: list[StateChange | MasterChange] = []
     try:
         state = in_order(normalised(state))
-        materialise([module for value in state.values() for module in stages(value) or ()])
+        materialise(module for _, module in modules_in(state))
         state = _arranged(checkpoint, state)
         with uncollected():
-            checkpoint = _with_own(_under_live_names(checkpoint, state), state, group)
-            checkpoint, unproved = by_order(checkpoint, state, options)
-            live = Prepared(saved=partial(entry_of, checkpoint))
             sources = sources_in(state)
             kinds = kinds_of(state, state, sources)
+            optimizers = [one for kind in kinds.values() for one in kind.optimizers(state)]
+            checkpoint = under_live_names(checkpoint, [*modules_in(state)], optimizers)
+            checkpoint = with_own(checkpoint, {one.key for one in optimizers}, group)
+            checkpoint, unproved = by_order(checkpoint, optimizers, state, options)
+            live = Prepared(saved=partial(entry_of, checkpoint))
             restoring = Restoring(checkpoint, state, kinds, live, group, options)
             changes = [change for kind in kinds.values() for change in kind.place(restoring)]
             problems = compare_tensors(checkpoint, live, options)
@@ -218,7 +220,7 @@ def _prepare(checkpoint: Checkpoint, given: State, group: Group, options: Restor
 
 
 def _begin(changes: list[StateChange | MasterChange], padded: list[torch.Tensor]) -> None:
-    """Give optimizers the states that are to be read, and zero what is padding."""
+    """Give optimizers the states that they lack, and zero rows of padding."""
     for change in changes:
         change.apply()
     for local in padded:
@@ -227,7 +229,7 @@ def _begin(changes: list[StateChange | MasterChange], padded: list[torch.Tensor]
 
 
 def _arranged(checkpoint: Checkpoint, state: State) -> State:
-    """The state, with objects that a trainer knows by number under the keys that they were saved under."""
+    """The state, with objects that a trainer knows by number under their saved keys."""
     for key, value in state.items():
         arrange = getattr(type(value), "_holdfast_arranged", None)
         if arrange is not None and key in checkpoint.manifest.extras:
@@ -243,8 +245,8 @@ def _read_numbers(
     *,
     is_known: bool = True,
 ) -> list[Mismatch]:
-    """Read the numbers that masters share, if a framework has any; return what masters cannot take.
-    Collective.  `is_known`: false where preparing has failed, and so nothing is to be read here."""
+    """Read the numbers that masters of a framework share; return those that masters cannot take.
+    Collective.  `is_known`: false where preparing has failed; this rank then reads nothing."""
     if not is_of_framework(state):
         return []
     from holdfast.live.restore.masters import MasterChange, read_numbers
@@ -258,8 +260,8 @@ def _read_numbers(
 def _wanted(
     checkpoint: Checkpoint, live: Prepared, asides: dict[int, Aside]
 ) -> tuple[list[Want], list[torch.Tensor]]:
-    """The reads that fill this rank's part of every live tensor, and the parts that are to be zero before,
-    for their rows of padding were not saved."""
+    """The reads that fill this rank's part of every live tensor, and the parts that are zeroed before them
+    since their rows of padding were not saved."""
     find = checkpoint.manifest.find
     wants: list[Want] = []
     padded: list[torch.Tensor] = []
@@ -279,7 +281,7 @@ def _wanted(
 
 
 def _unpadded(index: int, entry: TensorEntry, part: Placed) -> list[Want]:
-    """The read of what is saved of a part with rows of padding; none if it is all padding."""
+    """The read of the saved rows of a padded part; none if all of it is padding."""
     box = part.box & whole(entry.shape)
     if box is None:
         return []
@@ -287,31 +289,9 @@ def _unpadded(index: int, entry: TensorEntry, part: Placed) -> list[Want]:
     return [Want(index, box, target_of(inside, entry.dtype, entry.name))]
 
 
-def _under_live_names(checkpoint: Checkpoint, state: State) -> Checkpoint:
-    """The checkpoint under the names of today, if wrappers may have shown in names when it was saved."""
-    names = (*checkpoint.manifest.by_name, *checkpoint.manifest.aliases)
-    of_fabric = any(f".{SECOND}." in name for name in names)
-    modules = (module for value in state.values() for module in stages(value) or ())
-    if not of_fabric and not any(map(has_wrappers, modules)):
-        return checkpoint
-    from holdfast.live.restore.former import under_live_names
-
-    return under_live_names(checkpoint, state, of_fabric)
-
-
-def _with_own(checkpoint: Checkpoint, state: State, group: Group) -> Checkpoint:
-    """The checkpoint with this rank's values of optimizers, if each rank has saved its own."""
-    saved = checkpoint.manifest.per_rank
-    if not any(is_optimizer(value) for key, value in state.items() if key in saved):
-        return checkpoint
-    from holdfast.live.restore.ranks import with_own
-
-    return with_own(checkpoint, state, group)
-
-
 def _tell_misfits(problems: Problems, live: Prepared, options: RestoreOptions) -> None:
-    """Tell of states with which an optimizer cannot go on, which are left out if the load is not strict,
-    and of those that it will have and not look at."""
+    """Tell of saved states that an optimizer cannot use: misfits, which a load without `strict` leaves out,
+    and idle states, which are put back and not looked at."""
     if options.strict:
         problems.found += [differs(one.key, one.why) for one in live.misfits if not one.is_idle]
     for is_idle, what in (
@@ -324,8 +304,8 @@ def _tell_misfits(problems: Problems, live: Prepared, options: RestoreOptions) -
 
 
 def _hand_over(seen: State, given: State) -> None:
-    """Put values that are others now into the user's own state.
+    """Put replaced values into the user's own state.
 
-    Objects with a state of their own stay where the user has them, whatever key they were loaded under."""
+    Objects with a state_dict() stay under the user's keys, whatever key they were loaded under."""
     if seen is not given:
         given |= {key: value for key, value in seen.items() if not is_stateful(value)}

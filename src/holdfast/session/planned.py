@@ -58,8 +58,7 @@ from holdfast.core.store import Store, open_store
 from holdfast.live.roots import sweep_host
 from holdfast.live.saving.gathered import Gathered
 from holdfast.live.saving.writing import write_blocks
-from holdfast.live.state.devices import devices_of, wait_for
-from holdfast.live.state.managed import wait_for_writers
+from holdfast.live.state.devices import devices_of, wait_for, wait_for_writers
 from holdfast.live.state.placed import dtype_name
 from holdfast.live.state.tensor_kinds import check_kind
 from holdfast.session.attempts import SaveAttempt, under_way

@@ -27,7 +27,7 @@ from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.layout import Box, tiles
 from holdfast.formats.looking import open as open_checkpoint
 from holdfast.live.collecting import collect
-from holdfast.live.sources import ParamGroup, Source
+from holdfast.live.sources import Group, Source
 from holdfast.live.state.recognising import is_optimizer, sources_in, stages
 from holdfast.session.checkpointer import Checkpointer
 from holdfast.session.once import load, save
@@ -193,7 +193,7 @@ def weights_in(state: dict[str, Any]) -> Iterator[tuple[Source, torch.Tensor]]:
     sources = sources_in(state)
     for optimizer in optimizers_in(state):
         source = sources.of(optimizer)
-        groups: list[ParamGroup] = source.groups(optimizer) if not source.saves_rest else []
+        groups: list[Group] = source.groups(optimizer) if not source.saves_rest else []
         yield from ((source, p) for _, params in groups for p in params)
 
 

@@ -22,11 +22,11 @@ KINDS: tuple[type[Kind], ...] = (
     TensorKind,
     ValuesKind,
 )
-"""All kinds; the first that claims a value has it."""
+"""All kinds.  A value is of the first kind that claims it."""
 
 
 def kinds_of(state: State, given: State, sources: Sources) -> dict[str, Kind]:
-    """Each value of a state as what it is, by key.  `given`: the values as the script handed them over."""
+    """The kind of each value of a state, by key.  `given`: the values as the script handed them over."""
     return {
         key: _kind_of(value, sources)(key, value, given[key], sources)
         for key, value in state.items()

@@ -1,4 +1,4 @@
-"""Optimizers that a framework has in the place of torch's: DeepSpeed's, Megatron's, or a registered one."""
+"""Optimizers of frameworks, in the place of torch's: DeepSpeed's, Megatron's, a registered framework's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from holdfast.live.kinds.kind import Collecting
 from holdfast.live.kinds.optimizer import OptimizerKind
 from holdfast.live.sources import Sources
 from holdfast.live.state.encoding import encode_extra
-from holdfast.live.state.optimizers import add_optimizer, all_param_names, refuse_common
+from holdfast.live.state.optimizers import add_optimizer, refuse_common
 from holdfast.live.state.recognising import is_optimizer
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class EngineOptimizer(OptimizerKind):
-    """An optimizer whose states lie with masters, as its framework tells (`live.sources`)."""
+    """An optimizer of a framework, which tells where its states and masters lie (`live.sources`)."""
 
     @classmethod
     def claims(cls, value: Any, sources: Sources) -> bool:
@@ -30,23 +30,15 @@ class EngineOptimizer(OptimizerKind):
         if to.is_first:
             refuse_common(self.key, self.value, source)
         live.extras[engine] = encode_extra(live, engine, source.extras(), inline=True)
-        names = all_param_names(to.state, source.groups(self.value))
-        add_optimizer(live, self.key, self.value, source, names)
+        add_optimizer(live, self.live(to.state))
 
     def place(self, restore: Restoring) -> Iterable[StateChange | MasterChange]:
         if not self.source.by_master:
             return super().place(restore)
         from holdfast.live.restore.masters import master_changes
 
-        return master_changes(
-            restore.checkpoint,
-            restore.state,
-            restore.live,
-            restore.options,
-            self.key,
-            self.value,
-            self.source,
-        )
+        optimizer = self.live(restore.state)
+        return master_changes(restore.checkpoint, restore.live, restore.options, optimizer)
 
     def compare(self, restore: Restoring) -> None:
         name = f"{self.key}.engine"

@@ -1,4 +1,4 @@
-"""One value of the state, as what it is."""
+"""The protocol of a kind: one value of the state, and everything that is done with it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from holdfast.core.layout import Box, whole
 from holdfast.live.sources import Source, Sources
 from holdfast.live.state.named import Collected
+from holdfast.live.state.optimizers import LiveOptimizer
 from holdfast.live.state.placed import torch_dtype
 from holdfast.live.state.recognising import State
 
@@ -24,23 +25,23 @@ if TYPE_CHECKING:
 
 @dataclass
 class Collecting:
-    """What is collected at one moment, and what the kinds have to know for it."""
+    """The collection of a state at one moment, and the facts that kinds need for it."""
 
     live: Collected
     state: State
     on_resize: dict[str, str]
-    """What becomes of extras when the number of ranks changes, by name."""
+    """Rule for each extra, by name, when the number of ranks changes."""
     is_first: bool
-    """True at a run's first save, which refuses and tells what would not be saved."""
+    """True at the first save of a run, which checks that nothing would be left unsaved."""
     groups: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict)
-    """For a record: names of the parameters of each group, by an optimizer's key."""
+    """For a record: parameter names of each group, by the optimizer's key."""
 
 
 class Kind:
     """One value of the state."""
 
     saved_as: ClassVar[str] = "values"
-    """What the manifest calls it: of a key, ranks may differ in values, not in this."""
+    """The kind's name in the manifest.  Ranks may differ in the values of a key, not in its kind."""
 
     def __init__(self, key: str, value: Any, given: Any, sources: Sources) -> None:
         self.key = key
@@ -51,54 +52,58 @@ class Kind:
 
     @classmethod
     def claims(cls, value: Any, sources: Sources) -> bool:
-        """True if a value is of this kind, and of none before it."""
+        """True if a value is of this kind.  The kinds before it in `KINDS` have not claimed it."""
         raise NotImplementedError
 
     @property
     def source(self) -> Source:
-        """Whoever tells of the value: torch, or a framework."""
+        """The source of the value: torch's or a framework's."""
         return self.sources.of(self.value)
 
     # -- saving -------------------------------------------------------------------------------------
 
     def trained(self) -> Iterator[torch.Tensor]:
-        """The parameters that the value may move, if its steps are seen."""
+        """Yield the parameters that the value may change, if its steps are seen."""
         yield from ()
 
     def collect(self, to: Collecting) -> None:
-        """Name and place everything that is saved of the value."""
+        """Name and place everything that a save holds of the value."""
         raise NotImplementedError
 
     def collect_step(self, to: Collecting) -> None:
-        """Name and place what a record of a step has of the value, beside the gradients."""
+        """Name and place everything that a record of a step holds of the value, beside gradients."""
         if getattr(self.value, "in_records", True):
             self.collect(to)
+
+    def optimizers(self, state: State) -> Sequence[LiveOptimizer]:
+        """The optimizer that the value is, if it is one."""
+        return ()
 
     # -- restoring ----------------------------------------------------------------------------------
 
     def place(self, restore: Restoring) -> Iterable[StateChange | MasterChange]:
-        """Find where saved tensors go; return the changes that are to make their places."""
+        """Add places for saved tensors; return the changes that will make those that are lacking."""
         return ()
 
     def compare(self, restore: Restoring) -> None:
-        """Find what was saved beside tensors and does not fit."""
+        """Find saved extras that do not fit."""
 
     def compare_with_others(self, restore: Restoring) -> None:
-        """Find what does not fit together with other values of the state, once each has been compared."""
+        """Find extras that do not fit the other values of the state.  Called after every `compare`."""
 
     def compare_part(self, restore: Restoring) -> None:
-        """`compare`, in a load of some names alone."""
+        """Like `compare`, in a load of some names alone (`only=`)."""
 
     def has_extra(self) -> bool:
         """True if a save of the value has an extra of its own key."""
         return True
 
     def extras(self, restore: Restoring) -> list[str]:
-        """Names of the extras that the value has a place for."""
+        """Names of the extras that the value takes."""
         return [self.key]
 
     def objects(self) -> Iterator[tuple[str, Any]]:
-        """Yield (path, object) of each object with a state_dict() that the value is, or has inside."""
+        """Yield (path, object) for the value, or for each value inside it, that has a state_dict()."""
         yield from ()
 
     def saved_state(self, path: str, checkpoint: Checkpoint) -> Any:
@@ -106,25 +111,25 @@ class Kind:
         return checkpoint.manifest.extras.get(path)
 
     def holds(self, name: str, restore: Restoring) -> bool | None:
-        """Tell of a saved tensor of this key that has no place of its own: True if it is part of an extra
-        that is put back, None if it is not to be loaded at all."""
+        """True if a saved tensor without a place is part of an extra that `put` puts back; False if the
+        live value lacks it; None if it is not to be loaded at all."""
         return True if restore.options.only is None else None
 
     def memory_for(self, name: str, restore: Restoring) -> tuple[torch.Tensor, Box]:
-        """Memory for such a tensor, and the box of the whole that it has."""
+        """Memory for a tensor that the value `holds`, and the box of the tensor that it covers."""
         info = restore.checkpoint.info(name)
         return torch.empty(info.shape, dtype=torch_dtype(info.dtype)), whole(info.shape)
 
     def lies_otherwise(self, restore: Restoring) -> bool:
-        """True if this rank has other parts of what each rank has saved its own values of."""
+        """True if this rank has other parts of the parameters than the rank of its number had."""
         return False
 
     def differing(self, checkpoint: Checkpoint) -> str:
-        """Words for what ranks have saved different values of; may be empty."""
+        """Words that name the values in which ranks differed; may be empty."""
         return ""
 
     def put(self, restore: Restoring) -> None:
-        """Put back all that is no tensor of its own."""
+        """Put back the extras of the value."""
         key, is_each_ranks = self.key, self.key in restore.manifest.per_rank
         saved = restore.own if is_each_ranks else restore.manifest.extras
         if is_each_ranks and key in restore.moved:
@@ -133,7 +138,7 @@ class Kind:
             self.put_tree(restore, saved[key])
 
     def put_by_rule(self, restore: Restoring, rule: str | None) -> None:
-        """Put back what each rank has saved for itself, on other ranks, by the rule for that."""
+        """Put back an extra that each rank saved for itself, by its rule, on a changed set of ranks."""
         if rule in ("rank0", "same"):
             for tree in islice(restore.of_all(self.key), 1):
                 self.put_tree(restore, tree)
@@ -143,4 +148,4 @@ class Kind:
         raise NotImplementedError
 
     def put_part(self, restore: Restoring) -> None:
-        """`put`, in a load of some names alone."""
+        """Like `put`, in a load of some names alone (`only=`)."""

@@ -1,7 +1,7 @@
 """Modules: one of torch or of a framework, or a list of pipeline stages under one key.
 
-Saved are parameters and persistent buffers by their names, what `get_extra_state` gives, and what a module
-adds to its state_dict() besides (`state.customised`), which inside an engine of a framework is refused.
+A save holds parameters and persistent buffers by their names, the results of `get_extra_state`, and further
+entries of a module's state_dict() (`state.customised`), which are refused inside an engine of a framework.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from holdfast.live.state.customised import (
     ignored_of,
     refuse_own,
 )
-from holdfast.live.state.deriving import derives, tell_loaded
 from holdfast.live.state.encoding import encode_extra
 from holdfast.live.state.ignoring import trainable_marks
 from holdfast.live.state.modules import (
@@ -38,6 +37,7 @@ from holdfast.live.state.modules import (
 )
 from holdfast.live.state.named import Collected, NamedTensors, Prepared
 from holdfast.live.state.own_errors import naming
+from holdfast.live.state.own_loading import derives, put_own, tell_loaded, unloadable
 from holdfast.live.state.placed import parts_in
 from holdfast.live.state.recognising import stages
 from holdfast.live.state.wrappers import check_names, parts
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 class ModuleKind(Kind):
-    """A module, or several that are the stages of a pipeline."""
+    """A module, or the stages of a pipeline under one key."""
 
     saved_as = "module"
 
@@ -57,7 +57,7 @@ class ModuleKind(Kind):
         super().__init__(key, value, given, sources)
         self.modules = stages(value) or []
         self._own: dict[int, list[OwnEntries]] = {}
-        """In a restore: what modules have beyond parameters and buffers, by id."""
+        """In a restore: entries of modules beyond parameters and buffers, by the module's id."""
         self._referred: set[str] = set()
         """In a restore: tensors that the extras of modules refer to, by name."""
 
@@ -114,8 +114,8 @@ class ModuleKind(Kind):
                     live.moved.update(live.apart.get(name, (name,)))
 
     def _tell_empty(self) -> None:
-        """HoldfastWarning for a module of which nothing is saved; torch's own that have no parameters have
-        nothing to lose."""
+        """HoldfastWarning for modules of which nothing is saved.  Torch's own modules without parameters
+        have nothing to lose."""
         for module in self.modules:
             if not all(type(part).__module__.startswith("torch.nn.") for part in module.modules()):
                 warn_user(
@@ -148,7 +148,7 @@ class ModuleKind(Kind):
     def _place_own(
         self, module: nn.Module, source: Source, live: Prepared, options: RestoreOptions
     ) -> None:
-        """Add what a module has of its own, before the rest, which some of them move when asked."""
+        """Add a module's own tensors before its parameters, which some modules move when asked."""
         if not source.saves_rest:
             refuse_own(self.key, module)
         mine = NamedTensors()
@@ -163,7 +163,7 @@ class ModuleKind(Kind):
         return self._own[id(module)]
 
     def _leave_ignored(self, checkpoint: Checkpoint, live: Prepared, module: nn.Module) -> None:
-        """Mark what was saved under names that are ignored now, so that it is not looked for."""
+        """Mark saved names that are ignored now as owned, so that no place is looked for."""
         ignored = ignored_of(module)
         if ignored is None:
             return
@@ -187,7 +187,7 @@ class ModuleKind(Kind):
         self.compare_part(restore)
 
     def compare_part(self, restore: Restoring) -> None:
-        """What modules make for their state_dict(), beside what was saved of it."""
+        """Compare the values that modules make for their state_dict() with the saved ones."""
         saved = {*restore.manifest.extras, *restore.manifest.per_rank}
         made: dict[str, set[str]] = {}  # by extra, which a wrapper and what it wraps share
         for name, own in self._made(restore.options):
@@ -198,8 +198,6 @@ class ModuleKind(Kind):
             lacking = [f"{self.key}.{own.name(e)}" for e in own.made if e not in tree]
             restore.problems.missing += lacking
             if name in restore.manifest.extras:
-                from holdfast.live.state.made import unloadable
-
                 for one, why in unloadable(self.key, own, self._readable(restore, own, tree)):
                     restore.differs(one, why)
         for name, entries in made.items():
@@ -211,8 +209,8 @@ class ModuleKind(Kind):
     def _readable(
         self, restore: Restoring, own: OwnEntries, tree: dict[str, Any]
     ) -> dict[str, Any]:
-        """Saved values, decoded, that a module makes and that are wanted; without those with large tensors,
-        which are read when it is known that all fits."""
+        """Decode saved values that a module makes and that are wanted.  Values with large tensors are left
+        out: they are read when all is known to fit."""
         return {
             entry: restore.decode(value)
             for entry, value in tree.items()
@@ -235,8 +233,7 @@ class ModuleKind(Kind):
         return [(f"{self.key}.{n}", part) for m in self.modules for n, part in extra_states(m)]
 
     def _made(self, options: RestoreOptions) -> list[tuple[str, OwnEntries]]:
-        """Modules that have something of their own that is wanted, by the name of the extra of its made
-        values."""
+        """The own entries of modules of which some are wanted, by the name of the extra of made values."""
         return [
             (f"{self.key}.{own.name(OWN_EXTRA)}", own)
             for module in self.modules
@@ -254,15 +251,13 @@ class ModuleKind(Kind):
         self.put_part(restore)
 
     def put_part(self, restore: Restoring) -> None:
-        """Put back what modules make for their state_dict(), by their own ways to load."""
+        """Put back the values that modules make for their state_dict(), by their own ways to load."""
         for name, own in self._made(restore.options):
             tree = restore.tree(name)
             saved = {} if tree is None else restore.decode(tree)
             if not isinstance(saved, dict):
                 raise FormatError(f"malformed extras: {name!r} is no state of a module")
             if tree is not None or own.tensors:
-                from holdfast.live.state.made import put_own
-
                 wanted = partial(self._is_wanted, restore.options, own)
                 put_own(self.key, own, {e: v for e, v in saved.items() if wanted(e)})
         if restore.is_whole:
@@ -272,7 +267,7 @@ class ModuleKind(Kind):
         return entry in own.made and options.wanted(f"{self.key}.{own.name(entry)}")
 
     def _tell_loaded(self, restore: Restoring) -> None:
-        """Let modules derive what they derive when they are loaded, the inner ones first."""
+        """Let modules derive values from their loaded tensors, inner modules first."""
         told = {id(own.part) for _, own in self._made(restore.options)}
         for module in self.modules:
             is_torchs = self.sources.of(module).saves_rest
@@ -296,7 +291,7 @@ def add_tensor(
 
 
 def collect_extra_states(to: Collecting, key: str, module: nn.Module) -> None:
-    """Add what modules keep besides tensors (`get_extra_state`)."""
+    """Add the extra states of modules (`get_extra_state`)."""
     live = to.live
     for name, part in extra_states(module):
         full = f"{key}.{name}"
@@ -311,7 +306,7 @@ def collect_extra_states(to: Collecting, key: str, module: nn.Module) -> None:
 
 
 def _tensors(key: str, module: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """Yield (kind, name, tensor) of parameters and persistent buffers; a tied one has each of its names."""
+    """Yield (kind, name, tensor) of parameters and persistent buffers; a tied one comes once per name."""
     yield from (("param", f"{key}.{name}", p) for name, p in named_parameters(module))
     yield from (("buffer", f"{key}.{name}", b) for name, b in named_buffers(module))
 
@@ -321,7 +316,7 @@ def _size(live: Collected) -> int:
 
 
 def _frozen(live: Prepared, key: str, module: nn.Module) -> set[int]:
-    """Note which parameters are left out (`trainable_only`); return their ids."""
+    """Note parameters that `trainable_only` leaves out; return their ids."""
     if not trainable_marks:
         return set()
     from holdfast.live.state.trainable import find_frozen
@@ -330,7 +325,7 @@ def _frozen(live: Prepared, key: str, module: nn.Module) -> set[int]:
 
 
 def _deriving(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Submodules that may derive something when they are loaded, with what their names begin with."""
+    """Yield (prefix of names, submodule) for submodules that may derive values when they are loaded."""
     root = unwrap(module)
     few = {part for part in submodules(root) if derives(part)}
     for prefix, part in parts(root) if few else ():

@@ -1,4 +1,4 @@
-"""An object that is saved by its own state_dict(): a scheduler, a data loader, a scaler, anything."""
+"""Objects that are saved by their own state_dict(): schedulers, data loaders, scalers, anything."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ObjectKind(Kind):
         rows = getattr(self.value, "rows_of_rank", None)
         if not info.shape or not callable(rows):
             return restore.memory_alike(name)
-        first, last = rows(info.shape[0])  # the object knows which it needs
+        first, last = rows(info.shape[0])  # the rows that the object needs
         box = whole(info.shape)
         box = Box((first, *box.start[1:]), (last, *box.stop[1:]))
         return torch.empty(box.shape, dtype=torch_dtype(info.dtype)), box

@@ -1,12 +1,12 @@
 """Optimizers of torch's class: one, or several as one (`state.several`).
 
-Saved are the states of each parameter under the parameter's name, the groups and what an optimizer keeps
-beside tensors in one extra, and state that belongs to no parameter in another.
+A save holds the states of each parameter under the parameter's name.  One extra has the groups and all
+states that are no tensors, another the state that belongs to no parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -24,19 +24,18 @@ from holdfast.live.sources import Sources
 from holdfast.live.state.named import Collected
 from holdfast.live.state.observer import calls_hooks
 from holdfast.live.state.optimizers import (
+    LiveOptimizer,
+    NamedGroups,
     add_common,
     add_optimizer,
-    all_param_names,
     common_name,
     encoded_hyper_parameters,
     holder_of,
-    named_groups,
     own_params,
-    param_names,
 )
 from holdfast.live.state.outside import outside
 from holdfast.live.state.placed import place
-from holdfast.live.state.recognising import is_optimizer
+from holdfast.live.state.recognising import State, is_optimizer
 from holdfast.live.state.several import CombinedOptimizer, combined_parts
 from holdfast.live.state.shared_states import tell_shared
 from holdfast.live.state.wrapped import check_own_state, shown_optimizer, stepping
@@ -48,20 +47,16 @@ if TYPE_CHECKING:
     from holdfast.live.restore.optimizer_states import StateChange
 
 
-NamedGroups = list[list[tuple[str, torch.Tensor]]]
-"""Names and parameters of each group."""
-
-
 class OptimizerKind(Kind):
-    """An optimizer of torch's, or several that were handed over as one."""
+    """An optimizer of torch's class, or several that were handed over under one key."""
 
     saved_as = "optimizer"
 
     def __init__(self, key: str, value: Any, given: Any, sources: Sources) -> None:
         super().__init__(key, value, given, sources)
-        self._pairs: NamedGroups | None = None
+        self._live: LiveOptimizer | None = None
         self._params: dict[str, torch.Tensor] = {}
-        """In a restore: parameters, by what names of their states begin with."""
+        """In a restore: parameters, by the prefix of the names of their states."""
 
     @classmethod
     def claims(cls, value: Any, sources: Sources) -> bool:
@@ -78,8 +73,7 @@ class OptimizerKind(Kind):
             yield from (p for p in params if p.requires_grad or id(p) in some)
 
     def _is_seen(self) -> bool:
-        """True if all its steps call torch's hooks.  What a framework has in its place has torch's
-        inside."""
+        """True if all its steps call torch's hooks.  A framework's optimizer has one of torch's inside."""
         parts = combined_parts(self.value).values()
         return all(
             not isinstance(part, Optimizer) or calls_hooks(shown_optimizer(part)) for part in parts
@@ -91,22 +85,29 @@ class OptimizerKind(Kind):
         if self._is_seen():
             self._note_moved(to.live, first)
 
+    def live(self, state: State) -> LiveOptimizer:
+        """The optimizer with its groups and names, which are found once."""
+        if self._live is None:
+            self._live = LiveOptimizer.of(self.key, self.value, self.source, state)
+        return self._live
+
+    def optimizers(self, state: State) -> Sequence[LiveOptimizer]:
+        return [self.live(state)]
+
     def _collect(self, to: Collecting) -> None:
-        live, key, source = to.live, self.key, self.source
-        groups = source.groups(self.value)
-        names = all_param_names(to.state, groups)
-        for name, p in own_params(to.state, key, groups, names):
+        live, optimizer = to.live, self.live(to.state)
+        for name, p in own_params(to.state, optimizer):
             live.add(name, "param", p, steady=True)
-        add_optimizer(live, key, self.value, source, names)
-        add_common(live, key, self.value, to.on_resize)
-        if any(id(p) not in names for _, params in groups for p in params):
+        add_optimizer(live, optimizer)
+        add_common(live, self.key, self.value, to.on_resize)
+        names = optimizer.names
+        if any(id(p) not in names for _, params in optimizer.groups for p in params):
             from holdfast.live.state.positions import note_positions
 
-            named = named_groups(groups, {i: found[0] for i, found in names.items()})
-            note_positions(live, key, self.value, named, to.state)
+            note_positions(live, optimizer, to.state)
         if to.is_first:
             self._check_states(to)
-            tell_shared(key, self.value, names)
+            tell_shared(self.key, self.value, names)
 
     def collect_step(self, to: Collecting) -> None:
         groups = [
@@ -117,7 +118,7 @@ class OptimizerKind(Kind):
         to.live.rules[self.key] = "merge"
 
     def _check_states(self, to: Collecting) -> None:
-        """Check the states of what was handed over, and of the optimizers saved in its place."""
+        """Check the states of the optimizer as it was handed over, and of those saved in its place."""
         for label, part in combined_parts(self.value).items():
             check_own_state(self.key + label, part, part, outside(part, to.state))
         if isinstance(self.given, Optimizer) and self.given is not self.value:
@@ -127,8 +128,7 @@ class OptimizerKind(Kind):
                 check_own_state(self.key, self.given, self.value, outer)
 
     def _note_moved(self, live: Collected, first: int) -> None:
-        """Note that it moves its tensors, those from number `first` on: its states, and parameters that
-        only it has."""
+        """Note as moved the tensors from number `first` on: states, and parameters of its own."""
         for name in islice(live.tensors, first, None):
             t = live.tensors[name]
             if t.state != "param" or id(t.source) in live.trained:
@@ -139,22 +139,18 @@ class OptimizerKind(Kind):
     def place(self, restore: Restoring) -> Iterable[StateChange | MasterChange]:
         from holdfast.live.restore.optimizer_states import StatePlaces
 
-        groups = self.source.groups(self.value)
-        names = all_param_names(restore.state, groups)
-        places = StatePlaces(restore.checkpoint, restore.live, restore.options, self.key, names)
-        changes = places.find(self.value, self.source)
+        optimizer = self.live(restore.state)
+        places = StatePlaces(restore.checkpoint, restore.live, restore.options, optimizer)
+        changes = places.find()
         if self.source.saves_rest:
-            for name, p in own_params(restore.state, self.key, groups, names):
+            for name, p in own_params(restore.state, optimizer):
                 if restore.options.wanted(name):
                     restore.live.add(name, "param", p, steady=True)
         return changes
 
     def pairs(self, restore: Restoring) -> NamedGroups:
         """Names and parameters of each group."""
-        if self._pairs is None:
-            groups = self.source.groups(self.value)
-            self._pairs = named_groups(groups, param_names(restore.state, groups))
-        return self._pairs
+        return self.live(restore.state).pairs
 
     def compare(self, restore: Restoring) -> None:
         from holdfast.live.restore.groups import match_groups
@@ -169,7 +165,7 @@ class OptimizerKind(Kind):
             self._compare_common(restore)
 
     def compare_with_others(self, restore: Restoring) -> None:
-        """Find objects that would give the groups each other's rates at their next step."""
+        """Find schedulers whose next step would exchange the rates of groups."""
         from holdfast.live.restore.groups import goes_by_number, moved_groups
 
         saved = restore.manifest.extras
@@ -188,7 +184,7 @@ class OptimizerKind(Kind):
             warn_user(f"{self.key}: {why}")
 
     def _compare_objects(self, restore: Restoring, saved: dict[str, Any]) -> None:
-        """Compare objects' states that were saved in the states of parameters."""
+        """Compare states of objects that were saved inside states of parameters."""
         if self.source.by_master:
             return
         for name, p in (one for params in self.pairs(restore) for one in params):
@@ -199,12 +195,12 @@ class OptimizerKind(Kind):
                 restore.compare_objects_in(path, partial(states.get, state), tree)
 
     def _has_common(self) -> bool:
-        """True if there can be state that belongs to no parameter, and that is saved."""
+        """True if state that belongs to no parameter is saved of such an optimizer."""
         is_one = isinstance(self.value, Optimizer) and not isinstance(self.value, CombinedOptimizer)
         return is_one and self.source.saves_rest
 
     def _compare_common(self, restore: Restoring) -> None:
-        """Find state that belongs to no parameter, by whichever rank it was saved: it has no place."""
+        """Find saved state that belongs to no parameter, of any rank: it has no place in this optimizer."""
         from holdfast.live.restore.optimizer_states import checked_common
 
         name = common_name(self.key)
@@ -264,21 +260,21 @@ class OptimizerKind(Kind):
         from holdfast.live.restore.groups import put_groups
         from holdfast.live.restore.optimizer_states import put_plain_states
 
-        pairs, unfit = self.pairs(restore), restore.live.unfit
-        groups = self.source.groups(self.value)
-        names = put_groups(self.key, groups, tree, pairs, restore.decode, unfit)
+        optimizer, unfit = self.live(restore.state), restore.live.unfit
+        groups = self.source.groups(self.value)  # loading may have exchanged them
+        names = put_groups(self.key, groups, tree, optimizer.pairs, restore.decode, unfit)
         restore.settings.keep(self.key, self.value, [group for group, _ in groups], names)
         if not self.source.by_master:
-            put_plain_states(self.key, self.value, self.source, tree, pairs, restore.decode, unfit)
+            put_plain_states(optimizer, tree, restore.decode, unfit)
 
 
 def _have_states(optimizer: Any) -> Collection[Any]:
-    """Whatever an optimizer has states of."""
+    """The parameters that an optimizer has states of."""
     return stepping(optimizer).state if isinstance(optimizer, Optimizer) else ()
 
 
 def _all_unknown(tree: Any, pairs: NamedGroups) -> str:
-    """Why no parameter of a live optimizer is one of the saved optimizer's; empty if one is."""
+    """Why live and saved optimizer have no parameter in common; empty if they have one."""
     saved = [name for group in tree["$optimizer"]["groups"] for name in group["params"]]
     live = [name for group in pairs for name, _ in group]
     if not saved or not live or set(saved) & set(live):
@@ -292,7 +288,7 @@ def _all_unknown(tree: Any, pairs: NamedGroups) -> str:
 
 
 def _of_no_part(names: list[str], live: Any) -> str:
-    """Why there is no place for state of an optimizer that belongs to no parameter."""
+    """Why state that belongs to no parameter has no place in the live optimizer."""
     why = f"a {type(live).__name__} has no place for it: load it into the plain optimizer that it is of"
     if isinstance(live, CombinedOptimizer):
         number = len(live.parts)

@@ -1,7 +1,7 @@
-"""A restore, as the kinds of values see it: what was saved, what it is to become here, what is in the way.
+"""A restore, as kinds see it: the saved extras, the differences found so far, and memory to read into.
 
-The part that is no tensor is planned, and refused where it must be, before anything is read; it is put back
-when all is there.
+Extras are compared, and refused where they do not fit, before anything is read.  They are put back when all
+tensors are there.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from holdfast.core.group import Group
 from holdfast.core.layout import Box, whole
 from holdfast.live.kinds.kind import Kind
 from holdfast.live.kinds.object import ObjectKind
-from holdfast.live.restore.decoding import decode_value
+from holdfast.live.restore.decoding import check_extras, decode_value
 from holdfast.live.restore.filling import Claims, Filling, keep_missing
+from holdfast.live.restore.groups import GroupSettings
 from holdfast.live.restore.mismatches import Mismatch, Problems, differs
 from holdfast.live.restore.nested import (
     Nested,
@@ -36,8 +37,6 @@ from holdfast.live.restore.nested import (
     with_live,
     with_tensors,
 )
-from holdfast.live.restore.readable import check_extras
-from holdfast.live.restore.settings import GroupSettings
 from holdfast.live.restore.targets import RestoreOptions, empty_alike, target_of
 from holdfast.live.restore.written import WrittenByLoads
 from holdfast.live.state.encoding import RESIZE_RULES, outline_tensor
@@ -63,38 +62,38 @@ class Restoring:
     ) -> None:
         self.checkpoint = checkpoint
         self.state = state
-        """The values by key, in which those that are replaced are put."""
+        """The values by key.  A value that cannot be filled in place is replaced here."""
         self.kinds = kinds
         self.live = live
         self.group = group
         self.options = options
         self.is_resized = False
-        """True if the ranks are arranged in another way than when the step was saved."""
+        """True if the mesh of ranks is another than that of the save."""
         self.is_whole = True
-        """True if optimizers' states are in the checkpoint; in a record they are not."""
+        """True for a full step; a record has no optimizer states."""
         self.problems = Problems()
-        """Differences between what is saved and what is live, outside of tensors."""
+        """Differences between saved and live extras."""
         self.wants: list[Want] = []
         self.moved: set[str] = set()
-        """Keys of values that each rank has its own of, on ranks that lie otherwise than they did."""
+        """Keys of per-rank values whose ranks have other parts than they had."""
         self.claims = Claims()
-        """Containers, arrays and objects of the state that have places in the step."""
+        """Live containers, arrays and objects, with the saved tree of each."""
         self.settings = GroupSettings(checkpoint.step)
         self.filling = Filling(checkpoint.step, live.tensors.values())
         self._loaded: dict[str, torch.Tensor] = {}
         self._alike: dict[str, torch.Tensor] = {}
-        """Tensors that objects have now, by name, of those objects to which saved tensors go."""
+        """Live tensors of objects that saved tensors go to, by name."""
         live.keys = set(kinds)
 
     @property
     def manifest(self) -> Manifest:
         return self.checkpoint.manifest
 
-    # -- what was saved -----------------------------------------------------------------------------
+    # -- saved extras ------------------------------------------------------------------------------
 
     @cached_property
     def own(self) -> dict[str, Any]:
-        """Extras that the rank of this number has saved for itself; none if the ranks lie otherwise."""
+        """Extras that the rank of this number saved for itself; none if the mesh is another."""
         if not self.manifest.per_rank or self.is_resized:
             return {}
         own = self.checkpoint.rank_extras(self.group.rank)
@@ -106,15 +105,14 @@ class Restoring:
         return name in self.manifest.extras or name in self.manifest.per_rank
 
     def of_all(self, name: str) -> Iterator[Any]:
-        """Yield an extra as each rank had it that did, in rank order."""
+        """Yield the versions of an extra that ranks saved for themselves, in rank order."""
         for rank in sorted(self.manifest.file_of):
             own = self.checkpoint.rank_extras(rank)
             if name in own:
                 yield own[name]
 
     def any_tree(self, name: str) -> dict[str, Any]:
-        """Saved values that a module made for its state_dict(), encoded: another rank's, where this one had
-        none."""
+        """Encoded values that a module made for its state_dict(): this rank's, else the first rank's."""
         if name in self.manifest.extras:
             tree = self.manifest.extras[name]
         else:
@@ -126,14 +124,14 @@ class Restoring:
         return tree
 
     def tree(self, name: str) -> Any:
-        """An extra that is part of a value, as this rank is to have it; None if it is not."""
+        """An extra that is part of a value, as this rank gets it; None if it gets none."""
         if not (self.is_resized and name in self.manifest.per_rank):
             return self.own.get(name, self.manifest.extras.get(name))
         rule = self.told_rule(name)
         return next(self.of_all(name), None) if rule in ("rank0", "same") else None
 
     def decode(self, tree: Any, live: Any = None) -> Any:
-        """Decode a saved tree; tensors are those that were read, or those that `live` has."""
+        """Decode a saved tree.  Its tensors are those that were read, else those of `live`."""
         known = dict(tensors_in(live)) if live is not None else {}
 
         def tensor(name: str) -> Any:
@@ -142,10 +140,10 @@ class Restoring:
 
         return decode_value(tree, tensor)
 
-    # -- finding what is in the way -----------------------------------------------------------------
+    # -- finding differences -----------------------------------------------------------------------
 
     def find(self) -> None:
-        """Find what does not fit outside of tensors, and memory for tensors in the states of objects."""
+        """Compare all extras, and find memory for tensors in the states of objects."""
         if self.options.only is not None:
             for kind in self.kinds.values():
                 kind.compare_part(self)
@@ -172,11 +170,11 @@ class Restoring:
         self.problems.found.append(Mismatch("missing", key, f" ({hint})" if hint else ""))
 
     def differs(self, name: str, said: str) -> None:
-        """Note that what was saved under a name is not what is here."""
+        """Note that the saved value of a name does not fit the live one; `said` is the reason."""
         self.problems.found.append(differs(name, said))
 
     def unexpected(self, names: Iterable[str]) -> None:
-        """Note names that are saved, and that nothing here has a place for."""
+        """Note saved names that have no place in the live state."""
         self.problems.unexpected += [
             Mismatch("unexpected", name)
             for name in names
@@ -184,21 +182,20 @@ class Restoring:
         ]
 
     def lacks(self, name: str, line: str) -> None:
-        """Note, in a line of the framework's own, what this run needs and an extra has not."""
+        """Note, in the framework's words, a value that this run needs and an extra lacks."""
         self.problems.found.append(Mismatch("said", name, line))
 
     def compare_object(self, path: str, value: Any, tree: Any) -> None:
-        """Compare what was saved in the place of an object with a state_dict()."""
+        """Compare the saved tree with the live object of its place, which has a state_dict()."""
         self.problems.found += not_its_state(path, value, tree)
         self.compare_objects_in(path, value.state_dict, tree)
 
     def compare_objects_in(self, path: str, ask: Callable[[], Any], tree: Any) -> None:
-        """Find states of objects that were saved in a state, which `ask()` gives now, and that have no
-        object there."""
+        """Find saved states of objects in a tree that have no live object.  `ask()`: the live state."""
         self._note_homeless(homeless_in(path, ask, tree))
 
     def compare_nested(self, key: str, value: Any, tree: Any) -> Nested:
-        """Compare the objects inside a list or dict with what was saved in their places."""
+        """Compare the objects inside a list or dict with the saved trees of their places."""
         found = nested(key, value, tree)
         self.problems.found += found.missing
         self._note_homeless(found.homeless)
@@ -207,7 +204,7 @@ class Restoring:
         return found
 
     def _note_homeless(self, homeless: list[Mismatch]) -> None:
-        """States of objects that are not here: a problem or, if the load is not strict, told once."""
+        """Note saved states whose objects the state lacks: problems or, without `strict`, told once."""
         if self.options.strict:
             self.problems.found += homeless
         else:
@@ -218,8 +215,8 @@ class Restoring:
     # -- memory for tensors that have no place of their own -----------------------------------------
 
     def _find_memory(self) -> None:
-        """Give memory to tensors inside the states of objects, and to those that a user's dict lacks, which
-        are unexpected if the load is strict."""
+        """Find memory for tensors in the states of objects, and for those that a user's dict lacks, which a
+        strict load does not expect."""
         live, names = self.live, [*self.checkpoint.object_tensors, *self.of_each_rank]
         self._alike = self._in_objects(set(names)) if self.options.only is None else {}
         for name in names:
@@ -238,14 +235,14 @@ class Restoring:
 
     @cached_property
     def of_each_rank(self) -> list[str]:
-        """Tensors in the states of objects that each rank has saved for itself: sharded ones."""
+        """Sharded tensors in the states of objects that each rank saved for itself."""
         kept = [kind for key, kind in self.kinds.items() if key in self.manifest.per_rank]
         begins = tuple(f"{path}." for kind in kept for path, _ in kind.objects())
         return [name for name in self.manifest.by_name if name.startswith(begins)]
 
     def _in_objects(self, names: Collection[str]) -> dict[str, torch.Tensor]:
-        """Tensors that objects of the state have now, by name, of those objects that some of the saved
-        tensors `names` go to; these are asked for their state_dict(), in one order on all ranks."""
+        """Live tensors, by name, of the objects that some of the saved tensors `names` go to.  Each object
+        is asked for its state_dict(), in one order on all ranks."""
         found: dict[str, torch.Tensor] = {}
         for kind in self.kinds.values() if names else ():
             for path, one in kind.objects():
@@ -255,7 +252,7 @@ class Restoring:
         return found
 
     def memory_alike(self, name: str) -> tuple[torch.Tensor, Box]:
-        """Memory for a tensor in an object's state, on the device and cut as the one that it has now."""
+        """Memory for a tensor in an object's state, with the device and the cuts of its live tensor."""
         info, alike = self.checkpoint.info(name), self._alike.get(name)
         dtype = torch_dtype(info.dtype)
         if alike is not None and (made := empty_alike(alike, info.shape, dtype)) is not None:
@@ -263,12 +260,12 @@ class Restoring:
         return torch.empty(info.shape, dtype=dtype), whole(info.shape)
 
     def with_alike(self, key: str, tree: Any) -> Any:
-        """A saved tree whose tensors go where the objects of a value have such tensors now."""
+        """A saved tree whose tensors go to the devices of the live tensors in the same places."""
         return with_tensors(key, tree, self._put_alike) if self._alike else tree
 
     def _put_alike(self, name: str, tree: Any) -> Any:
-        """Refer to a tensor that lies in the state of an object by name, if the object has one there now,
-        and have it loaded as that is."""
+        """Load an inline tensor with the device and cuts of the live one of its name, if there is one, and
+        refer to it by name."""
         alike, tensor = self._alike.get(name), outline_tensor(tree["$tensor"])
         if alike is None or (made := empty_alike(alike, tuple(tensor.shape), tensor.dtype)) is None:
             return tree
@@ -280,7 +277,7 @@ class Restoring:
     # -- rules for what each rank has saved for itself ----------------------------------------------
 
     def check_rules(self, is_resized: bool) -> None:
-        """RuleError, on every rank alike, for an extra that has no rule for the new mesh.  Collective."""
+        """RuleError, on all ranks alike, for an extra without a rule for the new mesh.  Collective."""
         self.is_resized, per_rank = is_resized, self.manifest.per_rank
         self.moved = set(per_rank) if is_resized else self._lying_otherwise()
         if not self.moved or self.options.only is not None:
@@ -307,9 +304,9 @@ class Restoring:
                 )
 
     def _lying_otherwise(self) -> set[str]:
-        """Keys of optimizers of which ranks have their own values, and other parts of the parameters.
+        """Keys of optimizers with values per rank whose ranks have other parts of the parameters now.
 
-        All ranks speak of each key, also those that have no such optimizer.  An optimizer's has no rule.
+        Every rank votes on each key, also one without that optimizer.  An optimizer's extra has no rule.
         """
         return {
             key
@@ -322,14 +319,14 @@ class Restoring:
         return self.kinds[name].differing(self.checkpoint) if name in self.kinds else ""
 
     def rule(self, name: str) -> str | None:
-        """The rule for an extra: what the caller, the object itself, its module or the save has said."""
+        """The rule for an extra, as declared by the caller, the object, its module or the save."""
         own = getattr(self.state.get(name), "on_resize", None)
         of_module = self.options.on_resize.get(name.partition(".")[0]) if "." in name else None
         declared = self.options.on_resize.get(name) or own or of_module
         return declared or self.manifest.per_rank.get(name)
 
     def told_rule(self, name: str) -> str | None:
-        """`rule`, which is followed now."""
+        """Like `rule`, with an event: the rule is followed now."""
         rule = self.rule(name)
         emit("extras.resized", key=name, rule=rule)
         return rule
@@ -337,15 +334,15 @@ class Restoring:
     # -- putting back -------------------------------------------------------------------------------
 
     def put_state(self, key: str, value: Any, tree: Any) -> None:
-        """Load an object's saved state by its `load_state_dict`."""
+        """Load an object's saved tree by its `load_state_dict`."""
         load_object(key, value, self.with_alike(key, tree), self.decode)
 
     def with_objects(self, path: str, ask: Callable[[], Any], tree: Any) -> Any:
-        """Load the objects in a live state, which `ask()` gives; return its saved tree with them in it."""
+        """Load the objects in the live state `ask()`; return the saved tree with the objects in it."""
         return with_live(path, ask, tree, self.decode)
 
     def put_values(self, key: str, live: Any, tree: Any) -> None:
-        """Put saved values into the user's own containers; tensors there are loaded, and objects stay."""
+        """Put saved values into the user's own containers.  Tensors inside are loaded, objects stay."""
         tree = self.with_alike(key, tree)
         inside = nested(key, live, tree)
         if inside.missing:
@@ -358,7 +355,7 @@ class Restoring:
         self.state[key] = self.filling.put(key, live, tree, found)
 
     def put(self) -> None:
-        """Put everything back that is no tensor of its own, generators of random numbers last."""
+        """Put all extras back, the generators of random numbers last."""
         if self.options.only is not None:
             for kind in self.kinds.values():
                 kind.put_part(self)

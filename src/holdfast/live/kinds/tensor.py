@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 class TensorKind(ValuesKind):
-    """A tensor, which goes by the key itself.  An extra of that name, as others may have saved, replaces it
-    as any value is."""
+    """A tensor, whose name is the key itself.  An extra of that name, which other writers may have saved,
+    replaces it as it would any value."""
 
     saved_as = "tensor"
 

@@ -26,9 +26,9 @@ class ValuesKind(Kind):
     def __init__(self, key: str, value: Any, given: Any, sources: Sources) -> None:
         super().__init__(key, value, given, sources)
         self._nested: Nested | None = None
-        """In a restore: objects inside, and what was saved in their places."""
+        """In a restore: objects inside, with the saved trees of their places."""
         self._unnamed: set[str] = set()
-        """In a restore: tensors that deques and sets inside have, by name."""
+        """In a restore: names of tensors in deques and sets."""
 
     @classmethod
     def claims(cls, value: Any, sources: Sources) -> bool:

@@ -1,4 +1,4 @@
-"""Values of one dtype that go into live memory of another, and those that it cannot hold.
+"""Casts at a load: values of one dtype into live memory of another, which may not hold them all.
 
 `cast=True` allows rounding, and nothing else: float32 into bfloat16 gives the nearest numbers there are.
 torch converts the rest without a word, and to what depends on the two dtypes:
@@ -8,8 +8,8 @@ torch converts the rest without a word, and to what depends on the two dtypes:
     -1   into uint8          255           0.5       into bool            True
     1+2j into float32        1             16777217  into float32         16777216
 
-Such a value is another one than was saved.  So each block of values is looked at before it goes into the
-live tensor: one pass over numbers (their smallest and largest), a second one only where these do not fit.
+Such a value is not the saved one.  So each block of values is checked before it goes into the live tensor:
+one pass over the numbers (their smallest and largest), a second pass only where these do not fit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from holdfast.core.checkpoint.rows import Array
 from holdfast.live.state.tensor_kinds import writing
 
 _LARGE = (torch.float32, torch.float64)
-"""Floating dtypes with which torch calculates on each device; all others fit into the first."""
+"""Floating dtypes that torch calculates with on each device; all others fit into the first."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class CastTarget:
         return None
 
     def put(self, at: tuple[slice, ...], values: Array) -> None:
-        """Convert and write values.  StateMismatch, before anything of them is written, if the tensor
-        cannot hold one."""
+        """Convert and write values.  StateMismatch, before any is written, if the tensor cannot hold
+        one."""
         source = torch.from_numpy(np.array(values)).view(self.dtype)
         try:
             lost = _lost(source, self.tensor.dtype) if source.numel() else None
@@ -77,8 +77,8 @@ def _shown(source: torch.Tensor, lost: torch.Tensor) -> str:
 
 
 def _lost(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return a mask of the values that a dtype cannot hold; None if it holds, or rounds to a near one,
-    each of them."""
+    """Return a mask of the values that a dtype cannot hold; None if it holds each, or rounds it to the
+    nearest number."""
     if source.dtype is torch.bool:  # a dtype without zero cannot hold False
         source = source.view(torch.uint8)
     if source.dtype.is_complex:
@@ -100,7 +100,7 @@ def _lost(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
 
 
 def _lost_floats(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """Mask floats that become infinite, another kind of number, or the dtype's largest one from afar.
+    """Mask floats that become infinite, another kind of number, or the dtype's largest number from afar.
 
     The nearest number is the largest one for all that lies within half a step of it; a dtype without zero
     or signs has others near."""
@@ -119,7 +119,7 @@ def _lost_floats(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | Non
 
 
 def _no_wholes(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """Mask floats that are no whole numbers, or none of those that the dtype holds."""
+    """Mask floats that are no whole numbers, or whole numbers beyond the dtype."""
     low, past = (
         (0, 2) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max + 1)
     )
@@ -128,7 +128,7 @@ def _no_wholes(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
 
 
 def _lost_wholes(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """Mask whole numbers that a dtype does not hold exactly: a rounded count or id is another one."""
+    """Mask whole numbers that a dtype does not hold exactly: a rounded count or id is a wrong one."""
     values = source.numpy()
     low, high = int(values.min()), int(values.max())
     if not dtype.is_floating_point:

@@ -21,6 +21,7 @@ from holdfast.core.checkpoint.peers import of_the_step
 from holdfast.core.format.extras import DCP_NAMES, MADE_OF
 from holdfast.core.group import Group
 from holdfast.core.layout import Axis, Mesh, common_mesh
+from holdfast.live.restore.apart import made_otherwise
 from holdfast.live.restore.mismatches import Mismatch, Problems, differs
 from holdfast.live.restore.targets import RestoreOptions, is_known
 from holdfast.live.state.customised import OWN_EXTRA
@@ -29,7 +30,7 @@ from holdfast.live.state.positions import WAYS_OUT
 
 MAX_UNTOUCHED = 20
 MAX_HINTS = 20
-"""Near misses are looked for this often per list: it takes time."""
+"""Most near misses that are looked for per list: each takes time."""
 
 OTHER_NAMES = (
     "; transformers 5 writes other names than a live model of some families has (GPT-NeoX, ViT, mixtures "
@@ -38,7 +39,7 @@ OTHER_NAMES = (
 
 
 def compare_tensors(checkpoint: Checkpoint, live: Prepared, options: RestoreOptions) -> Problems:
-    """Find what of this rank's live tensors does not match the checkpoint."""
+    """Find differences between this rank's live tensors and the checkpoint."""
     found = Problems()
     find, entries = checkpoint.manifest.find, checkpoint.manifest.tensors
     for name, t in live.tensors.items():
@@ -59,8 +60,6 @@ def compare_tensors(checkpoint: Checkpoint, live: Prepared, options: RestoreOpti
 
         compare_frozen(checkpoint, live, options, found)
     if live.apart or any(name + MADE_OF in checkpoint.manifest.extras for name in found.missing):
-        from holdfast.live.restore.apart import made_otherwise
-
         made_otherwise(checkpoint, live, found)
     if live.aliases:
         from holdfast.live.restore.tied import saved_twice
@@ -89,9 +88,9 @@ class _Compared(msgspec.Struct, frozen=True, array_like=True):
     taken: list[str]
     unexpected: list[Mismatch]
     matching_nothing: list[str]
-    """Patterns of `only` by which nothing that this rank holds is loaded."""
+    """Patterns of `only` that match no tensor of this rank."""
     left_out: bytes = b""
-    """One bit per parameter that the checkpoint lists as left out: this rank has it."""
+    """One bit per parameter that the checkpoint lists as left out: set if this rank has it."""
     keys: list[str] = []
     """Keys of this rank's state."""
     twice: dict[str, str] = {}
@@ -105,10 +104,9 @@ class _Together(msgspec.Struct, frozen=True, array_like=True):
     resized: bool
     untouched: list[Mismatch]
     having: list[tuple[str, str, list[int]]]
-    """Further names of tied weights under which they were saved, too, the first names, and the ranks that
-    have both."""
+    """(further name, first name, ranks that have both) of tied weights that were saved under both names."""
     damage: tuple[int, WireError] | None = None
-    """A rank, and a fault of the step itself that it has found."""
+    """A rank, and the fault of the step that it found."""
 
 
 def judge_together(
@@ -119,8 +117,8 @@ def judge_together(
     group: Group,
     options: RestoreOptions,
 ) -> bool:
-    """Raise StateMismatch on every rank if any has a problem, or what one has found wrong with the step;
-    returns whether the mesh differs."""
+    """Return True if the mesh differs from the saved one.  StateMismatch on every rank if any has a
+    problem; the fault of the step itself if a rank found one.  Collective."""
     mine = _Compared(
         problems.found,
         problems.missing,
@@ -184,8 +182,8 @@ def _mismatch(checkpoint: Checkpoint, live: Prepared, found: list[Mismatch]) -> 
 
 
 def tell_untouched(checkpoint: Checkpoint, untouched: list[Mismatch], group: Group) -> None:
-    """HoldfastWarning, once, of what a load leaves as it is: what is missing or not expected if it is not
-    to be strict, and extra states that no module takes."""
+    """HoldfastWarning, on rank 0, of everything that a load leaves as it is: missing and unexpected names
+    without `strict`, and extra states that no module takes."""
     if not untouched or group.rank:
         return
     lines = [one.text for one in untouched]
@@ -197,12 +195,12 @@ def tell_untouched(checkpoint: Checkpoint, untouched: list[Mismatch], group: Gro
 
 
 def _refused(checkpoint: Checkpoint, live: Prepared) -> str:
-    """The reasons why the checkpoint does not offer what the state asks for."""
+    """The reasons why the checkpoint does not offer keys that the state asks for."""
     return "; ".join(why for key, why in checkpoint.refused.items() if key in live.keys)
 
 
 def _claimed(checkpoint: Checkpoint, live: Prepared) -> bytes:
-    """One bit per saved tensor: this rank has a place for it."""
+    """One bit per saved tensor: set if this rank has a place for it."""
     bits = np.zeros(len(checkpoint.manifest.tensors), bool)
     found = map(checkpoint.manifest.find, (*live.tensors, *live.aliases, *live.owned))
     bits[[index for index in found if index is not None]] = True
@@ -252,7 +250,7 @@ def _combine(
 
 
 def _having(checkpoint: Checkpoint, live: Prepared) -> bytes:
-    """One bit per parameter that was left out: this rank has it, frozen or trained."""
+    """One bit per parameter that was left out: set if this rank has it, frozen or trained."""
     known = live.frozen.keys() | live.tensors.keys() | live.aliases.keys()
     return np.packbits(np.array([n in known for n in checkpoint.left_out], bool)).tobytes()
 
@@ -260,7 +258,7 @@ def _having(checkpoint: Checkpoint, live: Prepared) -> bytes:
 def _left_out_in_vain(
     checkpoint: Checkpoint, found: list[_Compared], live: Prepared, options: RestoreOptions
 ) -> list[Mismatch]:
-    """Parameters that were left out when the step was saved, and that no rank has."""
+    """Parameters that the save left out and that no rank has."""
     masks = [np.unpackbits(np.frombuffer(f.left_out, np.uint8)) for f in found]
     having = np.bitwise_or.reduce(masks)
     return [
@@ -278,7 +276,7 @@ def _near(name: str, names: Iterable[str]) -> str:
 def _unexpected(
     checkpoint: Checkpoint, found: list[_Compared], live: Prepared, options: RestoreOptions
 ) -> list[Mismatch]:
-    """Saved tensors for which no rank has a place, under the keys that are being loaded."""
+    """Saved tensors under the keys of the state that no rank has a place for."""
     bits = np.zeros(-(-len(checkpoint.manifest.tensors) // 8), np.uint8)
     for f in found:
         bits |= np.frombuffer(f.claimed, np.uint8)
@@ -296,8 +294,8 @@ def _unexpected(
 def _beside_states(
     checkpoint: Checkpoint, live: Prepared, options: RestoreOptions
 ) -> list[Mismatch]:
-    """Values that `dcp.save` has written of an optimizer, and that no live one has a place for: they lie
-    deeper in a state, or beside states and groups."""
+    """Values of optimizers that `dcp.save` wrote deeper in a state, or beside states and groups: no live
+    optimizer has a place for them."""
     saved = checkpoint.manifest.extras
     if options.only is not None or DCP_NAMES not in saved:
         return []
@@ -309,7 +307,7 @@ def _beside_states(
 def _unexpected_extras(
     checkpoint: Checkpoint, found: list[_Compared], live: Prepared, options: RestoreOptions
 ) -> list[Mismatch]:
-    """Saved extras: what modules had besides their tensors, for which no rank has such a module."""
+    """Saved extras of modules that no rank has."""
     if options.only is not None:
         return []
     taken = {name for f in found for name in f.taken}
@@ -334,7 +332,7 @@ def _matching_nothing(checkpoint: Checkpoint, live: Prepared, options: RestoreOp
 def _idle_patterns(
     checkpoint: Checkpoint, found: list[_Compared], keys: set[str], options: RestoreOptions
 ) -> list[Mismatch]:
-    """Patterns of `only` by which no rank loads anything: misspelled, or of extras."""
+    """Patterns of `only` that match no tensor of any rank: misspelled, or names of extras."""
     names = [n for n in checkpoint.names() if n.split(".", 1)[0] in keys]
     out = []
     for pattern in options.only or ():
@@ -352,7 +350,7 @@ def _resized(
     size: int,
     known: Mesh | None,
 ) -> bool:
-    """True if the ranks are arranged in another way than when the step was saved."""
+    """True if the mesh of ranks is another than that of the save."""
     named = [Axis(known.strides[name], n, name) for name, n in known.axes] if known else []
     try:
         mesh = common_mesh([*(Axis(*a) for a in axes), *named], size)[0]

@@ -1,13 +1,13 @@
-"""States that an optimizer will look for in its next step, and whether those that were saved are such.
+"""States that an optimizer looks for in its next step, compared with the saved states.
 
-An optimizer makes its states when a parameter has none; where it finds some, it takes them for its own.
-Another one's, put there, are a KeyError in the step after the restore, or are never looked at.
+An optimizer makes its states when a parameter has none.  States that it finds it takes for its own: those
+of another optimizer are a KeyError in the step after the restore, or are never looked at.
 
-Which names an optimizer has follows from its class and its hyper-parameters, which a restore replaces, too.
-Of torch's own this is found out by letting a new one of that class make a step with those hyper-parameters
-on one element, which holds for every version of torch.  Others may do anything in a step (exchange with
-other ranks, need a device), so they are not asked.  Of these the states that are there tell: where names
-are lacking on both sides, they are not of one kind.
+The names of the states follow from the optimizer's class and its hyper-parameters, which a restore
+replaces, too.  For torch's own classes, a new optimizer of the class makes a step with those
+hyper-parameters on one element, which tells the names for every version of torch.  Other classes may do
+anything in a step (exchange with other ranks, need a device), so they are not tried.  Their live states are
+compared: where each side has names that the other lacks, the two are of different kinds.
 """
 
 from __future__ import annotations
@@ -25,20 +25,19 @@ from holdfast.base.text import listed
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.live.restore.groups import (
     COMPUTE_OPTIONS,
-    NamedGroups,
     hypers_after,
     plain_states,
     without_params,
 )
-from holdfast.live.sources import ParamGroup
 from holdfast.live.state.named import Misfit
+from holdfast.live.state.optimizers import LiveOptimizer, NamedGroups
 from holdfast.live.state.wrapped import ELEMENTWISE
 
 ASKED = ELEMENTWISE | {"Adafactor", "Muon"}
-"""Classes of torch whose states' names follow from the hyper-parameters and the number of dims."""
+"""Classes of torch whose state names follow from the hyper-parameters and the number of dims."""
 
 SWITCHES = {"amsgrad": True, "centered": True, "momentum": 0.5}
-"""Hyper-parameters that add states.  A run may have changed one: then states are kept that nobody reads."""
+"""Hyper-parameters that add states.  A run may have changed one, and keep states that no step reads."""
 
 OF_TORCH = frozenset(
     [
@@ -57,12 +56,12 @@ OF_TORCH = frozenset(
         "sum",
     ]
 )
-"""Names that say of which of torch's optimizers a state is.  Under any other a hook of the user's may keep
-something of its own with a parameter's states."""
+"""State names of torch's optimizers.  Under other names, a hook of the user's may keep values of its own
+beside a parameter's states."""
 
 
 class Only(Protocol):
-    """Options of a load that tell whether it is of some names alone."""
+    """Options of a load, of which `only` counts."""
 
     @property
     def only(self) -> tuple[str, ...] | None: ...
@@ -75,22 +74,22 @@ class Expected:
     needed: frozenset[str]
     """States that a step reads, unless the parameter has none at all."""
     known: frozenset[str]
-    """The needed states, and those that it may have with other hyper-parameters."""
+    """The needed states, and further ones with other hyper-parameters."""
     begins_empty: bool
     """True if a step makes the states where there are none."""
 
 
 @dataclass
 class Fitting:
-    """Compares the states that were saved of an optimizer with those that it expects."""
+    """Compares the saved states of an optimizer with those that it looks for."""
 
     key: str
     hypers: list[dict[str, Any]]
-    """Hyper-parameters of each group, as they will be."""
+    """Hyper-parameters of each group after the restore."""
     plain: dict[str, dict[str, Any]]
     """Saved states that are no tensors, by parameter."""
     is_partial: bool
-    """True if states that are not loaded stay."""
+    """True if live states that are not loaded stay."""
     checkpoint: Checkpoint
     pairs: NamedGroups
     """Names and parameters of each group."""
@@ -98,17 +97,12 @@ class Fitting:
     _misfits: dict[str, list[str]] = field(default_factory=dict)
     """Parameters whose saved states do not fit, by what is wrong."""
     _idle: dict[str, list[str]] = field(default_factory=dict)
-    """Parameters whose saved states will not be looked at, by the text that names these."""
+    """Parameters whose saved states no step looks at, by the text that names the states."""
 
     @staticmethod
-    def of(
-        checkpoint: Checkpoint,
-        key: str,
-        groups: list[ParamGroup],
-        pairs: NamedGroups,
-        options: Only,
-    ) -> Fitting | None:
-        """For the optimizer of a key; None if the checkpoint has no groups that could be its own."""
+    def of(checkpoint: Checkpoint, optimizer: LiveOptimizer, options: Only) -> Fitting | None:
+        """The comparison for an optimizer; None if the checkpoint has no groups of it."""
+        key, groups, pairs = optimizer.key, optimizer.groups, optimizer.pairs
         if options.only is not None:
             now = [without_params(group) for group, _ in groups]
             return Fitting(key, now, {}, True, checkpoint, pairs)
@@ -130,15 +124,13 @@ class Fitting:
         saved: Iterable[str],
         live: dict[str, Any],
     ) -> bool:
-        """True if the optimizer of a parameter, which is in this group, can go on with the states that
-        were saved of it.  `live`: those that it has now."""
+        """True if the optimizer can go on with the `saved` states of a parameter in group `number`.
+        `live`: the states that the parameter has now."""
         others = self.plain.get(name, {})
         new = frozenset(saved).union(s for s, v in others.items() if v is not None)
         old = frozenset(s for s, v in live.items() if v is not None)
         kind = type(optimizer)
         if isinstance(optimizer, torch.optim.LBFGS):
-            from holdfast.live.restore.lbfgs import misfit
-
             if why := misfit(self.checkpoint, self.key, self.pairs[number]):
                 self._misfits.setdefault(why, []).append(name)
             return not why
@@ -161,8 +153,8 @@ class Fitting:
         return is_right
 
     def misfits(self) -> list[Misfit]:
-        """What the optimizer cannot go on with, and what it has no use for itself, once for all parameters
-        alike in this."""
+        """The saved states that the optimizer cannot use, or does not look at: one misfit for all
+        parameters alike."""
         return [
             Misfit(self.key, f"{why} ({listed(names, 1)})", is_idle)
             for is_idle, found in ((False, self._misfits), (True, self._idle))
@@ -189,15 +181,15 @@ def _is_right(expected: Expected, new: frozenset[str], after: frozenset[str]) ->
 
 
 def is_asked(kind: type) -> bool:
-    """True if a class is one of torch's in `ASKED`: a step of it tells which states it has."""
+    """True if a class is one of torch's in `ASKED`."""
     return kind.__module__.startswith("torch.optim.") and kind.__name__ in ASKED
 
 
 def expected_states(kind: Any, hyper: dict[str, Any], ndim: int) -> Expected | None:
-    """The states that an optimizer of torch's will look for; None if it cannot make a step.
+    """The states that an optimizer of torch's looks for; None if it cannot make a step.
 
-    Another one's hyper-parameters may have the same names and other meanings (`eps` of Adafactor): where it
-    makes no step with them, only those count that decide which states it has.
+    Hyper-parameters of another class may have the same names and other meanings (`eps` of Adafactor): where
+    no step can be made with them, only those count that decide which states there are.
     """
     deciding = {k: v for k, v in hyper.items() if k in SWITCHES}
     on = {k: SWITCHES[k] for k in deciding}
@@ -234,3 +226,32 @@ def _after_a_step(kind: Any, hyper: dict[str, Any], ndim: int) -> tuple[frozense
                 continue
             return frozenset(one.state.get(p, {})), begins_empty
     raise AssertionError("one of the two has returned")
+
+
+# -- LBFGS --------------------------------------------------------------------------------------
+# The vectors of an LBFGS are the gradients of all its parameters, one behind the other, kept as states of
+# the first.  They mean nothing to an LBFGS of other parameters, or of the same in another order: it would
+# fail in its next step, or take a wrong direction.
+
+
+VECTORS = ("d", "prev_flat_grad")
+
+
+def misfit(checkpoint: Checkpoint, key: str, pairs: list[tuple[str, torch.Tensor]]) -> str:
+    """Why an LBFGS over these parameters cannot go on with the saved states; empty if it can."""
+    names = [name for name, _ in pairs]
+    start = "an LBFGS keeps one vector of all its parameters together, and "
+    tree = checkpoint.manifest.extras.get(key)
+    groups = tree["$optimizer"]["groups"] if isinstance(tree, dict) else ()
+    order = [name for group in groups for name in group["params"] if name in set(names)]
+    if groups and order != names:
+        return f"{start}it was saved of them in another order"
+    total = sum(p.numel() * (2 if p.is_complex() else 1) for _, p in pairs)
+    find = checkpoint.manifest.find
+    places = [(name, find(f"{key}.{name}.{v}")) for name in names for v in VECTORS]
+    saved = [(name, checkpoint.manifest.tensors[at].shape) for name, at in places if at is not None]
+    if any(shape != (total,) or name != names[0] for name, shape in saved):
+        lengths = dict.fromkeys(str(shape[0]) for _, shape in saved if shape)
+        return f"{start}these have {total} elements here and had {', '.join(lengths)} when saved"
+    others = {name for name, states in (plain_states(checkpoint, key) or {}).items() if states}
+    return f"{start}was saved of several" if others & set(names[1:]) else ""

@@ -1,12 +1,12 @@
-"""Filling the plain containers of a state: the script's own list, array or dict gets what was saved.
+"""Filling the plain containers of a state: the script's own list, array or dict gets the saved values.
 
     losses = []                                          the loop's own name of a list
     state = {"progress": {"losses": losses}}             the state's name of it
 
-A restore that put another list into the dict would leave the loop with one that nobody saves.  So a live
-container stays where it is, at any depth, and takes the saved values: by key in a dict, by position in a
-list.  Where it cannot take them (a tuple was saved, or an array of another shape), it is replaced, and that
-is told, because the script may hold it by a name of its own.
+A restore that put another list into the dict would leave the loop with a list that no save holds.  So a
+live container stays where it is, at any depth, and takes the saved values: by key in a dict, by position in
+a list.  Where it cannot take them (a tuple was saved, or an array of another shape), it is replaced, with a
+warning, because the script may hold it by a name of its own.
 
 One container may be in a state twice.  It is filled once, and stays one, if both places were saved with the
 same values.  If they were not, they were two containers when they were saved, for references move while a
@@ -38,16 +38,16 @@ MAX_PLACES = 10
 HELD = (list, dict, set, deque, bytearray, io.BytesIO, np.ndarray, Mapping)
 """Values that a script can hold by a name of its own, and that can be filled, but for a frozen mapping."""
 INSIDE = (*HELD, tuple, torch.Tensor)
-"""Values that are filled themselves, or have some in them."""
+"""Values that are filled, or that may have such values inside."""
 
 _restored: set[str] = set()
 """Keys whose values this process has restored."""
 _told: set[tuple[str, str]] = set()
-"""Notices that were told in this process, by the path that they are of."""
+"""(notice, path) of notices given in this process."""
 
 
 class Filling:
-    """The filling of one restore: which containers have their values already, and what is to be told."""
+    """The filling of one restore: the containers that have their values already, and the warnings due."""
 
     def __init__(self, step: int, tensors: Iterable[LiveTensor]) -> None:
         self.step = step
@@ -57,14 +57,14 @@ class Filling:
         self._filled: dict[int, Any] = {}
         self._tensors = tensors
         self._memories: set[int] = set()
-        """Memories of tensors that have their values, once a tensor without a name is met."""
+        """Storages of tensors that have their values, once a tensor without a name is met."""
         self._removed: dict[str, str] = {}
         self._replaced: dict[str, str] = {}
         self._twice: dict[str, str] = {}
 
     def put(self, key: str, live: Any, tree: Any, found: Any) -> Any:
-        """Fill the live value of a key with what was saved (`found`, decoded from `tree`); return what is
-        to stand in its place, which is the live value itself wherever that can be."""
+        """Fill the live value of a key with the saved one (`found`, decoded from `tree`); return the value
+        for its place, which is the live value itself wherever that can be."""
         for path, other, value in self._claims.differing(key, live, tree):
             if not is_object(value):
                 self._apart.add(path)
@@ -83,11 +83,11 @@ class Filling:
         return self._put(key, live, found)
 
     def has(self, live: Any) -> bool:
-        """True if a container has its values already, as that of another key."""
+        """True if a container has its values already, from another key."""
         return id(live) in self._filled
 
     def tell(self) -> None:
-        """Tell what was taken away, what was replaced, and what was one and is two, once for each place."""
+        """Warn of removed entries, replaced containers, and containers that were split, once per place."""
         for text in self._removed.values():
             warn_user(
                 f"{text}, which is taken from the dict",
@@ -191,7 +191,7 @@ class Filling:
 
 
 def keep_missing(live: dict[Any, Any], found: dict[Any, Any]) -> None:
-    """Add to what was saved the tensors that it lacks, which were told as left as they are."""
+    """Add to the saved dict the live tensors that it lacks, which were told as left as they are."""
     for key, value in live.items():
         if key not in found:
             found.update({key: value} if any(True for _ in tensors_in(value)) else {})
@@ -200,7 +200,7 @@ def keep_missing(live: dict[Any, Any], found: dict[Any, Any]) -> None:
 
 
 class Claims:
-    """Live containers and objects that are in a state twice, found along with what was saved of them."""
+    """Live containers and objects with their saved trees, to find those that are in a state twice."""
 
     def __init__(self) -> None:
         self._first: dict[int, tuple[str, Any, Any]] = {}
@@ -208,18 +208,18 @@ class Claims:
 
     @property
     def arrays(self) -> list[tuple[str, np.ndarray[Any, Any], Any]]:
-        """The arrays among them: path, array and saved tree."""
+        """(path, array, saved tree) of the arrays."""
         return [one for one in self._first.values() if isinstance(one[1], np.ndarray)]
 
     def differing(self, key: str, live: Any, tree: Any) -> Iterator[tuple[str, str, Any]]:
-        """Yield (path, first path, value) of those that were saved with other values in another place."""
+        """Yield (path, first path, value) for values whose two places were saved with different values."""
         for path, value, saved in _places(live, tree, key):
             other, _, before = self._first.setdefault(id(value), (path, value, saved))
             if other != path and not _agree(before, other, saved, path):
                 yield path, other, value
 
     def problems(self, key: str, live: Any, tree: Any) -> list[Mismatch]:
-        """Differences: values of the state itself that are one, and were saved with different values."""
+        """Mismatches of values of the state that are one object, and were saved with different values."""
         if is_loader(live):  # which may draw each time that it is asked
             return []
         return [
@@ -235,14 +235,14 @@ def is_held(value: Any) -> bool:
 
 
 def _is_bare(value: Any) -> bool:
-    """True for a container with no tensors or objects in it, of which another can be made."""
+    """True for a container without tensors and objects, of which a second one can be made."""
     if is_object(value) or isinstance(value, (torch.Tensor, torch.nn.Module)):
         return False
     return not isinstance(value, INSIDE) or all(_is_bare(one) for _, one in items_of(value, ""))
 
 
 def _places(live: Any, tree: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (path, value, saved tree) of the containers and objects of a value that are in both."""
+    """Yield (path, value, saved tree) of the containers and objects that live value and tree have."""
     if is_object(live) or is_held(live):
         yield path, live, tree
     if is_object(live):
@@ -261,7 +261,7 @@ def _has_places(value: Any) -> bool:
 
 
 def _agree(one: Any, path: str, other: Any, other_path: str) -> bool:
-    """True if two saved trees are equal, but for where the tensors lie that they refer to."""
+    """True if two saved trees are equal, but for the names of tensors that they refer to."""
     if isinstance(one, dict) and isinstance(other, dict):
         if one.keys() == other.keys() == {"$at"}:
             # below a key an item is `log.[1]`, and deeper `more.log[1]`
@@ -326,7 +326,7 @@ def _words(value: Any) -> str:
 
 
 def _untold(notice: str, texts: dict[str, str]) -> list[str]:
-    """Texts of the places of which this process has not told; they are noted as told."""
+    """The texts of places that this process has not told of; they count as told now."""
     new = [text for path, text in texts.items() if (notice, path) not in _told]
     _told.update((notice, path) for path in texts)
     return new

@@ -1,16 +1,16 @@
 """Checkpoints of earlier versions, whose names have components of wrappers in them.
 
-There `model.gen.module.0.weight` was the name of a weight inside a nested DDP, and a model of
-Lightning Fabric had each of its weights twice, `_forward_module.0.weight` and `_original_module.0.weight`.
-What a live module was called then follows from its structure.  Where a checkpoint has that name and not
-the one of today, it is shown under today's: tensors, extras, and what optimizers keep by parameter.
+Earlier versions named a weight inside a nested DDP `model.gen.module.0.weight`, and saved each weight of a
+Lightning Fabric model twice, as `_forward_module.0.weight` and `_original_module.0.weight`.  The former
+name of a live module follows from its structure.  Where a checkpoint has the former name and lacks today's,
+its entries are shown under today's name: tensors, extras, and optimizer states.
 
 Nothing is guessed from a name's text, so a user's own `module` is left alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,24 +21,30 @@ from holdfast.base.events import emit
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.format.extras import MADE_OF
 from holdfast.core.format.manifest import FileEntry, Manifest, TensorEntry
-from holdfast.live.sources import Sources
 from holdfast.live.state.modules import inside_framework, reshard
-from holdfast.live.state.optimizers import MODEL_STATES, all_param_names, served_modules
-from holdfast.live.state.recognising import State, is_optimizer, sources_in, stages
-from holdfast.live.state.wrappers import SECOND, TAKEN_OUT, paths
+from holdfast.live.state.optimizers import MODEL_STATES, LiveOptimizer
+from holdfast.live.state.recognising import State, modules_in
+from holdfast.live.state.wrappers import SECOND, TAKEN_OUT, has_wrappers, paths
 
 Pair = tuple[str, str, int]
 """A live tensor's name, one that it had formerly, and its id."""
 
 
-def under_live_names(checkpoint: Checkpoint, state: State, of_fabric: bool) -> Checkpoint:
-    """The checkpoint, or one that shows what an earlier version named otherwise under its live name.
-    `of_fabric`: it has names of what was wrapped by Fabric."""
-    pairs = {
-        key: [pair for m in stages(value) or () for pair in _pairs(m, of_fabric)]
-        for key, value in state.items()
-    }
-    names = _names(checkpoint, pairs, state)
+def under_live_names(
+    checkpoint: Checkpoint,
+    modules: Sequence[tuple[str, nn.Module]],
+    optimizers: Iterable[LiveOptimizer],
+) -> Checkpoint:
+    """The checkpoint, or a view of it with former names replaced by the live ones.  `modules` and
+    `optimizers`: those of the state, the modules with their keys."""
+    known = (*checkpoint.manifest.by_name, *checkpoint.manifest.aliases)
+    of_fabric = any(f".{SECOND}." in name for name in known)
+    if not of_fabric and not any(has_wrappers(module) for _, module in modules):
+        return checkpoint
+    pairs: dict[str, list[Pair]] = {}
+    for key, module in modules:
+        pairs.setdefault(key, []).extend(_pairs(module, of_fabric))
+    names = _names(checkpoint, pairs, optimizers)
     if not names.of_module and not names.of_optimizer:
         return checkpoint
     emit("restore.renamed", step=checkpoint.step, keys=[*names.of_module, *names.of_optimizer])
@@ -46,8 +52,8 @@ def under_live_names(checkpoint: Checkpoint, state: State, of_fabric: bool) -> C
 
 
 def are_former(state: State, names: Iterable[str]) -> bool:
-    """True if tensors of modules, or optimizers' parameters, had one of these names, with a key."""
-    pairs = [pair for v in state.values() for m in stages(v) or () for pair in _pairs(m, True)]
+    """True if a tensor of a module, or a parameter, formerly had one of these names, with a key."""
+    pairs = [pair for _, module in modules_in(state) for pair in _pairs(module, True)]
     former = {old for new, old, _ in pairs if old != new}
     rest = [name.partition(".")[2] for name in names]
     return any(name in former or name.partition(".")[2] in former for name in rest)
@@ -67,7 +73,7 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 
 def _pairs(module: nn.Module, of_fabric: bool) -> Iterator[Pair]:
-    """Every name that a module's tensors and extra states have, with those that they had."""
+    """Yield each name of a module's tensors and extra states with each of its former names."""
     reshard(module)
     for prefix, path, part in paths(_unwrapped(module), second=True):
         old = "".join(f"{c}." for c in path.split(".")[:-1] if c not in TAKEN_OUT)
@@ -83,46 +89,42 @@ def _pairs(module: nn.Module, of_fabric: bool) -> Iterator[Pair]:
 
 
 def _under_fabric(name: str) -> Iterator[str]:
-    """Names of a tensor under Fabric, around this or any module above, which the live one may be
-    without: with one rank and with several."""
+    """Yield the names that a tensor had under Fabric, wrapped around its module or any above: with one rank
+    and with several."""
     components = name.split(".")
     for i in range(len(components)):
         for wrapper in (SECOND, "_forward_module", "_forward_module.module"):
             yield ".".join([*components[:i], wrapper, *components[i:]])
 
 
-def _names(checkpoint: Checkpoint, pairs: dict[str, list[Pair]], state: State) -> NewNames:
-    """New names of what a checkpoint has."""
+def _names(
+    checkpoint: Checkpoint, pairs: dict[str, list[Pair]], optimizers: Iterable[LiveOptimizer]
+) -> NewNames:
+    """New names for the entries of a checkpoint."""
     manifest = checkpoint.manifest
     known = {*checkpoint.names(), *manifest.extras, *manifest.per_rank}
-    found = {key: _of_module(key, known, pairs[key]) for key in state}
+    found = {key: _of_module(key, known, some) for key, some in pairs.items()}
     of_optimizer: dict[str, dict[str, str]] = {}
-    sources: Sources | None = None
-    for key, value in state.items():
-        if is_optimizer(value):
-            sources = sources_in(state) if sources is None else sources
-            groups = sources.of(value).groups(value)
-            all_names = all_param_names(state, groups)
-            served = {k: pairs[k] for k in served_modules(state, groups)}
-            names = _of_optimizer(_parameters(manifest, key), served, all_names)
-            if names:
-                of_optimizer[key] = names
+    for one in optimizers:
+        served = {key: some for key, some in pairs.items() if one.serves(i for *_, i in some)}
+        if names := _of_optimizer(_parameters(manifest, one.key), served, one.names):
+            of_optimizer[one.key] = names
     return NewNames({key: names for key, names in found.items() if names}, of_optimizer)
 
 
 @dataclass(frozen=True)
 class NewNames:
-    """New names of what a checkpoint has; names that stay are not listed."""
+    """New names for the entries of a checkpoint; names that stay are not listed."""
 
     of_module: dict[str, dict[str, str]]
-    """New names by former ones, for each key of modules; without the key."""
+    """For each key of modules, new names by former names, both without the key."""
     of_optimizer: dict[str, dict[str, str]]
-    """New names of parameters by former ones, for each key of an optimizer."""
+    """For each key of an optimizer, new names of parameters by former names."""
     of_values: dict[str, str] = field(default_factory=dict)
     """New names of parameters that were saved with an optimizer, and are values of the state now."""
 
     def new(self, name: str, state: str) -> str:
-        """The name of a tensor that counts as `state`."""
+        """The new name of a tensor whose entry in the manifest has this `state`."""
         if name in self.of_values:
             return self.of_values[name]
         key, _, rest = name.partition(".")
@@ -152,7 +154,7 @@ def _of_module(key: str, known: set[str], pairs: Iterable[Pair]) -> dict[str, st
 def _of_optimizer(
     known: set[str], served: dict[str, list[Pair]], all_names: dict[int, list[str]]
 ) -> dict[str, str]:
-    """New names of an optimizer's parameters by former ones.  Either may begin with its module's key."""
+    """New names of an optimizer's parameters by former names.  Both may begin with the module's key."""
     found: dict[str, set[str]] = {}
     for key, pairs in served.items():
         for new, old, i in pairs:
@@ -179,7 +181,7 @@ def _parameters(manifest: Manifest, key: str) -> set[str]:
 
 
 class Renamed(Checkpoint):
-    """A checkpoint under other names.  Its data lie where they did."""
+    """A view of a checkpoint under other names.  Its data lie where they did."""
 
     def __init__(self, checkpoint: Checkpoint, names: NewNames) -> None:
         self.store, self.images = checkpoint.store, checkpoint.images

@@ -1,4 +1,4 @@
-"""Comparing what is frozen (`trainable_only`): as it was left out of a step, and as it is here."""
+"""Frozen parameters (`trainable_only`): those that a step left out, compared with the live ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.live.state.named import Prepared
 def compare_frozen(
     checkpoint: Checkpoint, live: Prepared, options: RestoreOptions, found: Problems
 ) -> None:
-    """Find what is frozen (`trainable_only`) here and was not when the step was saved, or the other way."""
+    """Find parameters that are frozen in the live model or in the step, but not in both."""
     left = checkpoint.left_out
     for name in [n for n in found.missing if n in left] if options.strict else ():
         found.missing.remove(name)

@@ -1,10 +1,10 @@
-"""Memory that blocks are read into on their way to a device: page-locked, two for each thread that reads.
+"""Page-locked memory for blocks on their way to a device: two blocks for each thread that reads.
 
     thread    read, verify A | give copies of A | read, verify B | give copies of B | wait for A; read ...
     device                   |       A ─────────────►            |       B ───────────►
 
-So a device copies straight out of what was read, while the thread reads on.  A block is used again, and let
-go of, when the device has done its copies.
+So a device copies straight out of a block while the thread reads the next.  A block is used again, or
+freed, when the device has made its copies.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Places where a restore puts the states of masters that serve several parameters, as DeepSpeed's do.
+"""Places for the states of masters that serve several parameters, as DeepSpeed's do.
 
 The checkpoint has states by parameter; such an optimizer has them by master, a flat tensor of many
-parameters.  So a state is one tensor that is laid out as the master, and each parameter's part of it is a
-view.  A number (`step`) there is once for a master: what was saved for its parameters must agree, and is
-read first.
+parameters.  So a state is one tensor with the layout of the master, and each parameter's part of it is a
+view.  A master has one number (`step`) for all its parameters: the saved numbers must agree, and are read
+before the tensors.
 """
 
 from __future__ import annotations
@@ -23,19 +23,17 @@ from holdfast.core.checkpoint.rows import Want
 from holdfast.core.format import extras
 from holdfast.core.layout import Box
 from holdfast.live.restore.expected import Fitting
-from holdfast.live.restore.groups import NamedGroups
 from holdfast.live.restore.mismatches import Mismatch, differs
 from holdfast.live.restore.optimizer_states import saved_states
 from holdfast.live.restore.targets import RestoreOptions, target_of
-from holdfast.live.sources import Master, ParamGroup, Source
+from holdfast.live.sources import Master
 from holdfast.live.state.encoding import outline_tensor
 from holdfast.live.state.named import Prepared
-from holdfast.live.state.optimizers import add_state, add_ties, all_param_names, named_groups
+from holdfast.live.state.optimizers import LiveOptimizer, add_state, add_ties
 from holdfast.live.state.placed import torch_dtype, whole_shape
-from holdfast.live.state.recognising import State
 
 STATE_TYPES = (int, float, str, type(None), torch.Tensor)
-"""Kinds of values that one state of a master may have, beside flat tensors; tensors are 0-dim."""
+"""Types of a master's states beside flat tensors; tensors among them are 0-dim."""
 
 
 @dataclass
@@ -55,7 +53,7 @@ class MasterChange:
     """The parameters by name, each with its own place in the master's tensor."""
     made: dict[str, Any] = field(default_factory=dict)
     numbers: dict[str, list[str]] = field(default_factory=dict)
-    """Names of saved tensors, by state, which must all be one number."""
+    """By state, names of saved tensors that must all be one number."""
     drop: list[str] = field(default_factory=list)
     problems: list[Mismatch] = field(default_factory=list)
 
@@ -92,25 +90,16 @@ class MasterChange:
 
 
 def master_changes(
-    checkpoint: Checkpoint,
-    state: State,
-    live: Prepared,
-    options: RestoreOptions,
-    key: str,
-    optimizer: Any,
-    source: Source,
+    checkpoint: Checkpoint, live: Prepared, options: RestoreOptions, optimizer: LiveOptimizer
 ) -> list[MasterChange]:
-    """Places in `live` for the states of such an optimizer, which is as it was."""
+    """Add places for the states of such an optimizer; return the changes that will make them."""
     changes = []
-    groups = source.groups(optimizer)
-    all_names = all_param_names(state, groups)
-    states = saved_states(checkpoint, key)
-    named = named_groups(groups, {i: names[0] for i, names in all_names.items()})
-    fitting = Fitting.of(checkpoint, key, groups, named, options)
-    for change in _masters(key, source, groups, named):
+    states = saved_states(checkpoint, optimizer.key)
+    fitting = Fitting.of(checkpoint, optimizer, options)
+    for change in _masters(optimizer):
         if not _fits(change, fitting, states, options) and not options.strict:
             continue
-        _plan(checkpoint, live, change, states, all_names, options)
+        _plan(checkpoint, live, change, states, optimizer.names, options)
         changes.append(change)
     if fitting is not None:
         live.misfits += fitting.misfits()
@@ -131,18 +120,17 @@ def _fits(
     return fitting.fits(change.number, name, change.inner, tensor, saved, change.have)
 
 
-def _masters(
-    key: str, source: Source, groups: list[ParamGroup], named: NamedGroups
-) -> Iterator[MasterChange]:
-    """Every master of which this rank has the optimizer, with the parameters that are in it."""
-    for number, ((group, _), pairs) in enumerate(zip(groups, named)):
+def _masters(optimizer: LiveOptimizer) -> Iterator[MasterChange]:
+    """Yield each master whose optimizer this rank has, with the parameters in it."""
+    source = optimizer.source
+    for number, ((group, _), pairs) in enumerate(zip(optimizer.groups, optimizer.pairs)):
         found: dict[int, MasterChange] = {}
         for name, p in pairs:
             master = source.master(p)
             if master is None or master.optimizer is None:
                 continue
             change = MasterChange(
-                source.framework, master, master.optimizer, key, number, group, []
+                source.framework, master, master.optimizer, optimizer.key, number, group, []
             )
             found.setdefault(id(master.tensor), change).params.append((name, p, master))
         yield from found.values()
@@ -199,7 +187,7 @@ def _place(
     state: str,
     all_names: dict[int, list[str]],
 ) -> None:
-    """A flat state, made if the optimizer has none yet, with a view for each parameter."""
+    """Add a view for each parameter of a flat state, which is made if the optimizer lacks it."""
     key, old = change.key, change.have.get(state)
     if not isinstance(old, torch.Tensor) or old.shape != change.master.tensor.shape:
         dtype = torch_dtype(checkpoint.info(f"{key}.{change.params[0][0]}.{state}").dtype)
@@ -223,7 +211,7 @@ def _zeros(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _plain(checkpoint: Checkpoint, change: MasterChange) -> None:
-    """Set states that are no tensors; they must agree as numbers must."""
+    """Set states that are no tensors; the values of a master's parameters must agree."""
     tree = checkpoint.manifest.extras.get(change.key)
     body = (
         tree.get("$optimizer") if isinstance(tree, dict) else None
@@ -246,7 +234,7 @@ def _plain(checkpoint: Checkpoint, change: MasterChange) -> None:
 
 
 def _number(tree: Any) -> Any:
-    """A saved state that is no tensor of the checkpoint, as a number; a tree that is none stays one.
+    """A saved state that is no tensor of the checkpoint, as a number; other trees stay as they are.
 
     The count of steps that DeepSpeed's own optimizers keep comes from its files as a 0-dim tensor among the
     extras.
@@ -262,7 +250,7 @@ def _number(tree: Any) -> Any:
 
 
 def read_numbers(checkpoint: Checkpoint, changes: list[MasterChange]) -> None:
-    """Read every number that a master needs; those that disagree become problems."""
+    """Read every number that masters need; numbers that disagree become problems."""
     index = {
         name: checkpoint.index(name)
         for change in changes

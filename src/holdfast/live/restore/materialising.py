@@ -1,4 +1,4 @@
-"""Memory for modules on the meta device, and what is one tensor stays one.
+"""Memory for modules on the meta device.  Places that had one tensor get one tensor.
 
     encoder.running_mean ----+
                              +----> one tensor without memory        becomes        one tensor with memory
@@ -7,11 +7,14 @@
 torch gives each place a tensor of its own.  So all modules of a state are looked at together: a tensor gets
 its memory once, tensors that lie in one storage get one, and every place that had the tensor gets the new
 one, be it a parameter or a buffer, in one module or in several.
+
+New memory holds whatever lay there before.  If the load then fails, it is filled with NaN.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -22,7 +25,9 @@ from holdfast.base.errors import UsageError
 from holdfast.base.text import listed
 from holdfast.live.state.ignoring import trainable_marks
 from holdfast.live.state.modules import named_buffers, submodules, unwrap
-from holdfast.live.state.tensor_kinds import PLAIN_TENSORS
+from holdfast.live.state.placed import memory_of
+from holdfast.live.state.recognising import State, modules_in
+from holdfast.live.state.tensor_kinds import PLAIN_TENSORS, writing
 
 OFFLOADED = "_hf_hook"
 """Attribute of modules around whose forward pass accelerate moves weights."""
@@ -32,7 +37,7 @@ Registration = tuple[dict[str, Any], str]
 
 
 def materialise(modules: Iterable[nn.Module]) -> None:
-    """Give tensors on the meta device real memory, uninitialised; what was one tensor stays one."""
+    """Give tensors on the meta device real memory, uninitialised.  A shared tensor stays shared."""
     roots = []
     for module in modules:
         if trainable_marks:
@@ -49,7 +54,7 @@ def materialise(modules: Iterable[nn.Module]) -> None:
 
 
 class _Memories:
-    """The tensors on the meta device of some modules, with all their places, and the new ones."""
+    """The meta tensors of some modules, all their places, and the new tensors."""
 
     def __init__(self, roots: list[nn.Module]) -> None:
         self._roots = roots
@@ -171,3 +176,33 @@ def _device_for(tensor: torch.Tensor) -> torch.device:
             else (torch.device("cpu"))
         )
     return torch.get_default_device()
+
+
+# -- a load that fails --------------------------------------------------------------------------
+
+
+@contextmanager
+def nan_if_it_fails(state: State) -> Iterator[None]:
+    """A block.  If it fails, tensors that were on the meta device before and are real now become NaN."""
+    places = [
+        (own, name)
+        for _, module in modules_in(state)
+        for part in submodules(unwrap(module))
+        for own in (part._parameters, part._buffers)
+        for name, tensor in own.items()
+        if tensor is not None and tensor.is_meta
+    ]
+    try:
+        yield
+    except BaseException:
+        for own, name in places:
+            made = own.get(name)
+            if isinstance(made, torch.Tensor) and not made.is_meta:
+                _fill(memory_of(made.detach()))
+        raise
+
+
+def _fill(memory: torch.Tensor) -> None:
+    if memory.dtype.is_floating_point or memory.dtype.is_complex:
+        with writing(memory), suppress(RuntimeError):  # float4 has no NaN
+            memory.fill_(float("nan"))

@@ -1,4 +1,4 @@
-"""Mismatches of a checkpoint and the live state: values, which become text where an error is made."""
+"""Mismatches between a checkpoint and the live state, as values.  The error renders them as text."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _TEXTS = {
 
 
 class Mismatch(msgspec.Struct, frozen=True, array_like=True):
-    """One thing that checkpoint and live state do not have alike."""
+    """One difference between checkpoint and live state."""
 
     kind: str
-    """`order`: parameters without names, in an order that nothing proves; `pattern`: one of `only=` by
-    which nothing is loaded; `said`: a whole line, of a framework or an error."""
+    """A key of `_TEXTS`.  `order`: parameters without names in an unproved order; `pattern`: a pattern of
+    `only=` that matches nothing; `said`: a whole line of a framework or an error."""
     name: str
-    """The tensor, extra, key or pattern that it is about; two of them where they are one here."""
+    """Name of the tensor, extra, key or pattern; two names where the live state has one object."""
     said: str = ""
     """The rest of the line: a reason, a near miss."""
 
@@ -46,25 +46,25 @@ def differs(name: str, said: str) -> Mismatch:
 
 @dataclass
 class Problems:
-    """Mismatches as one rank sees them."""
+    """The mismatches of one rank."""
 
     found: list[Mismatch] = field(default_factory=list)
-    """Those that a load is refused for."""
+    """Mismatches that refuse a load in any case."""
     missing: list[str] = field(default_factory=list)
     """Names that the checkpoint lacks."""
     unexpected: list[Mismatch] = field(default_factory=list)
-    """Parts of modules and objects that the checkpoint has, and the live state has not."""
+    """Parts of modules and objects that the checkpoint has and the live state lacks."""
     twice: dict[str, str] = field(default_factory=dict)
     """Further names of tied weights that the checkpoint has as tensors, too, with the first names."""
 
     def add(self, other: Problems) -> None:
-        """Take over what another look has found."""
+        """Add the mismatches of another comparison."""
         self.found += other.found
         self.missing += other.missing
         self.unexpected += other.unexpected
 
     def forget(self, names: Iterable[str]) -> None:
-        """Drop what was found of these names: another mismatch says it."""
+        """Drop the mismatches of these names: another mismatch covers them."""
         names = set(names)
         self.found = [one for one in self.found if one.name not in names]
         self.missing = [name for name in self.missing if name not in names]

@@ -1,8 +1,8 @@
 """Objects with a state_dict() inside the user's lists and dicts: schedulers in a list, say.
 
-Saved is what `state_dict()` gives, in the place of the object.  If a restore put that there, the object
-would be gone and a dict in its stead.  So what was saved goes into the live object of the same place, and
-that stays.  An object without a place in the checkpoint, or a place without an object, is a mismatch.
+A save has the result of `state_dict()` in the place of the object.  If a restore put that there, a dict
+would replace the object.  So the saved state is loaded into the live object of the same place, which
+stays.  An object without a saved state, or a saved state without an object, is a mismatch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LIVE, OBJECT = "$live", "$object"
 
 @dataclass
 class StateSlot:
-    """A live object and the saved tree of its state, in whose place it stands."""
+    """A live object and the saved tree of its state."""
 
     path: str
     live: Any
@@ -39,17 +39,17 @@ class StateSlot:
 
 @dataclass
 class Nested:
-    """The objects inside a value of the state, and what the checkpoint has in their places."""
+    """The objects inside a value of the state, with the saved trees of their places."""
 
     tree: Any = None
-    """The saved tree with `{"$live": Slot}` in the place of each object's state."""
+    """The saved tree with `{"$live": StateSlot}` in the place of each object's state."""
     slots: list[StateSlot] = field(default_factory=list)
     missing: list[Mismatch] = field(default_factory=list)
-    """Objects here that the checkpoint does not have."""
+    """Live objects that the checkpoint lacks."""
     homeless: list[Mismatch] = field(default_factory=list)
-    """Objects' states that were saved, where there is no object here."""
+    """Saved states whose objects the live value lacks."""
     tensors: set[str] = field(default_factory=set)
-    """The tensors that the states refer to, by name."""
+    """Names of the tensors that the states refer to."""
 
     def put(self, decode: Callable[[Any], Any]) -> None:
         """Put the states into the objects."""
@@ -62,7 +62,7 @@ class Nested:
 
 
 def load_object(path: str, value: Any, tree: Any, decode: Callable[[Any], Any]) -> None:
-    """Load an object's saved state by its `load_state_dict`; objects in it are loaded and handed over."""
+    """Load an object's saved tree by its `load_state_dict`.  Objects in the tree are loaded before."""
     with naming(path, value, "load_state_dict"):
         tree = with_live(path, value.state_dict, tree, decode)
         loaded_states.note(value, tree, decode)
@@ -72,9 +72,9 @@ def load_object(path: str, value: Any, tree: Any, decode: Callable[[Any], Any]) 
 
 
 def with_live(path: str, ask: Callable[[], Any], tree: Any, decode: Callable[[Any], Any]) -> Any:
-    """Load the objects in a live state, which `ask()` gives, and return its saved tree with them in it.
+    """Load the objects in the live state `ask()`, and return its saved tree with the objects in it.
 
-    Where there is no object, or the live state cannot be asked for, what was saved of it stays in the tree.
+    Where there is no object, or `ask()` fails, the saved state stays in the tree.
     """
     for live in _asked(ask) if _has_objects(tree) else ():
         inside = nested(path, live, tree)
@@ -84,7 +84,7 @@ def with_live(path: str, ask: Callable[[], Any], tree: Any, decode: Callable[[An
 
 
 def _asked(ask: Callable[[], Any]) -> list[Any]:
-    """A live state; none if it cannot be asked for before its first load."""
+    """The live state in a list; empty if it cannot be asked for before its first load."""
     with suppress(Exception):
         return [ask()]
     return []
@@ -93,10 +93,8 @@ def _asked(ask: Callable[[], Any]) -> list[Any]:
 def object_tensors(
     path: str, ask: Callable[[], Any], tree: Any
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of a live state, which `ask()` gives, and of the objects in it.
-
-    Of a state that cannot be asked for before its first load there are none.
-    """
+    """Yield (name, tensor) of the live state `ask()` and of the objects in it; nothing if `ask()` fails, as
+    some states do before their first load."""
     for live in _asked(ask):
         yield from _tensors(live, path)
         for slot in nested(path, live, tree).slots if _has_objects(tree) else ():
@@ -111,7 +109,7 @@ def _tensors(live: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def with_tensors(path: str, tree: Any, put: Callable[[str, Any], Any]) -> Any:
-    """Return a saved tree with `put(name, tree)` in the place of each tensor written in the tree."""
+    """Return a saved tree with `put(name, tree)` in the place of each inline tensor."""
     if isinstance(tree, dict) and tree.keys() == {"$tensor"}:
         return put(path, tree)
     if isinstance(tree, dict) and tree.keys() == {OBJECT}:
@@ -120,7 +118,7 @@ def with_tensors(path: str, tree: Any, put: Callable[[str, Any], Any]) -> Any:
 
 
 def homeless_in(path: str, ask: Callable[[], Any], tree: Any) -> list[Mismatch]:
-    """Saved states of objects for which `with_live` would find none."""
+    """Saved states of objects for which `with_live` would find no live object."""
     found: list[Mismatch] = []
     for live in _asked(ask) if _has_objects(tree) else ():
         inside = nested(path, live, tree)
@@ -149,7 +147,7 @@ def nested(key: str, live: Any, tree: Any) -> Nested:
 
 
 def not_its_state(key: str, live: Any, tree: Any) -> list[Mismatch]:
-    """A difference if what was saved is no dict, and the object that is a value of the state has one.
+    """A mismatch if the saved tree is no dict, and the live object has a dict as its state.
 
     Nothing marks the states of such objects, and a state may be a number or a list.  So the object is
     asked, but only then: its state_dict() may draw, or fail before its first load.
@@ -225,7 +223,7 @@ def map_items(tree: Any, path: str, child: Callable[[str, Any], Any]) -> Any:
 
 
 def items_of(live: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield (path, value) of what a live list or dict holds."""
+    """Yield (path, value) of the items of a live list or dict."""
     if isinstance(live, Mapping):
         yield from ((below(path, _as_saved(name)), one) for name, one in live.items())
     elif isinstance(live, (list, tuple, deque)):
@@ -233,7 +231,7 @@ def items_of(live: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def objects(live: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield (path, object) of a value that is an object, or of those in its lists and dicts."""
+    """Yield (path, object) of a value that is an object, or of the objects in its lists and dicts."""
     if is_object(live):
         yield path, live
     for part, one in items_of(live, path):
@@ -251,7 +249,7 @@ def below(path: str, name: Any) -> str:
 
 
 def _as_saved(name: Any) -> Any:
-    """A key as it comes back: a text that is a member of an enum is saved as its text alone."""
+    """A key as a load returns it: a text that is a member of an enum is saved as its text alone."""
     if type(name) is str:
         return name
     with suppress(UsageError):  # of a key that cannot be saved: no checkpoint has it

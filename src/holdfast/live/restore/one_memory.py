@@ -4,15 +4,15 @@
     {"actor": net, "critic": net}          one weight, under two keys
     {"all": flat, "head": flat[:8]}        a view of a part
 
-Whoever fills such tensors one after the other leaves both with the values of the last.  What was saved
-under both names may well be equal, as it is where they were one memory then, too.  So what overlaps here is
-read on the side before anything is overwritten, put into a picture of the memory, in order, and looked at
-again: a tensor that has not kept its values there would not keep them in the live memory either.
+A load that fills such tensors one after the other leaves both with the values of the last.  The saved
+values of both names may be equal, as they are where the two shared memory at the save, too.  So overlapping
+tensors are read on the side before anything is overwritten, put into a picture of the memory, in order, and
+compared: a tensor that has lost its values there would lose them in the live memory, too.
 
     saved   all = 1 1 1 1 2 2 2 2     head = 1 1 1 1       fits
             all = 1 1 1 1 2 2 2 2     head = 3 3 3 3       3 3 3 3 2 2 2 2 is not what was saved as `all`
 
-Names of one tensor within a module are aliases: `tied` compares what was saved of them.
+Names of one tensor within a module are aliases: `tied` compares their saved values.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from holdfast.live.state.arrays import raw_array
 from holdfast.live.state.named import Prepared
 
 ALIGNED = 16
-"""Bytes of which the addresses of elements are multiples of a divisor."""
+"""Alignment of the picture of the memory, in bytes: enough for every dtype."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def two_values(
 def _groups(
     checkpoint: Checkpoint, live: Prepared, arrays: Sequence[tuple[str, np.ndarray[Any, Any], Any]]
 ) -> Iterator[list[Lying]]:
-    """Yield what shares memory, directly or by way of others."""
+    """Yield groups of tensors and arrays that share memory, directly or by way of others."""
     by_device: dict[torch.device, list[Lying]] = {}
     find, entries = checkpoint.manifest.find, checkpoint.manifest.tensors
     for name, t in live.tensors.items():
@@ -119,7 +119,7 @@ def _groups(
 
 
 def _differing(checkpoint: Checkpoint, group: list[Lying]) -> list[Mismatch]:
-    """Differences of parts whose memory overlaps."""
+    """Mismatches of parts whose memory overlaps."""
     group = [one for one in group if one.tree is None or _decoded(one) is not None]
     values = [
         torch.empty(one.local.shape, dtype=one.local.dtype) if one.tree is None else _decoded(one)
@@ -157,7 +157,7 @@ def _decoded(array: Lying) -> torch.Tensor | None:
 def _taken(
     group: list[Lying], views: list[torch.Tensor], values: list[torch.Tensor], lost: int
 ) -> Mismatch:
-    """The difference of the part that lost its values, with the first one that takes them from it."""
+    """The mismatch of the part that lost its values and the first part that overwrites it."""
     other = lost
     for other in range(lost + 1, len(group)):
         views[lost].copy_(values[lost])

@@ -1,35 +1,53 @@
-"""States of an optimizer's parameters: where saved ones go, and those that are no tensors, put back."""
+"""States of an optimizer's parameters: memory for those that it lacks, and values that are no tensors.
+
+A state of another shape than its sharded parameter: torch's own optimizers have none but numbers.  Others
+keep a flattened copy of a parameter (Prodigy), or vectors of all parameters together (LBFGS).  Beside a
+DTensor such a state is a DTensor.  Where the ranks of the parameter's mesh lie as when it was saved, it is
+cut as it was: an optimizer that adds up a rank's elements would compute another sum from a whole one.  On
+other layouts every rank gets all of it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only, tree_map_with_path
 
 from holdfast.base.errors import FormatError
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.format.extras import MADE_OF
+from holdfast.core.layout import Axis
+from holdfast.live.restore.apart import description_of, make_state
 from holdfast.live.restore.expected import Fitting
 from holdfast.live.restore.groups import beside_plain, fill_in_place, memory_orders, plain_states
 from holdfast.live.restore.nested import with_live
 from holdfast.live.restore.targets import RestoreOptions, counts_stay, empty_in
-from holdfast.live.sources import Master, Source
+from holdfast.live.sources import Master
 from holdfast.live.state.named import Prepared
 from holdfast.live.state.optimizers import (
     MODEL_STATES,
+    LiveOptimizer,
     add_state,
     add_ties,
     holder_of,
-    named_groups,
     tensors_in,
 )
-from holdfast.live.state.placed import is_apart, local_of, place, torch_dtype
+from holdfast.live.state.placed import (
+    cut_by,
+    is_apart,
+    local_of,
+    mesh_axes,
+    place,
+    shard_order,
+    torch_dtype,
+)
 from holdfast.live.state.wrapped import stepping
 
 
@@ -71,7 +89,7 @@ class StateChange:
     param: torch.Tensor
     made: dict[str, torch.Tensor]
     drop: list[str]
-    """State that the saved run did not have: a parameter before its first gradient has none."""
+    """States that the saved run lacked, as a parameter does before its first gradient."""
 
     def apply(self) -> None:
         state = self.optimizer.state[self.param]
@@ -90,15 +108,13 @@ class StatePlaces:
         checkpoint: Checkpoint,
         live: Prepared,
         options: RestoreOptions,
-        key: str,
-        names: dict[int, list[str]],
+        optimizer: LiveOptimizer,
     ) -> None:
         self.checkpoint = checkpoint
         self.live = live
         self.options = options
-        self.key = key
-        self.names = names
-        """All names of each parameter, by its id."""
+        self.optimizer = optimizer
+        self.key = key = optimizer.key
         self._saved = saved_states(checkpoint, key)
         self._plain = plain_states(checkpoint, key)
         self._orders = memory_orders(checkpoint, key)
@@ -107,20 +123,18 @@ class StatePlaces:
         body = tree.get("$optimizer") if isinstance(tree, dict) else None
         groups = [] if body is None else body["groups"]
         self._told = {name for group in groups for name in group["params"]}
-        """Parameters of which the checkpoint says something, if only that they have no states."""
+        """Parameters that the checkpoint lists in the groups, with states or without."""
 
-    def find(self, optimizer: Any, source: Source) -> list[StateChange]:
-        """Add all places.  Nothing is changed yet: the changes returned make them."""
-        groups = source.groups(optimizer)
-        pairs = named_groups(groups, {i: found[0] for i, found in self.names.items()})
-        fitting = None
+    def find(self) -> list[StateChange]:
+        """Add all places; return the changes that will make them.  The optimizer stays as it is."""
+        optimizer, source, fitting = self.optimizer, self.optimizer.source, None
         if source.saves_rest:
-            fitting = Fitting.of(self.checkpoint, self.key, groups, pairs, self.options)
+            fitting = Fitting.of(self.checkpoint, optimizer, self.options)
         changes = []
-        for number, ((group, _), some) in enumerate(zip(groups, pairs)):
+        for number, ((group, _), some) in enumerate(zip(optimizer.groups, optimizer.pairs)):
             for name, p in some:
                 master = source.master(p)
-                inner, tensor = holder_of(optimizer, p, master)
+                inner, tensor = holder_of(optimizer.value, p, master)
                 if inner is None:
                     continue  # other ranks have it
                 have, saved = inner.state.get(tensor, {}), self._wanted(name)
@@ -145,16 +159,14 @@ class StatePlaces:
         return [state for state in self._saved.get(name, []) if wanted(f"{start}.{state}")]
 
     def _is_lacking(self, name: str, state: str, have: Any) -> bool:
-        """True if the optimizer has no such state, or one that is in one memory and was saved as several
-        tensors, or the other way round.  UsageError for a live one of a kind that is not known."""
+        """True if the optimizer lacks the state, or has it in one memory where it was saved as several
+        tensors, or the other way round.  UsageError for a live tensor of an unknown kind."""
         if not isinstance(have, torch.Tensor):
             return True
         full = f"{self.key}.{name}.{state}"
         if is_apart(have) == is_saved_apart(self.checkpoint, full):
             return False
         if is_apart(have):
-            from holdfast.live.state.making import description_of
-
             if description_of(have, full) is None:
                 place(have, full)
         return True
@@ -168,11 +180,9 @@ class StatePlaces:
         group: dict[str, Any],
         master: Master | None,
     ) -> torch.Tensor:
-        """Memory for a saved state of a parameter that has none."""
+        """Memory for a saved state that the parameter lacks."""
         full = f"{self.key}.{name}.{state}"
         if is_saved_apart(self.checkpoint, full):
-            from holdfast.live.state.making import make_state
-
             said = self.checkpoint.manifest.extras[full + MADE_OF]
             return make_state(full, said, optimizer, p, self.live.saved)
         was, order = self._was.get(name), self._orders.get(name, {}).get(state)
@@ -181,8 +191,8 @@ class StatePlaces:
     def _dropped(
         self, name: str, have: dict[str, Any], saved: list[str], *, is_torchs: bool
     ) -> list[str]:
-        """States that the saved run did not have; none where the checkpoint says nothing of the parameter
-        and the load is not strict."""
+        """Live states that the saved run lacked; none, without `strict`, for a parameter that the
+        checkpoint does not list."""
         is_told = self.options.strict or name in self._told
         if self.options.only is not None or not is_told:
             return []
@@ -199,7 +209,7 @@ class StatePlaces:
     ) -> None:
         for state, value in states.items():
             add_state(self.live, f"{self.key}.{name}", state, p, value, master)
-            add_ties(self.live, self.key, state, self.names.get(id(p), ()))
+            add_ties(self.live, self.key, state, self.optimizer.names.get(id(p), ()))
 
 
 def _new_state(
@@ -231,8 +241,6 @@ def _new_state(
         if info.shape == tuple(p.shape) or (master is not None and info.shape):
             return torch.empty_like(p, dtype=dtype, requires_grad=False)
         if isinstance(p, DTensor):
-            from holdfast.live.restore.beside import empty_beside
-
             return empty_beside(checkpoint, name, p, dtype)
         return torch.empty(info.shape, dtype=dtype, device=p.device)
 
@@ -249,21 +257,19 @@ def memory_beside(
         return plain
     if any(rest.startswith(f"{n}.{state}.") for n, some in known.items() for state in some):
         return plain
-    from holdfast.live.restore.beside import empty_beside
-
     return empty_beside(checkpoint, name, p, plain.dtype)
 
 
 def checked_common(name: str, common: Any) -> dict[str, Any]:
-    """Return `common` if it is what `add_common` saves; FormatError if it is something else."""
+    """Return `common` if it has the form that `add_common` saves; else FormatError."""
     if not (isinstance(common, dict) and {"state", "on_device"} <= set(common)):
         raise FormatError(f"malformed extras: {name!r} is no state of an optimizer")
     return common
 
 
 def put_common_state(optimizer: Optimizer, saved: dict[str, Any] | None) -> None:
-    """Put back state that belongs to no parameter: what was not saved is deleted; tensors are filled where
-    they are, for a captured graph may hold them."""
+    """Put back state that belongs to no parameter.  State that was not saved is deleted.  Tensors are
+    filled in place, for a captured graph may hold them."""
     state: dict[Any, Any] = stepping(optimizer).state
     found, on_device = ({}, []) if saved is None else (saved["state"], saved["on_device"])
     for key in [k for k in state if not isinstance(k, torch.Tensor) and k not in found]:
@@ -278,7 +284,7 @@ def put_common_state(optimizer: Optimizer, saved: dict[str, Any] | None) -> None
 
 
 def put_in_order(value: Any, state: str, lies: dict[str, list[int]]) -> None:
-    """Let tensors inside a state lie in memory as they did, in place.  `lies`: orders of dims, by path."""
+    """Give tensors inside a state their saved order of dims, in place.  `lies`: the orders, by path."""
     for path, tensor in tensors_in(value, state) if lies else ():
         if path in lies:
             new = empty_in(lies[path], tuple(tensor.shape), tensor.dtype, tensor.device, path)
@@ -286,8 +292,8 @@ def put_in_order(value: Any, state: str, lies: dict[str, list[int]]) -> None:
 
 
 def on_device_of(p: torch.Tensor, value: Any, group: dict[str, Any]) -> Any:
-    """Return a state with tensors in lists and dicts on its parameter's device, as torch's optimizers load
-    them: all but counts under the name "step", where these stay."""
+    """Move tensors inside a state to its parameter's device, as torch's optimizers do at a load: all but
+    counts named "step", where these stay on the CPU."""
     stays = counts_stay(group)
 
     def moved(path: tuple[Any, ...], one: Any) -> Any:
@@ -298,35 +304,76 @@ def on_device_of(p: torch.Tensor, value: Any, group: dict[str, Any]) -> Any:
 
 
 def put_plain_states(
-    key: str,
-    optimizer: Optimizer,
-    source: Source,
+    optimizer: LiveOptimizer,
     tree: Any,
-    pairs: list[list[tuple[str, torch.Tensor]]],
     decode: Callable[[Any], Any],
     unfit: Collection[int] = (),
 ) -> None:
-    """Put back what an optimizer keeps of a parameter beside tensors.  `unfit`: ids of those left out."""
-    for (group, _), params in zip(source.groups(optimizer), pairs):
+    """Put back states of parameters that are no tensors.  `unfit`: ids of parameters to leave out."""
+    for (group, _), params in zip(optimizer.source.groups(optimizer.value), optimizer.pairs):
         for name, p in params:
             if id(p) in unfit:
                 continue
-            inner, tensor = holder_of(optimizer, p, source.master(p))
+            inner, tensor = holder_of(optimizer.value, p, optimizer.source.master(p))
             if inner is None:
                 continue
             body = tree["$optimizer"]
             plain = body["plain"].get(name, ()) if "plain" in body else None
             lies = body.get("order", {}).get(name, {})
             for state, value in body["state"].get(name, {}).items():
-                where = f"{key}.{name}.{state}"
+                where = f"{optimizer.key}.{name}.{state}"
                 ask = partial(inner.state.get(tensor, {}).get, state)
                 found = decode(with_live(where, ask, value, decode))
                 if not isinstance(p, DTensor):
                     put_in_order(found, state, lies)
                 if isinstance(p, DTensor) and plain is not None and state not in plain:
-                    from holdfast.live.restore.beside import on_mesh_of
-
                     found = on_mesh_of(p, found)
                 if tensor.device.type != "cpu":
                     found = on_device_of(tensor, found, group)
                 inner.state[tensor][state] = found
+
+
+# -- states beside a sharded parameter, of another shape ----------------------------------------
+
+
+def empty_beside(checkpoint: Checkpoint, name: str, p: DTensor, dtype: torch.dtype) -> DTensor:
+    """Memory for a saved state, on the mesh of its parameter."""
+    mesh, shape = p.device_mesh, checkpoint.info(name).shape
+    placements = _as_saved(checkpoint, name, p)
+    box, _ = cut_by(mesh, tuple(mesh.get_coordinate()), tuple(placements), shape)
+    local = torch.empty(box.shape, dtype=dtype, device=p._local_tensor.device)
+    stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+def _as_saved(checkpoint: Checkpoint, name: str, p: DTensor) -> list[Placement]:
+    """The placements on a parameter's mesh that cut a state as it was saved; else all Replicate."""
+    mesh, layout = p.device_mesh, checkpoint.manifest.layout
+    whole: list[Placement] = [Replicate()] * mesh.ndim
+    sharding, axes = checkpoint.info(name).sharding, mesh_axes(mesh)
+    if axes is None or sharding.held is not None:
+        return whole
+    found, order = [*whole], []
+    for cut in sharding.cuts:
+        size = prod(layout.sizes[one] for one in cut.axes)
+        axis = Axis(layout.strides[cut.axes[-1]], size)
+        if axis not in axes:
+            return whole
+        order.append((axes.index(axis), cut.dim))
+        found[order[-1][0]] = Shard(cut.dim)
+    return found if shard_order(found, tuple(mesh.shape)) == order else whole
+
+
+def on_mesh_of(p: DTensor, value: Any) -> Any:
+    """A value whose plain tensors with dims are replicated over a parameter's mesh."""
+    mesh = p.device_mesh
+    everywhere = [Replicate()] * mesh.ndim
+
+    def moved(t: torch.Tensor) -> torch.Tensor:
+        if isinstance(t, DTensor) or not t.ndim:
+            return t
+        return DTensor.from_local(t.to(p._local_tensor.device), mesh, everywhere, run_check=False)
+
+    return tree_map_only(torch.Tensor, moved, value)

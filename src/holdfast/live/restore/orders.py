@@ -1,4 +1,4 @@
-"""Orders of data at a restore: what was kept beside the states of loaders (`state.orders`)."""
+"""Orders of data at a restore: samplers' seeds and generators, saved beside loaders (`state.orders`)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def put_orders(
 ) -> None:
     """Put samplers' seeds and generators back, and tell of places that were saved over other data.
 
-    `objects`: (path, object) pairs by key of the state.  `own`: extras of this rank; none if ranks are
-    arranged otherwise than they were.  Then what the first rank has kept is compared, and its seeds are put
-    back, which are the same on all ranks.
+    `objects`: (path, object) pairs by key of the state.  `own`: extras of this rank; none if the mesh is
+    another than that of the save.  Then the first rank's data are compared, and its seeds are put back,
+    which are the same on all ranks.
     """
     manifest = checkpoint.manifest
     known = {*manifest.extras, *manifest.per_rank}
@@ -44,7 +44,7 @@ def put_orders(
 
 
 def _put(path: str, loader: Any, saved: dict[str, Any], *, is_whole: bool) -> None:
-    """Put back what was kept of a loader; generators are each rank's own."""
+    """Put back a loader's order.  Without `is_whole` its generators, which are each rank's own, stay."""
     if is_whole:
         put_order_later(loader, saved["kept"], amid=saved["amid"])
     else:

@@ -2,10 +2,10 @@
 
     bias = torch.zeros(1).expand(10)      # ten elements, one number
 
-Whoever fills such a tensor element by element leaves the last element's value in all that share its place.
-That is right only if the saved values agree there.  So such a tensor is not a target itself: its values are
-read on the side before anything is overwritten, refused if two that share a place differ, and put into
-the shared memory when the load is done.  Tensors of the common kind, contiguous ones, cost one look.
+A load that fills such a tensor element by element leaves the last element's value in all elements of its
+place.  That is right only if their saved values agree.  So such a tensor is no target itself: its values
+are read on the side before anything is overwritten, refused if two in one place differ, and put into the
+shared memory when the load is done.  Tensors of the common kind, contiguous ones, cost one look.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The plain values of a step, as a restore would give them, before there is a state to put them into.
 
-What each rank keeps for itself is given as by a restore on the same number of ranks, and by its rule
-(`on_resize`) on another.  What only the live object could say is named instead.
+A value that each rank keeps for itself is returned as by a restore: this rank's own on the same number of
+ranks, else by its rule (`on_resize`).  A value that only the live object could make is named instead.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from holdfast.live.state.recognising import State
 
 @dataclass
 class Plain:
-    """Values by key, and the keys of those that cannot be told, each with the reason why."""
+    """Values by key, and the keys of undecided values, each with the reason."""
 
     values: dict[str, Any] = field(default_factory=dict)
     undecided: dict[str, str] = field(default_factory=dict)
 
     def update(self, newer: Plain) -> None:
-        """Take what is newer, as a record is than the full step that it leads on from."""
+        """Update with newer values, as those of a record after its full step."""
         for key in (*newer.values, *newer.undecided):
             self.values.pop(key, None)
             self.undecided.pop(key, None)

@@ -1,6 +1,6 @@
-"""Parameters of optimizers that go by position, in the checkpoint or here: which is which.
+"""Parameters of optimizers without names, in the checkpoint or live: matched by their order.
 
-    saved           live            what is done
+    saved           live            match
     encoder.weight  encoder.weight  by name, whatever the order
     group0.0        encoder.weight  by order, and told: at the next save it has the name
     encoder.weight  group0.0        by order, if the shapes prove it
@@ -15,7 +15,7 @@ strict; then it is told.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -23,25 +23,28 @@ from holdfast.base.errors import warn_user
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.live.restore.mismatches import Mismatch
 from holdfast.live.restore.targets import RestoreOptions
-from holdfast.live.state.optimizers import all_param_names, named_groups
+from holdfast.live.state.optimizers import LiveOptimizer, NamedGroups
 from holdfast.live.state.positions import (
     IS_POSITION,
     is_in_saved_order,
     same_shapes,
     shown_alike,
 )
-from holdfast.live.state.recognising import State, is_optimizer, sources_in
+from holdfast.live.state.recognising import State
 
 
 def by_order(
-    checkpoint: Checkpoint, state: State, options: RestoreOptions
+    checkpoint: Checkpoint,
+    optimizers: Iterable[LiveOptimizer],
+    state: State,
+    options: RestoreOptions,
 ) -> tuple[Checkpoint, list[Mismatch]]:
-    """The checkpoint, with parameters of optimizers that go by position under their names here, and
-    differences: orders that nothing proves."""
+    """The checkpoint, with parameters that it names by position under their live names; and mismatches, for
+    orders that nothing proves."""
     renamed: dict[str, dict[str, str]] = {}
     problems: list[Mismatch] = []
     values: dict[str, str] = {}
-    for key, saved, live, positions, plain in _unnamed(checkpoint, state):
+    for key, saved, live, positions, plain in _unnamed(checkpoint, optimizers):
         if not _is_wanted(checkpoint, key, options):
             continue
         names = _new_names(saved, live)
@@ -75,7 +78,7 @@ def by_order(
 
 
 def _is_older(checkpoint: Checkpoint, key: str, names: list[str]) -> bool:
-    """True if positions were saved by a release that did not prove orders: it notes nothing of masters."""
+    """True if a release that did not prove orders saved the positions: it has no note of masters."""
     has_note = "masters" in checkpoint.manifest.extras[key]["$optimizer"]
     is_ours = checkpoint.format == "holdfast"
     return is_ours and not has_note and all(map(IS_POSITION.fullmatch, names))
@@ -84,7 +87,7 @@ def _is_older(checkpoint: Checkpoint, key: str, names: list[str]) -> bool:
 def _is_known(
     checkpoint: Checkpoint, key: str, state: State, params: dict[str, torch.Tensor]
 ) -> bool:
-    """True if something else than shapes proves the order of parameters."""
+    """True if the order of parameters is proved otherwise than by shapes."""
     from holdfast.live.state.masters_by_hand import are_proved
 
     saved = checkpoint.manifest.extras[key]["$optimizer"].get("masters", {})
@@ -92,7 +95,7 @@ def _is_known(
 
 
 def _tell_named(key: str, names: list[str]) -> None:
-    """HoldfastWarning for parameters that have names now, and had none when they were saved."""
+    """HoldfastWarning for parameters that have names now, and were saved by position."""
     if names:
         warn_user(
             f"{key!r}: parameters were saved by their positions and have names now, {names[0]!r} is the "
@@ -101,27 +104,18 @@ def _tell_named(key: str, names: list[str]) -> None:
         )
 
 
-NamedGroups = list[list[tuple[str, torch.Tensor]]]
-
-
 def _unnamed(
-    checkpoint: Checkpoint, state: State
+    checkpoint: Checkpoint, optimizers: Iterable[LiveOptimizer]
 ) -> Iterator[tuple[str, list[list[str]], NamedGroups, set[str], set[str]]]:
-    """Yield optimizers that have parameters which no module has: their key, the names saved of each group,
-    names and parameters of each group here, which of these names are positions, and which those of plain
-    values."""
-    keys = [key for key, value in state.items() if is_optimizer(value)]
-    sources = sources_in(state) if keys else None
-    for key in keys:
-        assert sources is not None
-        source = sources.of(state[key])
+    """Yield optimizers with parameters that no module has: key, saved names of each group, live names and
+    parameters of each group, the live names that are positions, and those of plain values."""
+    for optimizer in optimizers:
+        key, names, live = optimizer.key, optimizer.names, optimizer.pairs
         tree = checkpoint.manifest.extras.get(key)
         body = tree.get("$optimizer") if isinstance(tree, dict) else None
-        if not isinstance(body, dict) or not source.saves_rest or source.by_master:
+        is_torchs = optimizer.source.saves_rest and not optimizer.source.by_master
+        if not isinstance(body, dict) or not is_torchs:
             continue
-        groups = source.groups(state[key])
-        names = all_param_names(state, groups)
-        live = named_groups(groups, {i: found[0] for i, found in names.items()})
         saved = [list(group["params"]) for group in body["groups"]]
         here = {name: id(p) for pairs in live for name, p in pairs}
         went = any(IS_POSITION.fullmatch(n) and n not in here for group in saved for n in group)
@@ -131,8 +125,8 @@ def _unnamed(
 
 
 def _new_names(saved: list[list[str]], live: NamedGroups) -> dict[str, str]:
-    """Names here of parameters that were saved under others, by these: of each group with as many as it
-    had, where one side has positions and the other names."""
+    """Live names by saved names, in groups of equal size, where one side has a position and the other a
+    name."""
     known = {name for group in saved for name in group}
     here = {name for pairs in live for name, _ in pairs}
     found: dict[str, str] = {}
@@ -152,6 +146,6 @@ def _new_names(saved: list[list[str]], live: NamedGroups) -> dict[str, str]:
 
 
 def _is_wanted(checkpoint: Checkpoint, key: str, options: RestoreOptions) -> bool:
-    """True if tensors of an optimizer are to be loaded."""
+    """True if any tensor of an optimizer is to be loaded."""
     names = (n for n in checkpoint.names() if n.startswith(f"{key}."))
     return options.only is None or any(map(options.wanted, names))

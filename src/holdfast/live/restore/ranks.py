@@ -1,15 +1,15 @@
-"""Optimizers of which each rank has saved its own values: those of the same parameters differed.
+"""Optimizers whose values differ between ranks for the same parameters: each rank saves its own.
 
-Some compute a value from what a rank holds alone: the step size that prodigyopt's Prodigy estimates from
-sharded gradients is another on each rank.  On the same layout each rank gets its own back.  On another
-nobody can tell whose it should be: the restore is refused (`Extras.check_rules`), unless `on_resize` has a
-rule.
+Some optimizers compute a value from a rank's shards alone: the step size that prodigyopt's Prodigy
+estimates from sharded gradients differs between ranks.  On the same layout each rank gets its own values
+back.  On another layout no rank's values are right: the restore is refused (`Restoring.check_rules`),
+unless `on_resize` has a rule.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import msgspec
@@ -18,14 +18,15 @@ from holdfast.base.text import listed
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.group import Group
 from holdfast.live.state.named import LiveTensor
-from holdfast.live.state.recognising import State, is_optimizer
 
 
-def with_own(checkpoint: Checkpoint, state: State, group: Group) -> Checkpoint:
-    """The checkpoint with this rank's values of optimizers as if all ranks had them in common; on another
-    number of ranks, with those of the first rank that has each parameter."""
+def with_own(checkpoint: Checkpoint, optimizers: Container[str], group: Group) -> Checkpoint:
+    """The checkpoint with this rank's values of these optimizers in the place of common ones; on another
+    number of ranks, with the values of the first rank that has each parameter."""
     manifest = checkpoint.manifest
-    keys = [key for key in manifest.per_rank if key in state and is_optimizer(state[key])]
+    keys = [key for key in manifest.per_rank if key in optimizers]
+    if not keys:
+        return checkpoint
     if manifest.layout.world == group.size:
         own = checkpoint.rank_extras(group.rank)
         trees = {key: own[key] for key in keys if key in own}
@@ -39,7 +40,7 @@ def with_own(checkpoint: Checkpoint, state: State, group: Group) -> Checkpoint:
 
 
 def of_first(checkpoint: Checkpoint, key: str) -> Any:
-    """An optimizer's extras, of each parameter those of the first rank that has it."""
+    """An optimizer's extras, merged: each parameter has the values of the first rank that has it."""
     groups: list[Any] = []
     states: dict[str, Any] = {}
     rest: dict[str, Any] = {}
@@ -58,7 +59,7 @@ def of_first(checkpoint: Checkpoint, key: str) -> Any:
 
 
 def lies_otherwise(checkpoint: Checkpoint, params: Iterable[LiveTensor], rank: int) -> bool:
-    """True if a rank has other parts of these parameters than the rank of that number had."""
+    """True if this rank has other parts of these parameters than the rank of its number had."""
     manifest = checkpoint.manifest
     for t in params:
         index = manifest.find(t.name)
@@ -77,7 +78,7 @@ def lies_otherwise(checkpoint: Checkpoint, params: Iterable[LiveTensor], rank: i
 
 
 def differing_values(checkpoint: Checkpoint, key: str) -> str:
-    """Words for what ranks had different values of: names in the groups and states of parameters."""
+    """Words that name the hyper-parameters and states in which ranks differed."""
     first: dict[str, dict[str, Any]] = {}
     found: dict[str, None] = {}
     for body in _bodies(checkpoint, key):
@@ -90,7 +91,7 @@ def differing_values(checkpoint: Checkpoint, key: str) -> str:
 
 
 def _bodies(checkpoint: Checkpoint, key: str) -> list[dict[str, Any]]:
-    """The extras that each rank has saved of an optimizer, in rank order."""
+    """The extras of an optimizer, as each rank saved them, in rank order."""
     ranks = sorted(checkpoint.manifest.file_of)
     trees = [checkpoint.rank_extras(rank).get(key) for rank in ranks]
     return [tree["$optimizer"] for tree in trees if isinstance(tree, dict) and "$optimizer" in tree]

@@ -1,8 +1,4 @@
-"""The places to which a restore puts tensors: live memory, made where it is missing.
-
-Tensors on the meta device are materialised; optimizers get the state tensors that were saved, cut like
-their parameters.  Nothing is read here.
-"""
+"""Memory that a restore reads into: live tensors, or new ones like them.  Nothing is read here."""
 
 from __future__ import annotations
 
@@ -36,7 +32,7 @@ class RestoreOptions:
     mesh: Mesh | None = None
     """The live mesh, if the user named one."""
     kept: list[str] = field(default_factory=list)
-    """Names of what this rank's live state has and a restore with these options left as it was."""
+    """Names of live values that a restore with these options left as they were."""
 
     def wanted(self, name: str) -> bool:
         return self.only is None or any(fnmatchcase(name, p) for p in self.only)
@@ -44,7 +40,7 @@ class RestoreOptions:
 
 @dataclass(frozen=True)
 class TorchTarget:
-    """A live tensor that takes values by `copy_`: on a device, or with a bit that says how to read it."""
+    """A live tensor that takes values by `copy_`: on a device, or conjugated or negated lazily."""
 
     tensor: torch.Tensor
     dtype: torch.dtype
@@ -58,7 +54,7 @@ class TorchTarget:
 
 
 def target_of(local: torch.Tensor, dtype: str, name: str) -> Target:
-    """The memory of a live local tensor, for values of the saved dtype of tensor `name`."""
+    """The target for values of tensor `name` in a live local tensor; `dtype`: the saved one."""
     saved = torch_dtype(dtype)
     if local.dtype != saved:
         from holdfast.live.restore.casting import CastTarget
@@ -71,12 +67,13 @@ def target_of(local: torch.Tensor, dtype: str, name: str) -> Target:
 
 
 def entry_of(checkpoint: Checkpoint, name: str) -> TensorEntry | None:
-    """What is saved under a name; None if nothing is."""
+    """The manifest's entry of a tensor; None if it has none."""
     index = checkpoint.manifest.find(name)
     return None if index is None else checkpoint.manifest.tensors[index]
 
 
 def is_known(checkpoint: Checkpoint, name: str) -> bool:
+    """True if a tensor was saved under a name."""
     return checkpoint.manifest.find(name) is not None
 
 
@@ -92,7 +89,7 @@ def empty_in(
     device: torch.device,
     name: str,
 ) -> torch.Tensor:
-    """Memory for a state of that shape with its dims in that order.  FormatError if it is none."""
+    """Memory for a state whose dims lie in this order.  FormatError if it is no order of the dims."""
     if sorted(order) != list(range(len(shape))):
         raise FormatError(
             f"malformed extras: {name!r} of shape {shape} lies in the order {order!r}"
@@ -104,8 +101,8 @@ def empty_in(
 def empty_alike(
     tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor | None:
-    """Memory on the device of a tensor of an object, and cut like that; None if it has another shape, or is
-    of a kind that nothing can be read into."""
+    """Memory with the device and the cuts of a tensor; None if its shape differs, or if nothing can be read
+    into its kind."""
     if not isinstance(tensor, DTensor) and type(tensor) not in PLAIN_TENSORS:
         return None
     try:

@@ -1,8 +1,8 @@
-"""Names of one live tensor that are two tensors in the checkpoint.
+"""Tied weights that the checkpoint has as two tensors.
 
-A tied weight goes by two names and is filled once.  Other writers, `dcp.save` among them, write it under
-each, which is well.  If the two differ, the model was not tied when it was saved, and one would be lost.
-All ranks that have such a weight compare it together, so that it is read once for all.
+A tied weight has two names and is filled once.  Other writers, `dcp.save` among them, write it under each
+name.  If the two tensors differ, the model was not tied at the save, and one would be lost.  All ranks that
+have such a weight compare it together, so that it is read once for all.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from holdfast.live.state.named import Prepared
 
 
 def tell_untied(checkpoint: Checkpoint, live: Prepared) -> None:
-    """HoldfastWarning for tensors of modules that were one memory when they were saved, and are two here:
-    both get what was saved, and each goes its own way from there."""
+    """HoldfastWarning for tensors of modules that were tied at the save and are not tied now: both get the
+    saved values, and training changes them apart."""
     tensors = live.tensors
     pairs = [
         f"{first} and {name}"
@@ -50,8 +50,8 @@ def tell_untied(checkpoint: Checkpoint, live: Prepared) -> None:
 
 
 def saved_twice(checkpoint: Checkpoint, live: Prepared) -> dict[str, str]:
-    """Names of parameters that have another one here, by which they are filled, and are two in the
-    checkpoint: the first name by the further one.  Optimizer states differ where their parameters do."""
+    """The first name by the further name, for tied parameters that are two tensors in the checkpoint.
+    Optimizer states differ where their parameters do."""
     tensors, find = checkpoint.manifest.tensors, checkpoint.manifest.find
     return {
         name: first

@@ -1,10 +1,10 @@
-"""Weights and states of optimizers that an object writes to while it is loaded.
+"""Objects that write to weights or optimizer states while they are loaded.
 
     class Helper:
         def load_state_dict(self, saved): self.model.reset_parameters()
 
-All tensors are read before objects are loaded, so what such an object writes stays.  A few elements of each
-tensor of the host are looked at, and the number of parameters that an optimizer has states of.
+All tensors are read before objects are loaded, so the writes of such an object stay.  A few elements of
+each tensor on the host are compared, and the number of parameters that an optimizer has states of.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _told: set[str] = set()
 
 
 class WrittenByLoads:
-    """The writes of the objects of a state, while they are loaded."""
+    """Compares the state before and after the load of each object."""
 
     def __init__(self, live: Prepared, state: State, step: int) -> None:
         self._step = step
@@ -42,7 +42,7 @@ class WrittenByLoads:
         return seen | {f"{k}.state": len(one.state) for k, one in self._optimizers.items()}
 
     def look(self, by: str) -> None:
-        """Tell what the object of the key `by` wrote to while it was loaded."""
+        """HoldfastWarning for tensors that the object of the key `by` wrote to while it was loaded."""
         before, self._before = self._before, self._seen()
         names = [name for name, now in self._before.items() if before[name] != now]
         others = [name for name in names if not name.startswith(f"{by}.")]

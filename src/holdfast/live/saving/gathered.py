@@ -15,8 +15,7 @@ import torch
 from holdfast.base.threads import ThreadPages
 from holdfast.core.format.image import Image
 from holdfast.live.state.arrays import array_of
-from holdfast.live.state.devices import devices_of, wait_for
-from holdfast.live.state.managed import wait_for_writers
+from holdfast.live.state.devices import devices_of, wait_for, wait_for_writers
 
 
 class Gathered:

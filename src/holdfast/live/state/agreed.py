@@ -1,9 +1,9 @@
 """Merging each rank's description of what it holds into one manifest.
 
-A rank describes its tensors by constructor (name, dtype, shape, cuts over axes), never by what follows
-from it, so ranks of one kind give byte-identical descriptions: they are exchanged by digest, and only
-distinct ones travel (one per pipeline stage, say).  `merge_descriptions` finds the common mesh, which ranks
-hold which tensor, and the few irregular tensors that must be listed rank by rank.
+A rank describes its tensors by constructor (name, dtype, shape, cuts over axes), never by derived values
+such as its box, so ranks of one kind give byte-identical descriptions: they are exchanged by digest, and
+only distinct ones travel (one per pipeline stage, say).  `merge_descriptions` finds the common mesh, which
+ranks hold which tensor, and the few irregular tensors that must be listed rank by rank.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """State that some ranks have and others lack, where it looks as if these had forgotten it.
 
-Names may well differ between ranks: stages of a pipeline, experts, one name per rank.  Then each rank has
-something that others lack.  So only a rank is told of that has *nothing* of its own: all its names under a
-key are names that another rank has, too, and that one has more.
+Names may differ between ranks on purpose: stages of a pipeline, experts, one name per rank.  Then each rank
+has names that others lack.  So only a rank with *no* name of its own is told of: another rank has all its
+names under a key, and further ones.
 
     rank 0   model.weight  model.best       rank 0   model.0  model.2      rank 0   model, loader
     rank 1   model.weight                   rank 1   model.1               rank 1   model
              lacks model.best                        nothing to tell                lacks loader
 
-A rank that has none of a kind at all is not told of (ZeRO may leave it no states), nor are tensors that are
-listed part by part, of which a rank may have no part.
+A rank without any tensor of a kind is not told of (ZeRO may leave it no states).  Nor are tensors that the
+manifest lists part by part: a rank may have no part.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from holdfast.base.errors import warn_user
 from holdfast.base.text import first_of, listed
 
 MOST_SETS = 32
-"""Ranks that hold more sets of names than that are stages or experts."""
+"""Ranks with more distinct sets of names are taken for stages or experts."""
 MOST_NAMED = 10
 MOST_RANKS = 4
 
 NamesByGroup = Mapping[tuple[str, str], Iterable[str]]
-"""Names that a rank has, by group, which is a key and the kind of a tensor."""
+"""Names that a rank has, by group: a key, and the kind of a tensor."""
 
 
 def forgotten_names(
     held: Sequence[tuple[NamesByGroup, Sequence[int]]],
 ) -> dict[str, tuple[list[int], list[int]]]:
-    """The ranks that have, and that lack, each name that some have forgotten.  `held`: what ranks have, and
-    which ranks have just that."""
+    """The ranks that have and that lack each forgotten name.  `held`: sets of names, with the ranks that
+    have exactly these."""
     groups: dict[tuple[str, str], dict[frozenset[str], list[int]]] = {}
     for names, ranks in held:
         for group, some in names.items():
@@ -56,7 +56,7 @@ def forgotten_names(
 def tell_forgotten(
     found: Mapping[str, tuple[list[int], list[int]]], told: set[str], *, restored: bool
 ) -> None:
-    """Give a notice of names that were not `told` yet.  On one rank."""
+    """Warn, on one rank, of names that were not `told` yet."""
     new = {name: ranks for name, ranks in found.items() if name not in told}
     told.update(new)
     if not new:

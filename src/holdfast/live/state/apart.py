@@ -1,16 +1,16 @@
 """Tensors that are made of several others: each of these is saved as a tensor of its own.
 
-    kind                                     saved under the tensor's own name and
+    kind                                     names of its parts, behind the tensor's own
     traceable subclass (quantised, jagged)   what `__tensor_flatten__` names: `.codes`, `.scale`
     sparse                                   `.indices` and `.values`, or as compressed layouts name them
     nested, strided                          `.values`
     cut by hand, sharded (`chunked`)         nothing: its parts are boxes of one tensor
 
 Inner tensors may be made of others again, and a DTensor may be around or inside.  Beside them an extra
-(`MADE_OF`) keeps what the tensor is besides its values: its class, what `__tensor_flatten__` says of it,
-and how each inner tensor lies in the whole (`blocks`).  That is text, which a restore compares with what
-the live tensor says of itself; nothing is made of it.  So the live object decides what it is, values are
-filled in place, and what differs is refused by name.
+(`MADE_OF`) describes the tensor: its class, its context from `__tensor_flatten__`, and the placement of
+each inner tensor in the whole (`blocks`).  The description is text, which a restore compares with the live
+tensor's; no tensor is made from it.  Values are filled in place, and a tensor whose description differs is
+refused by name.
 
 A subclass that cannot be flattened is none of these: `tensor_kinds` refuses it.
 """
@@ -34,26 +34,27 @@ from holdfast.live.state.named import NamedTensors
 from holdfast.live.state.placed import Placed, dtensor_box, memory_of
 
 NOT_WHOLE = ("AsyncCollectiveTensor", "FakeTensor", "FunctionalTensor", "MaskedTensor")
-"""Classes that can be taken apart, or look so, and stand for values that are elsewhere or still to come."""
+"""Classes with `__tensor_flatten__`, or the look of it, whose values are elsewhere or still to come."""
 UNSAID = ("device", "requires_grad")
-"""What a tensor may say of itself that does not matter: it is the live one's."""
+"""Fields of a context that do not matter: the live tensor keeps its own."""
 MAX_CONTEXT = 4000
 MAX_WORD_DEPTH = 8
 
 
 @dataclass(frozen=True)
 class Flattened:
-    """The parts that a tensor is made of."""
+    """A tensor as the tensors that it is made of."""
 
     kind: str
     context: str
-    """The rest of it besides its inner tensors, as text."""
+    """The rest of the tensor besides its inner tensors, as text."""
     inner: dict[str, torch.Tensor]
     outer: Outer | None = None
-    """The places of the inner tensors; None if each is a whole of its own, or tells itself."""
+    """The place of the outer tensor; None if inner tensors are whole, or DTensors with places of their
+    own."""
 
     def lies(self) -> dict[str, str]:
-        """Say how each inner tensor lies in the whole."""
+        """Words for the placement of each inner tensor."""
         if self.outer is None:
             return dict.fromkeys(self.inner, "")
         return {
@@ -61,14 +62,14 @@ class Flattened:
         }
 
     def said(self) -> dict[str, Any]:
-        """Return what is saved of it beside the inner tensors."""
+        """The description that is saved beside the inner tensors."""
         return {"class": self.kind, "context": self.context, "parts": self.lies()}
 
 
 def add_flattened(
     live: NamedTensors, name: str, state: str, tensor: torch.Tensor, *, steady: bool
 ) -> bool:
-    """Add what a tensor is made of; False if it is of no kind that is known here."""
+    """Add the parts of a tensor; False for an unknown kind of tensor."""
     from holdfast.live.state.chunked import chunks_of
 
     parts = chunks_of(tensor, name)
@@ -95,7 +96,7 @@ def add_flattened(
 
 
 def inner_state(state: str, attribute: str) -> str:
-    """The state that an inner tensor is saved as: its name without that of the parameter, as for others."""
+    """The manifest's `state` of an inner tensor: its name without that of the parameter."""
     return state if state in ("param", "buffer", "tensor") else f"{state}.{attribute}"
 
 
@@ -108,7 +109,7 @@ def add_inner(
     *,
     steady: bool,
 ) -> None:
-    """Add an inner tensor where it lies."""
+    """Add an inner tensor at its place in the whole."""
     attribute = name.rpartition(".")[2]
     if apart.outer is None:
         live.add(name, state, inner, steady=steady)
@@ -122,14 +123,12 @@ def add_inner(
 
 
 def flatten_subclass(tensor: torch.Tensor, name: str) -> Flattened | None:
-    """Return what a tensor is made of; None if it cannot be taken apart."""
+    """Flatten a tensor subclass into the tensors that it is made of; None if it cannot be flattened."""
     memory = memory_of(tensor)
     kind = type(memory)
     if any(base.__name__ in NOT_WHOLE for base in kind.__mro__):
         return None
     if memory.is_nested:
-        from holdfast.live.state.nested import flatten_nested
-
         return None if isinstance(tensor, DTensor) else flatten_nested(memory, name)
     if not callable(getattr(memory, "__tensor_flatten__", None)):
         return None
@@ -149,7 +148,7 @@ def flatten_subclass(tensor: torch.Tensor, name: str) -> Flattened | None:
 
 
 def outer_of(tensor: torch.Tensor, name: str) -> Outer:
-    """Return where a tensor lies whose memory is made of others."""
+    """The place of a tensor whose memory is made of others."""
     memory = memory_of(tensor)
     if isinstance(tensor, DTensor):
         box, cuts = dtensor_box(tensor, name)
@@ -161,7 +160,7 @@ def outer_of(tensor: torch.Tensor, name: str) -> Outer:
 
 
 def in_words(context: Any, tensor: torch.Tensor) -> str:
-    """Return what `__tensor_flatten__` says of a tensor, as text that is equal where tensors are alike."""
+    """The context of a tensor (`__tensor_flatten__`) as text, equal for tensors that are alike."""
     shape = () if tensor.is_nested else tuple(tensor.shape)
     strides = () if tensor.is_nested else tuple(tensor.stride())
     text = _word(context, {shape: "shape", strides: "strides"} if shape else {}, 0)
@@ -204,3 +203,32 @@ def _fields(pairs: Any, own: dict[Any, str], depth: int) -> str:
                 yield f"{key}={_word(value, own, depth + 1)}"
 
     return f"({', '.join(words())})"
+
+
+# -- nested tensors -----------------------------------------------------------------------------
+# A nested tensor has the values of all rows in one buffer, and the lengths of the rows.  The lengths are
+# part of what the tensor is: a live one keeps its own, which torch has told to graphs and caches, and takes
+# the values of a saved one with the same lengths.
+
+
+JAGGED = ("_offsets", "_lengths")
+
+
+def flatten_nested(tensor: torch.Tensor, name: str) -> Flattened | None:
+    """Flatten a nested tensor; None for another layout or class."""
+    kind = type(tensor)
+    if tensor.layout is torch.strided and kind in (torch.Tensor, torch.nn.Parameter):
+        plain = tensor.detach()
+        told = {
+            "sizes": plain._nested_tensor_size().tolist(),
+            "strides": plain._nested_tensor_strides().tolist(),
+            "offsets": plain._nested_tensor_storage_offsets().tolist(),
+        }
+        return Flattened("torch.nested", in_words(told, tensor), {"values": plain.values()})
+    if kind.__qualname__ != "NestedTensor" or not kind.__module__.startswith("torch.nested."):
+        return None
+    lengths = {name: getattr(tensor, name) for name in JAGGED}
+    told = {"ragged_dim": tensor._ragged_idx, **lengths}
+    inner = {"values": tensor._values.detach()}
+    inner |= {name.strip("_"): value for name, value in lengths.items() if value is not None}
+    return Flattened("torch.nested, jagged", in_words(told, tensor), inner)

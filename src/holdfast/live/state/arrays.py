@@ -16,7 +16,7 @@ _NATIVE = {
     **dict.fromkeys((torch.float64, torch.int64, torch.complex64), np.dtype(np.int64)),
     torch.complex128: np.dtype(np.complex128),
 }
-"""Dtypes that numpy has, and what their elements are moved about as."""
+"""Dtypes that numpy has, with the dtypes as which their elements are copied."""
 
 
 def raw_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -27,7 +27,7 @@ def raw_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def array_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """A CPU tensor as a numpy array of its own dtype, or of one as large where numpy has none such."""
+    """A CPU tensor as a numpy array of its own dtype, or of an integer of its size where numpy lacks it."""
     plain = tensor.detach() if tensor.requires_grad else tensor
     if plain.is_conj():
         plain = plain.resolve_conj()

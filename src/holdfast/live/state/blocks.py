@@ -1,4 +1,4 @@
-"""Where the inner tensors of a sharded quantised tensor lie in the whole.
+"""Placement of the inner tensors of a sharded quantised tensor in the whole.
 
 torchao's optimizer states are quantised in blocks of k elements in a row: a shard of shape (32, 128), with
 k = 256, has codes of its own shape and one scale for each two rows.
@@ -9,13 +9,13 @@ k = 256, has codes of its own shape and one scale for each two rows.
     | rank 1   32 x 128 | ------> | 16  |      of the whole tensor, on any number of ranks
     +-----------------+           +-----+
 
-So where blocks are boxes, the scales are a tensor of their own, as large as the whole tensor divided by the
-box, and are cut and put together like any other.  Another layout can take them, bit for bit, if its blocks
-are the same boxes; a cut along the columns makes other ones (4 x 64), and is refused.  Blocks that are no
+So where blocks are boxes, the scales are a tensor of their own, with the shape of the whole divided by the
+box, and are cut and put together like any tensor.  Another layout can take them, bit for bit, if its blocks
+are the same boxes; a cut along the columns makes other boxes (4 x 64), and is refused.  Blocks that are no
 boxes (k = 256 in rows of 96) are counted along the whole tensor's elements, which takes cuts along dim 0.
 
-Of a subclass that is not known, a shard's inner tensors mean something beside each other only: they are
-stacked, shard by shard, and go back onto the same layout.
+The inner tensors of an unknown subclass mean something only shard by shard: they are stacked, one shard
+behind the other, and go back onto the same layout alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from holdfast.live.state.placed import AxisCut, cut_by, shard_order
 TORCHAO_STATES = ("OptimState8bit", "OptimState4bit", "OptimStateFp8")
 """Classes of torchao whose values are quantised in blocks of elements in a row."""
 QMAP = "qmap"
-"""Their tensor that says what each code means, the same on all ranks."""
+"""Name of their tensor with the meaning of each code, the same on all ranks."""
 TORCHAO_WEIGHTS = ("Int8Tensor", "Float8Tensor", "IntxUnpackedToInt8Tensor")
 """Classes of torchao whose scales have as many dims as the values."""
 
@@ -42,7 +42,7 @@ NOWHERE = Box((), ())
 
 @dataclass(frozen=True)
 class Outer:
-    """Return where a tensor lies that is made of others."""
+    """The place of a tensor that is made of others."""
 
     shape: tuple[int, ...]
     box: Box
@@ -57,11 +57,11 @@ class Outer:
 
     @property
     def is_whole(self) -> bool:
-        """True if no rank has less than the whole: how many there are makes no difference."""
+        """True if each rank has the whole tensor."""
         return self.tensor is None or all(p.is_replicate() for p in self.tensor.placements)
 
     def on(self, shape: tuple[int, ...], box: Box) -> tuple[AxisCut, ...] | None:
-        """The cuts that make a box of a tensor that lies as this one; None if there are no such."""
+        """The cuts by this tensor's placements that make a box of another shape; None if none do."""
         if self.is_whole:
             return ()
         mesh = self.tensor.device_mesh
@@ -72,17 +72,17 @@ class Outer:
 
 @dataclass(frozen=True)
 class BlockPlacement:
-    """Return how an inner tensor lies in the whole: its box, after a view, of a tensor of `shape`."""
+    """The placement of an inner tensor: after a view, it is a box of a tensor of `shape`."""
 
     words: str
     shape: tuple[int, ...] | None = None
-    """None if it is what it is: a whole tensor."""
+    """None for a whole tensor."""
     box: Box = NOWHERE
     cuts: tuple[AxisCut, ...] | None = ()
 
 
 def block_placement(kind: str, attribute: str, inner: torch.Tensor, outer: Outer) -> BlockPlacement:
-    """Return how an inner tensor of a tensor of class `kind` lies."""
+    """The placement of an inner tensor of a tensor of class `kind`."""
     module, _, name = kind.rpartition(".")
     shape = tuple(inner.shape)
     if module.startswith("torchao."):
@@ -101,7 +101,7 @@ def block_placement(kind: str, attribute: str, inner: torch.Tensor, outer: Outer
 
 
 def block_shape(shape: tuple[int, ...], size: int) -> tuple[int, ...] | None:
-    """Shape of blocks of `size` elements in a row of a tensor of that shape; None if they are no boxes.
+    """Shape of blocks of `size` consecutive elements of a tensor; None if the blocks are no boxes.
 
     >>> block_shape((64, 128), 256), block_shape((4, 512), 256), block_shape((128, 96), 256)
     ((2, 128), (1, 256), None)
@@ -116,7 +116,7 @@ def block_shape(shape: tuple[int, ...], size: int) -> tuple[int, ...] | None:
 
 
 def _in_row(shape: tuple[int, ...], outer: Outer) -> BlockPlacement | None:
-    """One element for each block of some elements in a row."""
+    """The placement of scales with one element for each block of consecutive elements."""
     elements, number = prod(outer.local), prod(shape)
     if len(shape) != 1 or not number or elements % number:
         return None
@@ -135,7 +135,7 @@ def _in_row(shape: tuple[int, ...], outer: Outer) -> BlockPlacement | None:
 
 
 def _in_boxes(block: tuple[int, ...], outer: Outer) -> BlockPlacement | None:
-    """One element for each box of the shape `block`."""
+    """The placement of scales with one element for each box of the shape `block`."""
     edges = zip(block, outer.shape, outer.box.start, outer.box.stop)
     if any(not b or n % b or i % b or j % b for b, n, i, j in edges):
         return None
@@ -148,7 +148,7 @@ def _in_boxes(block: tuple[int, ...], outer: Outer) -> BlockPlacement | None:
 
 
 def _by_shard(shape: tuple[int, ...], outer: Outer) -> BlockPlacement:
-    """A shard's own: as many of them as there are shards, one after the other."""
+    """The placement of a shard's own tensor in the stack over all shards."""
     mesh, placements = outer.tensor.device_mesh, outer.tensor.placements
     at, number, index = mesh.get_coordinate(), 1, 0
     for mesh_dim, _ in shard_order(placements, tuple(mesh.shape)):

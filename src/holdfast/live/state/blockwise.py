@@ -1,12 +1,12 @@
 """Steps of torch's optimizers on the host, a block of elements at a time.
 
-For each term of its formula an optimizer goes over whole tensors: AdamW a dozen times, each time through
-memory.  Where each element is treated by itself, its kernels may as well be given a block of elements,
-whose values and states stay in the processor's caches until the step is made.  That takes half of the
-time or less, and what comes out is the same bit for bit.
+An optimizer goes over whole tensors for each term of its formula: AdamW a dozen times, each time through
+memory.  Where it treats each element by itself, its kernels can be given a block of elements, whose values
+and states stay in the processor's caches until the step is made.  That takes half of the time or less, and
+the result is the same bit for bit.
 
-The latter is not believed but tried, for each kind of parameter group: kernels may round the last elements
-of a tensor, which do not fill a vector register, in another way than the rest.
+A trial proves the latter for each kind of parameter group: kernels may round the last elements of a tensor,
+which do not fill a vector register, in another way than the rest.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class ParamBlock:
         return self.start == 0 and self.is_last
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same elements of a tensor that lies as the parameter does; shares memory."""
+        """The block's elements of a tensor with the parameter's layout; shares memory."""
         mine = local_of(tensor)
         return mine if self.is_all else mine.view(-1)[self.start : self.stop]
 
     def states(self, states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """States of these elements; a number that serves them all advances with the last block."""
+        """States of the block's elements; a number that all elements share advances with the last block."""
         shape = local_of(self.param).shape
         found = {}
         for name, value in states.items():
@@ -82,8 +82,7 @@ class Blockwise:
         self._is_exact: dict[tuple[Any, ...], bool] = {}
 
     def is_possible(self) -> bool:
-        """True if the step that gradients and states call for now can be made in blocks, and is worth
-        it."""
+        """True if the coming step can be made in blocks, and has a tensor that is large enough."""
         groups = self._optimizer.param_groups
         given = [p for group in groups for p in group["params"] if p.grad is not None]
         return (
@@ -156,8 +155,8 @@ class Blockwise:
 
 
 def steps_by_itself(optimizer: Optimizer) -> bool:
-    """True if an optimizer is one of torch's own that treat each element by itself, and nobody has
-    put something else in the place of its step; a scheduler has something that only calls it."""
+    """True if an optimizer is one of torch's that treat each element by itself, and its step is torch's.  A
+    scheduler's wrapper, which only calls the step, does not count."""
     kind = type(optimizer)
     step: Any = kind.step
     own = [getattr(f, "__globals__", {}) for f in (step, unhooked(optimizer))]
@@ -172,7 +171,7 @@ def steps_by_itself(optimizer: Optimizer) -> bool:
 
 
 def _way(value: Any) -> Any:
-    """The part of a group's entry that may decide which way an optimizer takes."""
+    """The part of a setting that may decide which way an optimizer takes."""
     if isinstance(value, (tuple, list)):
         return tuple(map(_way, value))
     if value is None or isinstance(value, (bool, str)):
@@ -183,15 +182,14 @@ def _way(value: Any) -> Any:
 
 
 def _alike(optimizer: Optimizer) -> Optimizer:
-    """Another optimizer of the same kind, to be given groups and states of its own."""
+    """Another optimizer of the same class, for groups and states of its own."""
     one: Optimizer = object.__new__(type(optimizer))
     vars(one).update(vars(optimizer))
     return one
 
 
 def _lies_flat(p: torch.Tensor, states: dict[str, Any]) -> bool:
-    """True if a parameter, its gradient and its states can be cut alike; False without gradient or
-    states."""
+    """True if a parameter, its gradient and its states can be cut alike; False if any is lacking."""
     mine, grad = local_of(p), p.grad
     if mine.device.type != "cpu" or mine.dtype not in (torch.float32, torch.float64) or not states:
         return False
@@ -211,7 +209,7 @@ def _lies_flat(p: torch.Tensor, states: dict[str, Any]) -> bool:
 
 
 def _lie_alike(one: torch.Tensor, p: torch.Tensor) -> bool:
-    """True if a tensor has the elements that `p` has, and no more to it than a plain tensor."""
+    """True if a tensor is plain, and covers the same elements as `p`."""
     if isinstance(one, DTensor) and isinstance(p, DTensor) and one.placements != p.placements:
         return False
     inner = one._local_tensor if isinstance(one, DTensor) else one

@@ -1,4 +1,4 @@
-"""A snapshot that takes longer than the window: what is left is carried over, so it is never torn.
+"""Snapshots that take longer than the window: the rest of the copies is carried over, never torn.
 
 When the optimizer's step comes before everything is copied, training waits for the rest; or, with memory
 set aside for it, the training thread copies the rest there (from device to device, which takes a hundredth
@@ -14,22 +14,20 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from holdfast.base.events import emit
-from holdfast.live.state.devices import Moment, devices_of, on
+from holdfast.live.state.devices import Moment, devices_of, on, wait_for_writers
 from holdfast.live.state.graphs import is_capturing
-from holdfast.live.state.managed import wait_for_writers
 
 
 class CarryBuffer:
-    """Memory of `size` bytes for what is carried over, on its device."""
+    """Memory of `size` bytes on each device for the copies that are carried over."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._memory: dict[torch.device, torch.Tensor] = {}
 
     def make(self, devices: Iterable[torch.device]) -> None:
-        """Get it, once; off the training thread, which new pages would hold up for ten times a copy.
-
-        Where it cannot be had nothing is carried over, from then on.
+        """Allocate the memory, once.  Called off the training thread, which new pages would hold up for ten
+        times a copy.  If allocation fails, nothing is carried over from then on.
         """
         try:
             for device in dict.fromkeys(devices):
@@ -86,7 +84,7 @@ class CarriedCopies:
             return self._sources[number]
 
     def before(self, streams: Iterable[torch.Stream]) -> None:
-        """Have streams read what was taken not before it is there."""
+        """Have streams wait until the sources that were set aside are there."""
         if self._aside is not None:
             for stream in streams:
                 self._aside.before(stream)

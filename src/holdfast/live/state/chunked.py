@@ -1,13 +1,13 @@
-"""Tensors that say themselves which parts a rank has: cut unevenly, by hand, or into tables.
+"""Tensors that list this rank's parts themselves: cut unevenly, by hand, or into tables.
 
     protocol                                                   who has it
     __create_chunk_list__(), __get_tensor_shard__(index)       what torch's DCP calls, too: ragged shards,
                                                                torch's LocalShardsWrapper
     local_shards(), metadata()                                 torch's ShardedTensor (TorchRec)
 
-Each part is a box of the whole tensor, and nothing else has to be known of the class: another layout,
-also a whole tensor or a DTensor, takes the boxes as they fall.  That parts of all ranks make up the whole
-is seen when these plan a save.
+Each part is a box of the whole tensor, and nothing else has to be known of the class: another layout, also
+a whole tensor or a DTensor, takes the boxes.  The plan of a save checks that the parts of all ranks make up
+the whole.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from holdfast.live.state.tensor_kinds import check_kind
 
 
 def chunks_of(tensor: torch.Tensor, name: str) -> tuple[Placed, ...] | None:
-    """The parts that this rank has of a tensor that tells of them; None if it does not."""
+    """This rank's parts of a tensor that lists them; None for another tensor."""
     if _is_sharded(tensor):
         shape = tuple(tensor.metadata().size)
         pairs = [
@@ -46,7 +46,7 @@ def _is_sharded(tensor: Any) -> bool:
 
 
 def _teller(tensor: torch.Tensor) -> Any:
-    """Whoever tells of a tensor's parts: itself, or its memory if a DTensor has asked that to."""
+    """The tensor, or its local one inside a DTensor, that lists parts; None if neither does."""
     for one in (tensor, memory_of(tensor)):
         told = getattr(type(one), "__create_chunk_list__", None)
         if told is not None and told is not getattr(DTensor, "__create_chunk_list__", None):

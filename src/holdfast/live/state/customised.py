@@ -1,21 +1,21 @@
 """Entries that the `state_dict()` of a module has beyond parameters, buffers and `get_extra_state`.
 
-A module may say more of itself: it overrides `_save_to_state_dict` or `state_dict`, or it has state-dict
-hooks.  bitsandbytes keeps the scales of quantised weights that way, torch's dynamic quantisation the
-weights themselves.  Only such modules are asked.  Names do not matter, for hooks rename things: what lies
-in the memory of a parameter or buffer is saved already (both in `state.own_state_dicts`).
+A module may add entries: it overrides `_save_to_state_dict` or `state_dict`, or it has state-dict hooks.
+bitsandbytes keeps the scales of quantised weights that way, torch's dynamic quantisation the weights
+themselves.  Only such modules are asked.  Names do not matter, for hooks rename entries: a tensor in the
+memory of a parameter or buffer is saved already (both in `state.own_state_dicts`).
 
-Of the rest there are two kinds.  *Live* tensors are attributes of the module: two calls give the same
+The other entries are of two kinds.  *Live* tensors are attributes of the module: two calls give the same
 memory.  They are saved and restored in place, as buffers are.  *Made* values (a packed weight that is
 unpacked, a number as a tensor, a dtype) are new at each call.  They go into one extra of the module,
 `<module>._own_extra_state`, by name; a restore puts them back through the module's own loading hooks
-(`state.made`).
+(`state.own_loading`).
 
     saved:     {"0.weight": param, "0.SCB": live, "0.weight_format": made}
     restored:  0.weight and 0.SCB in place   ->  load hooks, given all three  ->  0.weight_format compared
 
-So a made value must be the same when it is asked for twice: one that is not (a time, a counter of calls)
-could never be found again after a restore, and the first save refuses it.
+So a made value must be the same at two calls: a time or a counter of calls could never be proved to be
+restored, and the first save refuses it.
 
 Nothing here communicates: FSDP's hooks, which may gather, are not called, and each module is asked with its
 variables (`keep_vars`), which copies nothing.
@@ -53,10 +53,10 @@ OWN_EXTRA = "_own_extra_state"
 """The last part of the name of the extra that holds the made values of a module."""
 
 _live_names: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
-"""Entries of modules that were seen to be live tensors: from then on modules are asked only once."""
+"""Entries of modules that are known to be live tensors: their modules are asked only once per save."""
 
 _answers: ContextVar[dict[int, list[OwnEntries]] | None] = ContextVar("_answers", default=None)
-"""Own entries of modules, by id of the module, in a block of `asked_once`."""
+"""Own entries by id of the module, inside a block of `asked_once`."""
 
 
 @dataclass(slots=True)
@@ -87,14 +87,14 @@ class _Asking:
     ignored: Ignored | None
     first: bool
     found: list[OwnEntries] = field(default_factory=list)
-    """Submodules that have something of their own, the inner ones first."""
+    """Own entries of submodules, inner modules first."""
     names: list[str] = field(default_factory=list)
-    """Names of all that modules have of their own, ignored ones too."""
+    """Names of all own entries, ignored entries too."""
     paths: dict[nn.Module, list[str]] = field(default_factory=dict)
-    """All paths of each submodule, if anything is ignored: one that is shared is asked under the first."""
+    """All paths of each submodule, if anything is ignored.  A shared one is asked under its first path."""
 
     def ask(self, path: str, part: nn.Module) -> None:
-        """Find what a module has beyond what is saved anyway."""
+        """Find the own entries of a module: those that are not saved anyway."""
         own = OwnEntries(path, part)
         entries = self._entries(own)
         if entries is None:
@@ -139,10 +139,10 @@ class _Asking:
 
 
 def customised(key: str, module: nn.Module, *, first: bool = False) -> list[OwnEntries]:
-    """Each submodule that has something of its own, the inner ones first.  `key`: of the state.
+    """The own entries of submodules, inner modules first.  `key`: of the state.
 
-    UsageError for a module that cannot say what it has.  `first`: also for one that says something else
-    when it is asked again, and for patterns of `ignore` that match nothing.
+    UsageError for a module whose state_dict() fails.  `first`: also for a made value that differs at a
+    second call, and for patterns of `ignore` that match nothing.
     """
     answers = _answers.get()
     if answers is None or first:
@@ -154,7 +154,7 @@ def customised(key: str, module: nn.Module, *, first: bool = False) -> list[OwnE
 
 @contextmanager
 def asked_once() -> Iterator[None]:
-    """A block of one moment, in which nothing changes modules: each is asked once on this thread."""
+    """A block in which no module changes: each is asked once on this thread."""
     token = _answers.set({})
     try:
         yield
@@ -175,8 +175,8 @@ def _ask(key: str, module: nn.Module, first: bool) -> list[OwnEntries]:
 
 
 def refuse_own(key: str, engine: nn.Module, *, first: bool = False) -> None:
-    """UsageError for what modules inside an engine (of DeepSpeed or Megatron) have of their own: what of it
-    belongs to which rank is not known."""
+    """UsageError for own entries of modules inside an engine (of DeepSpeed or Megatron): nothing tells
+    which rank's they are."""
     names = [
         f"{key}.{own.name(entry)}"
         for own in customised(key, engine, first=first)
@@ -201,13 +201,13 @@ def ignored_of(module: nn.Module) -> Ignored | None:
 
 
 def named_entries(part: nn.Module) -> dict[str, Any]:
-    """Entries of a module's state_dict(), by names without what wrappers inside it add to them."""
+    """Entries of a module's state_dict(), by names without the components of wrappers inside it."""
     names = Names(part)
     return {names.plain(entry): value for entry, value in entries_of(part).items()}
 
 
 def _held(own: OwnEntries, inner: list[OwnEntries]) -> SavedTensors:
-    """All that is saved anyway.  `inner`: what submodules, and what it wraps, have of their own."""
+    """The tensors that are saved anyway.  `inner`: own entries of submodules and wrapped modules."""
     whole = asks_whole(own.part)
     start = f"{own.path}." if own.path else ""
     below = [one for one in inner if one.path == own.path or one.path.startswith(start)]
@@ -223,7 +223,7 @@ def _held(own: OwnEntries, inner: list[OwnEntries]) -> SavedTensors:
 def _not_held(
     key: str, own: OwnEntries, entries: Mapping[str, Any], held: SavedTensors
 ) -> dict[str, Any]:
-    """Entries that nothing else in the module holds.  UsageError for two that are one without wrappers."""
+    """Entries that nothing else holds.  UsageError for two entries with one name without wrappers."""
     names = Names(own.part)
     rest: dict[str, Any] = {}
     as_said: dict[str, str] = {}
@@ -247,7 +247,7 @@ def _twice(name: str, which: Iterable[str]) -> UsageError:
 
 
 def _live(part: nn.Module, tensors: dict[str, torch.Tensor]) -> set[str]:
-    """Names of the given tensors that the module itself holds: in the same memory when asked again."""
+    """Names of the tensors that the module itself holds: a second call gives the same memory."""
     known = _live_names.get(part, frozenset())
     if not tensors.keys() <= known:
         again = named_entries(part)
@@ -268,7 +268,7 @@ def form(name: str, value: Any) -> Any:
 
 
 def _check_steady(key: str, own: OwnEntries) -> None:
-    """UsageError for values that are others when the module is asked again."""
+    """UsageError for made values that differ at a second call."""
     again = named_entries(own.part)
     changed = []
     for entry, value in own.made.items():

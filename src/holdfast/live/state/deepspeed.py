@@ -26,7 +26,7 @@ from torch.distributed import get_rank
 from torch.optim import Optimizer
 
 from holdfast.base.errors import LayoutError, UsageError
-from holdfast.live.sources import Framework, Master, ParamGroup, Source, flat_cut
+from holdfast.live.sources import Framework, Group, Master, Source, flat_cut
 from holdfast.live.state.deepspeed_parts import expert_names, tied_copies
 from holdfast.live.state.placed import parts_in
 
@@ -38,7 +38,7 @@ SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 @dataclass(frozen=True, eq=False)
 class Zero(Source):
-    """An engine as holdfast sees it, at one moment."""
+    """The source of an engine, at one moment."""
 
     framework = "DeepSpeed"
     by_master = True
@@ -46,19 +46,19 @@ class Zero(Source):
     engine: Any
     inner: Optimizer | None = None
     """The torch optimizer inside; None without an optimizer."""
-    all_groups: list[ParamGroup] = field(default_factory=list)
+    all_groups: list[Group] = field(default_factory=list)
     masters: dict[int, Master] = field(default_factory=dict)
-    """Masters by id of the module's parameter; the others are kept as torch keeps them."""
+    """Masters by id of the module's parameter; other parameters are their own masters."""
     saves_scheduler: bool = False
     """True if the engine has a scheduler of its own that the state does not name."""
 
-    def groups(self, optimizer: Any) -> list[ParamGroup]:
+    def groups(self, optimizer: Any) -> list[Group]:
         return self.all_groups
 
     def master(self, p: torch.Tensor) -> Master | None:
         return self.masters.get(id(p))
 
-    # -- what is neither a parameter nor its state ---------------------------------------------
+    # -- extras --------------------------------------------------------------------------------
 
     def extras(self) -> dict[str, Any]:
         """Counters, loss scaler and a learning-rate scheduler of the engine's own, as plain data."""
@@ -142,8 +142,8 @@ class Zero(Source):
 
 
 def put_counters(engine: Any, saved: Mapping[str, Any]) -> None:
-    """Put back an engine's counters, those that were saved, at the beginning of a batch as it is
-    accumulated here: no gradients are kept."""
+    """Put an engine's saved counters back, at the beginning of an accumulated batch: gradients are not
+    saved."""
     for name in COUNTERS:
         setattr(engine, name, saved.get(name, getattr(engine, name)))
     engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
@@ -159,13 +159,13 @@ def is_engine(value: Any) -> bool:
 
 
 def is_wrapper(value: Any) -> bool:
-    """True if `value` is what an engine has in place of a torch optimizer."""
+    """True if `value` is an engine's own optimizer, in the place of torch's."""
     module = sys.modules.get("deepspeed.runtime.base_optimizer")
     return module is not None and isinstance(value, module.DeepSpeedOptimizer)
 
 
 class DeepSpeed(Framework):
-    """Recognises engines and what they have in place of a torch optimizer."""
+    """Recognises engines and their own optimizers."""
 
     def owns(self, value: Any) -> bool:
         return is_engine(value) or is_wrapper(value)
@@ -262,7 +262,7 @@ def _kind(wrapper: Any) -> str:
 
 
 def _refuse(engine: Any) -> None:
-    """UsageError for what `zero_of` would not find, or what ranks differ in under one name."""
+    """UsageError for features whose values `zero_of` would not find, or that differ under one name."""
     wrapper = engine.optimizer
     shapes = {
         "experts that DeepSpeed fuses (AutoEP)": getattr(
@@ -333,7 +333,7 @@ def _position(p: torch.Tensor, flat: torch.Tensor) -> int:
 def _stage3(engine: Any, wrapper: Any) -> Zero:
     """One master per sub-group: this rank's partitions of its parameters, one after the other."""
     flats = _partitioned(engine)
-    groups: list[ParamGroup] = [(group, []) for group in wrapper.optimizer.param_groups]
+    groups: list[Group] = [(group, []) for group in wrapper.optimizer.param_groups]
     for number, (params, master) in enumerate(
         zip(wrapper.fp16_groups, wrapper.fp32_partitioned_groups_flat)
     ):
@@ -350,7 +350,7 @@ def _stage3(engine: Any, wrapper: Any) -> Zero:
 
 
 def _partitioned(engine: Any) -> dict[int, Master]:
-    """Parameters that ZeRO-3 has partitioned, by way of their partitions in the model's precision."""
+    """Masters for the partitions, in the model's precision, of ZeRO-3's parameters."""
     return {
         id(p): _partition(p, p.ds_tensor, None, 0)
         for p in engine.module.parameters()
@@ -379,13 +379,13 @@ def _unfused(engine: Any, wrapper: Any) -> Zero:
 def _zero(
     engine: Any,
     inner: Optimizer,
-    groups: list[ParamGroup],
+    groups: list[Group],
     flats: Mapping[int, Master] | None = None,
     whole: Mapping[int, torch.Tensor] | None = None,
 ) -> Zero:
     """An engine with its masters: this rank's pieces of flat ones, or whole ones, by id of the parameter.
 
-    What the optimizer serves and what has neither is its own master.
+    A parameter of the optimizer without either is its own master.
     """
     plain_numbers = type(inner).__module__.split(".", 1)[0] == "deepspeed"
     masters = dict(flats or {})

@@ -1,7 +1,7 @@
 """DeepSpeed's models of which each rank has a part: experts of a layer, stages of a pipeline.
 
-A rank numbers the experts that it has from 0, so ranks have different experts under one name.  Which they
-are in the whole layer says the rank in the layer's group; experts are named by that number:
+A rank numbers its experts from 0, so ranks have different experts under one name.  The rank in the layer's
+group tells their numbers in the whole layer, by which experts are named:
 
     4 experts, ep_size 2      rank 0: 0 1    rank 1: 0 1   as DeepSpeed names them
                                       0 1            2 3   as the checkpoint does
@@ -30,7 +30,7 @@ EXPERTS = "deepspeed_moe.experts.deepspeed_experts."
 
 
 def expert_names(module: nn.Module) -> dict[str, list[str]]:
-    """Names, in the whole model, of what is in experts, by their paths in a module of this rank."""
+    """Names in the whole model of tensors in experts, by their paths in this rank's module."""
     moe = sys.modules.get("deepspeed.moe.layer")
     found: dict[str, list[str]] = {}
     if moe is None:
@@ -52,7 +52,7 @@ def _paths_in(module: nn.Module) -> Iterator[str]:
 
 
 def tied_copies(module: Any) -> frozenset[int]:
-    """Ids of a stage's weights that an earlier stage of the pipeline has, too, and saves.
+    """Ids of a stage's weights that an earlier stage of the pipeline saves, too.
 
     UsageError if a tied layer has weights that its stages do not tie: both would have one name.
     """

@@ -1,11 +1,15 @@
-"""Devices: how work of ours is given to them, beside the training's.
+"""Devices: how the package gives them work beside the training's.
 
 A thread begins on device 0, and torch goes to a stream's device and back to the thread's for each event.
-Going back to device 0 for sure makes a context there: half a gigabyte for each rank of the node.  So all
-that touches a device happens inside of `on` or `on_stream`, which go back only where that makes none.
+Going back to device 0 for sure makes a context there: half a gigabyte for each rank of the node.  So every
+call that touches a device is made inside of `on` or `on_stream`, which go back only where that makes none.
 
-What is copied is of a moment: `Moment` holds an event for each device, behind all that the calling thread
-had given to it, and a stream of ours begins `after` that.
+A copy is of a moment: `Moment` holds an event for each device, behind all work that the calling thread had
+given to it, and a stream of this package begins `after` that.
+
+A device may also write to tensors of the host: those in page-locked memory, or in memory that bitsandbytes
+pages.  A copy into page-locked memory returns before it is made (`non_blocking=True`), as where optimizer
+states are offloaded.  `wait_for_writers` has to come before such a tensor is read.
 """
 
 from __future__ import annotations
@@ -47,7 +51,7 @@ def devices_of(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
 
 
 def devices_in(live: NamedTensors) -> list[torch.device]:
-    """The devices on which this rank has some of a state."""
+    """The devices that this rank has tensors of a state on."""
     if live.devices is None:
         tensors = live.tensors.values()
         on_host = all(
@@ -63,8 +67,8 @@ _met: set[torch.device] = set()
 
 
 def devices_in_use() -> list[torch.device]:
-    """The devices that may write to memory of the host: those of states, else the current one.  None are
-    where the process has used none."""
+    """The devices that may write to memory of the host: those of states, else the current device; empty if
+    the process has used none."""
     kind = _accelerator()
     module = torch.get_device_module(kind) if kind else None
     if module is None or not module.is_initialized():
@@ -74,7 +78,7 @@ def devices_in_use() -> list[torch.device]:
 
 @cache
 def _accelerator() -> str:
-    """The kind of devices that there are; empty if there are none."""
+    """The kind of this machine's devices; empty if it has none."""
     accelerator = torch.accelerator.current_accelerator()
     return "" if accelerator is None else accelerator.type
 
@@ -106,7 +110,7 @@ def on_stream(stream: torch.Stream) -> Iterator[None]:
 
 @contextmanager
 def on_streams(streams: Iterable[torch.Stream]) -> Iterator[None]:
-    """A context in which work of each device goes to its one of `streams`."""
+    """A context in which each device's work goes to its stream in `streams`."""
     with ExitStack() as entered:
         for stream in streams:
             entered.enter_context(on_stream(stream))
@@ -118,7 +122,7 @@ _streams_lock = threading.Lock()
 
 
 def stream_of(device: torch.device, purpose: str) -> torch.Stream:
-    """Our stream of a device for a purpose: one for the life of the process.
+    """The package's stream of a device for a purpose: one for the life of the process.
 
     torch gives out 32 streams of a device in turn, and those of NCCL are among them: a new stream for each
     save would come before the collectives of a training now and then.
@@ -161,7 +165,7 @@ def join_streams() -> None:
 
 
 class Moment:
-    """A moment of the training thread on devices: all that its current streams have been given."""
+    """A moment on devices: all work that the training thread has given to its current streams."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._events: dict[torch.device, torch.Event] = {}
@@ -175,7 +179,7 @@ class Moment:
 
     @staticmethod
     def of(streams: Iterable[torch.Stream]) -> Moment:
-        """The moment of other streams than the current ones: all that they have been given."""
+        """The moment of given streams: all work that they have been given."""
         moment = Moment(())
         for stream in streams:
             with on(stream.device):
@@ -198,7 +202,7 @@ class Moment:
         return True
 
     def before(self, stream: torch.Stream) -> None:
-        """Have a stream begin after it; the host waits if there is no event of that device."""
+        """Let a stream begin after the moment; the host waits if it has no event of that device."""
         with on(stream.device):
             event = self._events.get(stream.device)
             if event is None:
@@ -224,7 +228,7 @@ _parked: list[dict[torch.device, torch.Event]] = []
 
 
 def _let_go(events: dict[torch.device, torch.Event]) -> None:
-    """Each goes to its device to be destroyed, whoever lets go of it last."""
+    """Destroy each event on its device, from any thread."""
     while events:
         device, event = events.popitem()
         with on(device):
@@ -232,8 +236,8 @@ def _let_go(events: dict[torch.device, torch.Event]) -> None:
 
 
 def after(moment: Moment | None, device: torch.device, purpose: str) -> torch.Stream:
-    """Our stream of a device, which begins after a moment; without one, after all that the device has been
-    given by any thread."""
+    """The package's stream of a device, which begins after a moment; without one, after all work that any
+    thread has given to the device."""
     stream = stream_of(device, purpose)
     if moment is None:
         wait_for([device])
@@ -243,14 +247,14 @@ def after(moment: Moment | None, device: torch.device, purpose: str) -> torch.St
 
 
 def wait_for(devices: Iterable[torch.device]) -> None:
-    """Block until devices have done all that they were given."""
+    """Block until devices have done all their work."""
     for device in devices:
         with on(device):
             torch.accelerator.synchronize(device)
 
 
 def room_beside_peak(device: torch.device) -> float:
-    """Bytes of a device that this process has not used at its peak; infinite if it does not tell."""
+    """Bytes of a device beyond this process's peak use; infinite if the device does not tell."""
     module = torch.get_device_module(device.type)
     try:
         free, _ = module.mem_get_info(device)
@@ -260,7 +264,7 @@ def room_beside_peak(device: torch.device) -> float:
 
 
 def wait_for_stream(stream: torch.Stream) -> None:
-    """Block until a stream has done all that it was given."""
+    """Block until a stream has done all its work."""
     with on(stream.device):
         stream.synchronize()
 
@@ -295,7 +299,7 @@ class _CudaPageLocks:
 
     @staticmethod
     def _forget_error() -> None:
-        """CUDA keeps an error until somebody asks: the next kernel of this thread would be told of it."""
+        """CUDA keeps an error until it is asked for: this thread's next kernel would report it."""
         with suppress(RuntimeError):
             torch.zeros(1, device="cuda").add_(1)
 
@@ -307,8 +311,8 @@ page_locks: dict[str, PageLocks] = {"cuda": _CudaPageLocks()}
 class LockedPages:
     """Memory that a thread beside page-locks, so that copies of a device into it run at full speed.
 
-    That takes 0.2 to 1 s for each GB.  Until it is done copies take longer, and are right.  It is undone
-    before the memory goes, also by who forgets to: a device would go on to write where it was.
+    Locking takes 0.2 to 1 s for each GB.  Until then copies take longer, and are right.  The memory is
+    unlocked before it is freed, also without `undo`: a device would go on to write to it.
     """
 
     def __init__(self, view: memoryview, device: torch.device) -> None:
@@ -344,7 +348,7 @@ class LockedPages:
 
 
 def lock_pages(view: memoryview, devices: Iterable[torch.device]) -> LockedPages | None:
-    """Begin to page-lock memory for devices; None if there is none that has a use of it."""
+    """Begin to page-lock memory for devices; None if no device has a use of it."""
     for device in devices:
         if device.type in page_locks and len(view):
             return LockedPages(view, device)
@@ -361,3 +365,17 @@ def _tell_unlocked(error: str) -> None:
 
 def _address(view: memoryview) -> int:
     return int(np.frombuffer(view, np.uint8).ctypes.data)
+
+
+# -- tensors of the host that a device writes to ------------------------------------------------
+
+
+def wait_for_writers(tensors: Iterable[torch.Tensor]) -> None:
+    """Block until devices have done all their work, if they may write to one of these tensors."""
+    devices = devices_in_use()
+    if devices and any(map(_is_managed, tensors)):
+        wait_for(devices)
+
+
+def _is_managed(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu and (getattr(tensor, "is_paged", False) or tensor.is_pinned())

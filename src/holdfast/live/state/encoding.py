@@ -1,4 +1,4 @@
-"""Extras: what is no tensor of a checkpoint, encoded, and small tensors inside it."""
+"""Extras: values that are no tensors of a checkpoint, encoded, with small tensors inside."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ from torch.utils.data import DataLoader
 from holdfast.base.errors import UsageError
 from holdfast.core.codec.digest import hexdigest
 from holdfast.core.format import extras
+from holdfast.live.state.devices import wait_for_writers
 from holdfast.live.state.loaded import loaded_states
-from holdfast.live.state.managed import wait_for_writers
 from holdfast.live.state.named import Collected
 from holdfast.live.state.own_errors import naming
 from holdfast.live.state.placed import memory_of, torch_dtype
+from holdfast.live.state.quantised import quantised_parts
 from holdfast.live.state.recognising import is_loader, is_stateful
 from holdfast.live.state.tensor_kinds import check_kind
 
 RESIZE_RULES = ("same", "rank0", "redistribute", "fresh")
-"""Rules that a user may give for extras, when the number of ranks changes."""
+"""Rules for extras when the number of ranks changes, as a user may give them."""
 
 
 PER_RANK = ("redistribute", "fresh", "ask")
-"""Rules of extras that each rank keeps for itself."""
+"""Rules of extras that each rank saves for itself."""
 
 
 def encode_extra(
     live: Collected, key: str, value: Any, *, inline: bool, rule: str | None = None, depth: int = 0
 ) -> Any:
-    """Extras of `value`; tensors inside become tensors of the checkpoint unless small and inline.
+    """Encode a value; tensors inside become tensors of the checkpoint unless small and `inline`.
 
-    `rule`: of the extra that it goes into, if that is not called `key`.  `depth`: objects that it is in.
+    `rule`: of the extra that has the value, if its name is not `key`.  `depth`: number of objects around.
     """
     if depth > extras.MAX_DEPTH:
         raise UsageError(
@@ -45,15 +46,13 @@ def encode_extra(
         )
     each_rank = (rule or live.rules.get(key)) in PER_RANK
     objects: list[tuple[str, Any, dict[str, Any]]] = []
-    """Path, object, and where its state goes: asked for in one order on all ranks (`in_order`)."""
+    """(path, object, place for its state): asked for their states in one order on all ranks."""
 
     def on_other(leaf: Any, path: str) -> Any:
         name = f"{key}.{path}" if path else key
         if isinstance(leaf, torch.dtype):
             return {"$dtype": str(leaf).removeprefix("torch.")}
         if inline and isinstance(leaf, torch.Tensor) and leaf.is_quantized:
-            from holdfast.live.state.quantised import quantised_parts
-
             return {"$quantized": extras.encode(quantised_parts(leaf, path), on_other, path)}
         if isinstance(leaf, torch.Tensor) and not inline:
             return _named(live, name, leaf, path)
@@ -98,7 +97,7 @@ def encode_extra(
 
 
 def add_order(live: Collected, name: str, loader: Any, saved: Any, rule: str | None) -> None:
-    """Add what is kept of a data loader beside its state, if torch's loaders are there at all."""
+    """Add the order of a data loader beside its state.  torch's loaders are imported for it."""
     from holdfast.live.state.orders import add_loader_order
 
     add_loader_order(live, name, loader, saved, rule)
@@ -124,7 +123,7 @@ def content_digest(tensor: torch.Tensor) -> str:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same values whose memory is just these, in row-major order, on the CPU."""
+    """The values of a tensor in memory of their own, in row-major order, on the CPU."""
     wait_for_writers((tensor,))
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 

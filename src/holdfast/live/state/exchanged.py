@@ -1,10 +1,10 @@
-"""Modules of a state that were restored, and that the script has exchanged since for fresh ones.
+"""Restored modules that the script has replaced by fresh modules since.
 
     ckpt.restore()
     average = ckpt.state["average"] = AveragedModel(model)      begins anew, and the next save has it
 
-A wrapper has the parameters of what it is made around: it is no fresh one.  Plain values and containers are
-what the script means, since it has just set them.
+A wrapper has the parameters of the module inside, so it is not fresh.  Plain values and containers are as
+the script wants them: it has just set them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from holdfast.live.state.recognising import State, stages
 
 
 class Taken:
-    """The modules that have taken what a restored step has of them."""
+    """The modules that were restored, by their parameters."""
 
     def __init__(self, state: State) -> None:
         self._params = {
@@ -26,7 +26,7 @@ class Taken:
         }
 
     def tell_exchanged(self, state: State, step: int, notices: Notices) -> None:
-        """Tell of each module that was restored from `step`, and in whose place there is a fresh one."""
+        """Tell of each module that was restored from `step` and then replaced by a fresh one."""
         for key, before in self._params.items():
             own = [p for module in stages(state.get(key)) or () for p in module.parameters()]
             if own and before and not any(id(p) in before and before[id(p)]() is p for p in own):

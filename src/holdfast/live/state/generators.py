@@ -1,12 +1,12 @@
-"""Random number generators of their own: their states, and those in attributes that no step has.
+"""Random number generators in attributes, whose states no step has; and states of generators in general.
 
     class Noisy(nn.Module):
         def __init__(self):
             self.noise = torch.Generator().manual_seed(1)        a restart draws from the seed again
 
-One of which the state has changed from one save to the next is told, unless something that is saved has its
-state: the object's own `state_dict()`, another object of the state, or a plain value.  A generator that is
-seeded or made anew, as one for each step is, says nothing.
+A generator that draws between two saves is told of, unless the checkpoint has its state elsewhere: in the
+object's own `state_dict()`, in another object of the state, or in a plain value.  A generator that is
+seeded or made anew, as for each step, is not told of.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from holdfast.live.state.customised import named_entries
 from holdfast.live.state.recognising import State, is_loader, is_optimizer, is_stateful, stages
 
 GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-"""Kinds of generators whose states are known."""
+"""Types of generators whose states can be read and set."""
 MAX_GENERATORS = 16
-"""Generators that are looked at, at most: the state of one takes 10 to 130 microseconds at each save."""
+"""Most generators that are watched: reading a state takes 10 to 130 microseconds at each save."""
 MOST_VALUES = 1024
-"""Values of one container that are looked at, at most: the state of Python's has 625."""
+"""Most values of a container that are compared: the state of Python's generator has 625."""
 MOST_BYTES = 1 << 14
-"""Size of an array from which it is not looked at: the state of torch's is one of 5056 bytes."""
+"""Size of the largest array that is compared: the state of torch's generator has 5056 bytes."""
 DISTINCTIVE = 1024
-"""Numbers from which one is taken for part of a state; smaller ones are anywhere."""
+"""Least number that tells a generator's state from other values; smaller numbers are everywhere."""
 
 
 def generator_state(generator: Any) -> Any:
@@ -64,7 +64,7 @@ class OwnGenerators:
     """Generators in attributes of a state's modules and objects, and their states at the last save."""
 
     def __init__(self, owners: Iterable[tuple[str, Any]]) -> None:
-        """`owners`: what may have some, by name."""
+        """`owners`: (name, object) pairs that may have generators."""
         found = [
             (where, owner, name, value)
             for where, owner in owners
@@ -75,7 +75,7 @@ class OwnGenerators:
         self._states: list[Any] = []
 
     def drawn(self, state: State) -> list[str]:
-        """Return the names of those that have drawn since the last save, and whose states nothing saves."""
+        """Names of generators that have drawn since the last save and whose states nothing saves."""
         now = [
             (id(owner.__dict__.get(name)), _seed_of(one), _mark_of(one))
             for _, owner, name, one in self._kept
@@ -114,7 +114,7 @@ def _mark_of(generator: Any) -> Any:
 
 
 def _large(state: Any) -> set[Any]:
-    """The leaves of a generator's state that tell it from what else may be saved."""
+    """The leaves of a generator's state that tell it from other saved values."""
     return {one for one in _leaves(state) if isinstance(one, bytes) or one > DISTINCTIVE}
 
 
@@ -126,7 +126,7 @@ def _saved_in(state: State) -> Iterator[Any]:
 
 
 def _saved_of(owner: Any) -> Any:
-    """Return what is saved of one owner."""
+    """The saved state of an owner."""
     if isinstance(owner, nn.Module):
         return named_entries(owner)
     if isinstance(owner, Optimizer):

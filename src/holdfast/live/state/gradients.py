@@ -1,16 +1,15 @@
 """Gradients that are being accumulated while a step is saved.
 
 No checkpoint has gradients, so a restart takes its first update without those of the batches before the
-save.  That a parameter has a gradient says nothing: many loops clear them at the start of the next
-iteration, when the optimizer has long stepped with them.  What counts is a gradient that was made, or
-written, after the last step of any optimizer, and is not zero.  Of any, since in a GAN the generator's loss
-leaves gradients in the discriminator, which are cleared before they are used.
+save. A gradient alone proves nothing: many loops clear gradients at the start of the next iteration, long
+after the optimizer's step.  A gradient counts if it was made, or written, after the last step of any
+optimizer, and is not zero.  Of any optimizer, since in a GAN the generator's loss leaves gradients in the
+discriminator, which are cleared before they are used.
 
-Such gradients may still be cleared: those of a step that the script has skipped, or of an evaluation that
-goes backward.  So nothing is told at the save, but when an optimizer has stepped with them
-(`KeptGradients`).
+The script may still clear such gradients: those of a skipped step, or of an evaluation that goes backward.
+So the notice comes only when an optimizer has stepped with them (`KeptGradients`).
 
-A few parameters stand for all of them.  The hook behind each step notes which gradients they have, and how
+A few parameters stand for all.  The hook behind each step notes which gradients they have, and how
 often these were written; a save compares.
 """
 
@@ -29,7 +28,7 @@ from holdfast.live.state.wrapped import stepping
 from holdfast.live.state.writes import count_and_address, times_written
 
 LOOKED_AT = 2
-"""Parameters that stand for all."""
+"""Number of parameters that stand for all."""
 
 
 def gradients_text(step: int) -> str:
@@ -41,19 +40,19 @@ def gradients_text(step: int) -> str:
 
 
 class PendingGradients:
-    """The gradients of a few parameters, as they were behind the last step of an optimizer."""
+    """The gradients of a few parameters, compared with those after the last step of an optimizer."""
 
     def __init__(self) -> None:
         self._params: list[Any] = []
         self._behind: list[Any] = []
         """Marks of their gradients then."""
         self._before: list[Any] = []
-        """Marks of them at the call before the last one."""
+        """Marks of the gradients at the call before the last."""
         self._now: list[Any] = []
         self.kept: KeptGradients | None = None
         """Gradients that were there at the last save, if there were any."""
         self._may_skip = False
-        """True if there is a scaler of losses, which leaves out steps whose gradients overflow."""
+        """True if a loss scaler may skip steps whose gradients overflow."""
 
     def choose(self, state: State) -> None:
         """Choose parameters among those of the optimizers of a state, between two steps."""
@@ -76,7 +75,7 @@ class PendingGradients:
         self._behind = [_seen(p.grad) for p in self._params]
 
     def look(self) -> None:
-        """Note the gradients at a call of the script, where that is needed to tell what becomes of them."""
+        """Note the gradients at a call of the script, where their later use depends on it."""
         if self.kept is not None and not self.kept.are_there():
             self.kept = None
         if self._may_skip:
@@ -84,7 +83,7 @@ class PendingGradients:
             self._now = [_seen(p.grad) for p in self._params]
 
     def keep(self, step: int) -> None:
-        """Remember gradients that are there at the save of a step."""
+        """Keep the marks of gradients that are pending at the save of a step."""
         pairs = [(p, behind) for p, behind in zip(self._params, self._behind) if p.grad is not None]
         self.kept = self.kept or KeptGradients(step, pairs)
 

@@ -1,4 +1,4 @@
-"""Graphs of a device: while one is captured, no thread of this package touches a device.
+"""Graph captures: while a device captures a graph, no thread of this package touches a device.
 
 CUDA voids a capture if any thread of the process allocates on a device, page-locks memory or waits for an
 event meanwhile (in its default mode), and the first steps, when scripts capture, are when saves rehearse.
@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 CAPTURE_WAIT_S = 60.0
-"""Nobody waits longer for the other: a capture that has begun may never be ended."""
+"""Longest wait for a capture, in seconds: a capture that has begun may never be ended."""
 
 before_capture: list[Callable[[], None]] = []
-"""Called by the thread that is about to capture: wait for what a captured step would wait for."""
+"""Functions that a thread calls before it captures: each waits as a captured step would."""
 
 _moves = threading.Condition()
 _working: Counter[int] = Counter()
@@ -58,15 +58,15 @@ def is_barred() -> bool:
 
 
 def is_capturing() -> bool:
-    """True while the calling thread captures a graph: what it calls is done at each replay, and not now."""
+    """True while the calling thread captures a graph: its device work is done at each replay, not now."""
     if _owner == threading.get_ident():
         return True
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def has_captured() -> bool:
-    """True if this process has ever captured a graph: memory of one comes again at each replay, whoever
-    still has tensors of it."""
+    """True if this process has ever captured a graph: each replay writes to the graph's memory again, also
+    where tensors are still held."""
     return _has_captured
 
 

@@ -1,8 +1,8 @@
-"""Declarations of the user that something need not be saved: `holdfast.ignore`.
+"""`holdfast.ignore`: the user's declarations that entries need not be saved.
 
-A save holds all that the `state_dict()` of a module or an optimizer has, or fails with the names of what
-it cannot hold.  Such names may be given up, one by one or by pattern.  The mark is on the object itself,
-not in the state: whoever builds the object may leave it there, and it dies with the object.
+A save holds every entry of the `state_dict()` of a module or an optimizer, or fails with the names of
+entries that it cannot hold.  Such names may be given up, one by one or by pattern.  The mark is on the
+object itself, not in the state: the code that builds the object may set it, and it dies with the object.
 """
 
 from __future__ import annotations

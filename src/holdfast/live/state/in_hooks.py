@@ -16,8 +16,8 @@ to say it.
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(step_now)
 
-They have moments as any other, and hang at the parameters: a script that hands over its model alone loses
-them.  Nothing is guessed of what a hook does.  What is known:
+Such optimizers have moments as any other, and hang at the parameters: a script that hands over its model
+alone loses them.  The code of a hook is never inspected.  The facts:
 
 * `_apply_optimizer_in_backward` of torch leaves its optimizers in an attribute of the parameter;
 * a `Checkpointer` sees every optimizer step, and torch says of each whether it is made in a backward pass
@@ -39,7 +39,7 @@ from torch.optim import Optimizer
 
 from holdfast.base.errors import UsageError, warn_user
 from holdfast.base.text import listed
-from holdfast.live.state.recognising import State, is_of_framework, stages
+from holdfast.live.state.recognising import State, is_of_framework, modules_in
 from holdfast.live.state.several import (
     MAX_NAMED,
     combined_parts,
@@ -59,19 +59,18 @@ UPCASTING = "torch.distributed.algorithms.ddp_comm_hooks.mixed_precision_hooks"
 
 
 def tell_hooks(state: State) -> None:
-    """HoldfastWarning for each communication hook whose own state is neither a value of the state nor an
-    attribute of one."""
-    for key, value in state.items():
-        for module in stages(value) or ():
-            for hook, kept in _communication_hooks(module):
-                if _carries_over(kept) and not _has(state, kept):
-                    name = getattr(hook, "__qualname__", type(hook).__qualname__)
-                    warn_user(
-                        f"{key!r}: the communication hook {name} keeps a {type(kept).__qualname__} that "
-                        "is not in the state: what it carries over from step to step is not saved, and "
-                        "begins anew after a restore. An object with state_dict() and load_state_dict() "
-                        "that has it as an attribute can be handed over as a value of the state"
-                    )
+    """HoldfastWarning for each communication hook whose state is neither a value of the state nor an
+    attribute of a value."""
+    for key, module in modules_in(state):
+        for hook, kept in _communication_hooks(module):
+            if _carries_over(kept) and not _has(state, kept):
+                name = getattr(hook, "__qualname__", type(hook).__qualname__)
+                warn_user(
+                    f"{key!r}: the communication hook {name} keeps a {type(kept).__qualname__} that "
+                    "is not in the state: what it carries over from step to step is not saved, and "
+                    "begins anew after a restore. An object with state_dict() and load_state_dict() "
+                    "that has it as an attribute can be handed over as a value of the state"
+                )
 
 
 def _communication_hooks(module: nn.Module) -> Iterator[tuple[Any, Any]]:
@@ -147,9 +146,8 @@ def tell_gradient_hooks(state: State) -> None:
 
 def _parameters(state: State) -> Iterator[tuple[str, str, nn.Parameter]]:
     """Yield key, name and parameter for all modules of a state."""
-    for key, value in state.items():
-        for module in stages(value) or ():
-            yield from ((key, name, p) for name, p in module.named_parameters())
+    for key, module in modules_in(state):
+        yield from ((key, name, p) for name, p in module.named_parameters())
 
 
 def _params_of(optimizer: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Names of parameters that an object of the state has, by where its `state_dict()` has them.
+"""Names of parameters inside objects of the state: their paths in the object's `state_dict()`.
 
     {"agent": agent, "optim": torch.optim.Adam(agent.net.parameters())}      agent.net.0.weight
 
@@ -32,7 +32,7 @@ from holdfast.live.state.rng import Rng
 LEAVES = (int, float, complex, str, bytes, type(None))
 
 _known: Any = WeakTensorKeyDictionary()
-"""Keys of the state that was asked for a parameter's name, and the name, which may be empty."""
+"""By parameter: the keys of the state that was searched, and the name, which is empty if none was found."""
 
 
 def names_in_objects(state: State, params: Sequence[torch.Tensor]) -> dict[int, str]:
@@ -51,8 +51,8 @@ def names_in_objects(state: State, params: Sequence[torch.Tensor]) -> dict[int, 
 
 
 def _asked(value: Any, key: str) -> list[tuple[str, torch.Tensor]]:
-    """(path, tensor) of what objects in a value of the state have, by path, so that a tensor with two of
-    them gets the same one in whatever order they come."""
+    """(path, tensor) of the objects in a value of the state, sorted: a tensor with two paths always gets
+    the same one."""
     with suppress(Exception):  # of the script's own, which may not be ready before it is loaded
         return sorted(_tensors(value, key), key=lambda pair: pair[0])
     return []

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from holdfast.live.state.modules import named_parameters
 from holdfast.live.state.placed import local_of
-from holdfast.live.state.recognising import State, in_order, stages
+from holdfast.live.state.recognising import State, in_order, modules_in
 from holdfast.live.state.tensor_kinds import PLAIN_TENSORS
 
 SAMPLE = 256
@@ -36,14 +36,12 @@ def masters(state: State, params: Mapping[str, torch.Tensor]) -> dict[str, list[
     """Names of the weights that each parameter can be the master of; without those of none."""
     weights: dict[tuple[Any, ...], list[str]] = {}
     dtypes: dict[torch.dtype, None] = {}
-    for key, value in in_order(state).items():
-        for module in stages(value) or ():
-            for name, p in named_parameters(module):
-                if _is_plain(p):
-                    dtypes[p.dtype] = None
-                    weights.setdefault((tuple(p.shape), *_sample(p, p.dtype)), []).append(
-                        f"{key}.{name}"
-                    )
+    for key, module in modules_in(in_order(state)):
+        for name, p in named_parameters(module):
+            if _is_plain(p):
+                dtypes[p.dtype] = None
+                alike = weights.setdefault((tuple(p.shape), *_sample(p, p.dtype)), [])
+                alike.append(f"{key}.{name}")
     found: dict[str, list[str]] = {}
     for name, p in params.items() if weights else ():
         if not _is_plain(p):

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from holdfast.base.errors import UsageError
 from holdfast.core.layout import Box
-from holdfast.live.sources import Framework, Master, MasterCut, ParamGroup, Source
+from holdfast.live.sources import Cut, Framework, Group, Master, Source
 from holdfast.live.state.modules import unwrap
 from holdfast.live.state.shards import (
     TensorShard,
@@ -52,20 +52,20 @@ class Megatron(Source):
     """Shards of the models' parameters and buffers, by id."""
     optimizers: list[Any] = field(default_factory=list)
     """Megatron's, those of a chain one by one."""
-    all_groups: list[ParamGroup] = field(default_factory=list)
+    all_groups: list[Group] = field(default_factory=list)
     updated: dict[int, Updated] = field(default_factory=dict)
     """Weights by id; with the distributed optimizer, those of which this rank updates a part."""
     distributed: frozenset[int] = frozenset()
     """Parameters whose masters are flat parts, on this rank or another."""
 
-    def groups(self, optimizer: Any) -> list[ParamGroup]:
+    def groups(self, optimizer: Any) -> list[Group]:
         return self.all_groups
 
     def master(self, p: torch.Tensor) -> Master:
         """The master of a weight, or the weight itself, with its place in the whole model."""
         shard, updated = self.shard(p), self.updated.get(id(p))
         is_flat = id(p) in self.distributed
-        cut: MasterCut = shard.parts
+        cut: Cut = shard.parts
         if is_flat and updated is None:
             cut = _nothing
         elif updated is not None and updated.stop is not None:
@@ -272,7 +272,7 @@ def _refuse(optimizer: Any) -> None:
         raise UsageError(f"Megatron-Core with {what} cannot be live state yet")
 
 
-def _whole(optimizer: Any) -> tuple[list[ParamGroup], dict[int, Updated]]:
+def _whole(optimizer: Any) -> tuple[list[Group], dict[int, Updated]]:
     """FP32Optimizer, and the 16-bit one: a master of a weight's own shape."""
     inner = optimizer.optimizer
     weights = {
@@ -290,11 +290,11 @@ def _whole(optimizer: Any) -> tuple[list[ParamGroup], dict[int, Updated]]:
     return groups, {id(weights.get(id(main), main)): Updated(inner, main) for main in masters}
 
 
-def _distributed(optimizer: Any) -> tuple[list[ParamGroup], dict[int, Updated]]:
+def _distributed(optimizer: Any) -> tuple[list[Group], dict[int, Updated]]:
     """The distributed optimizer: of each weight, elements that lie in this rank's piece of a buffer."""
     inner = optimizer.optimizer
     updated = {}
-    groups: list[ParamGroup] = []
+    groups: list[Group] = []
     for number, group in enumerate(inner.param_groups):
         pairs = (
             (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),

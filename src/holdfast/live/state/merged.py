@@ -16,7 +16,7 @@ from holdfast.base.errors import warn_user
 from holdfast.base.text import listed
 from holdfast.live.state.ignoring import trainable_marks
 from holdfast.live.state.modules import unwrap
-from holdfast.live.state.recognising import State, stages
+from holdfast.live.state.recognising import State, modules_in
 
 Layers = list[tuple[str, nn.Module]]
 
@@ -25,8 +25,7 @@ def layers_with_adapters(state: State) -> Layers:
     """The layers of a state that may merge an adapter into weights that are saved, by name."""
     return [
         (f"{key}.{name}" if name else key, part)
-        for key, value in state.items()
-        for module in stages(value) or ()
+        for key, module in modules_in(state)
         for root in [unwrap(module)]
         if not (trainable_marks and any(m in trainable_marks for m in root.modules()))
         for name, part in root.named_modules()

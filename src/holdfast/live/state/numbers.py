@@ -31,7 +31,7 @@ from holdfast.live.state.outside import (
     saved_names,
     tensors_held,
 )
-from holdfast.live.state.recognising import State, is_loader, is_optimizer, is_stateful, stages
+from holdfast.live.state.recognising import State, is_loader, is_plain, saves_itself, stages
 from holdfast.live.state.several import combined_parts, inner_optimizers
 from holdfast.live.state.wrapped import is_zero1
 from holdfast.live.state.writes import Mark
@@ -146,7 +146,7 @@ def _owners(state: State) -> Iterator[tuple[str, Any]]:
                 if not _is_of_others(part):
                     yield (f"{key}.{name}" if name else key), part
         parts = _optimizers(value)
-        if stages(value) is None and not parts and is_stateful(value) and not is_loader(value):
+        if not parts and saves_itself(value) and not is_loader(value):
             parts = [value]
         for one in parts:
             if not _is_of_others(one) and isinstance(getattr(one, "__dict__", None), dict):
@@ -160,11 +160,7 @@ def _is_of_others(one: Any) -> bool:
 
 def _is_plain(name: str, value: Any, state: State) -> bool:
     """True if a plain value of the state of that name, or nearly, is the same."""
-    plain = {
-        k: v
-        for k, v in state.items()
-        if stages(v) is None and not is_optimizer(v) and not is_stateful(v)
-    }
+    plain = {k: v for k, v in state.items() if is_plain(v)}
     return any(
         found == value and key and (key in name or name in key) for key, found in saved_names(plain)
     )

@@ -6,27 +6,28 @@ their optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.base.errors import UsageError
-from holdfast.live.sources import Master, ParamGroup, Source
+from holdfast.live.sources import Group, Master, Source
 from holdfast.live.state.encoding import encode_extra
-from holdfast.live.state.memory_order import Orders, note_order
 from holdfast.live.state.modules import named_parameters
 from holdfast.live.state.named import Collected, NamedTensors
 from holdfast.live.state.placed import Placed, parts_in, place
-from holdfast.live.state.recognising import State, in_order, is_optimizer, is_stateful, stages
+from holdfast.live.state.recognising import State, in_order, is_plain, is_stateful, modules_in
 from holdfast.live.state.several import CombinedOptimizer, holder
 from holdfast.live.state.wrapped import stepping
 
 
-def param_names(state: State, groups: list[ParamGroup]) -> dict[int, str]:
+def param_names(state: State, groups: list[Group]) -> dict[int, str]:
     """Names of the parameters in an optimizer's groups, by id."""
     return {i: names[0] for i, names in all_param_names(state, groups).items()}
 
@@ -40,7 +41,7 @@ class ParamNames(dict[int, list[str]]):
     """Ids of those that no module has, but a plain value or a group."""
 
 
-def all_param_names(state: State, groups: list[ParamGroup]) -> ParamNames:
+def all_param_names(state: State, groups: list[Group]) -> ParamNames:
     """Like `param_names`, but with every name of a tied parameter.
 
     A name carries its module's key only where two modules that the optimizer serves share a
@@ -70,34 +71,52 @@ def all_param_names(state: State, groups: list[ParamGroup]) -> ParamNames:
     return names
 
 
-def served_modules(
-    state: State, groups: list[ParamGroup]
-) -> dict[str, list[tuple[str, torch.Tensor]]]:
+def served_modules(state: State, groups: list[Group]) -> dict[str, list[tuple[str, torch.Tensor]]]:
     """(name, parameter) pairs of each module of which groups have parameters, by key of the state."""
     served = {id(p) for _, params in groups for p in params}
     found: dict[str, list[tuple[str, torch.Tensor]]] = {}
-    for key, value in in_order(state).items():
-        pairs = [pair for module in stages(value) or () for pair in named_parameters(module)]
-        if any(id(p) in served for _, p in pairs):
-            found[key] = pairs
-    return found
+    for key, module in modules_in(in_order(state)):
+        found.setdefault(key, []).extend(named_parameters(module))
+    return {key: pairs for key, pairs in found.items() if any(id(p) in served for _, p in pairs)}
 
 
-def own_params(
-    state: State, key: str, groups: list[ParamGroup], names: ParamNames
-) -> Iterator[tuple[str, torch.Tensor]]:
+NamedGroups = list[list[tuple[str, torch.Tensor]]]
+"""Names and parameters of each group."""
+
+
+@dataclass(frozen=True)
+class LiveOptimizer:
+    """An optimizer of the state, with its groups and the names of its parameters."""
+
+    key: str
+    value: Any
+    source: Source
+    groups: list[Group]
+    names: ParamNames
+    pairs: NamedGroups
+    """Name and parameter by group; a parameter without a name has one of its position."""
+
+    @staticmethod
+    def of(key: str, value: Any, source: Source, state: State) -> LiveOptimizer:
+        groups = source.groups(value)
+        names = all_param_names(state, groups)
+        pairs = named_groups(groups, {i: found[0] for i, found in names.items()})
+        return LiveOptimizer(key, value, source, groups, names, pairs)
+
+    def serves(self, ids: Iterable[int]) -> bool:
+        """True if one of these parameters, by id, is in the groups."""
+        return not {id(p) for params in self.pairs for _, p in params}.isdisjoint(ids)
+
+
+def own_params(state: State, optimizer: LiveOptimizer) -> Iterator[tuple[str, torch.Tensor]]:
     """An optimizer's parameters that nothing else in the state has."""
     others = {id(t) for value in state.values() if is_plain(value) for _, t in tensors_in(value)}
+    names = optimizer.names
     stated = {i: names[i][0] for i in names.stated}
-    for pairs in named_groups(groups, stated):
+    for pairs in named_groups(optimizer.groups, stated):
         for name, p in pairs:
             if (id(p) not in names or id(p) in stated) and id(p) not in others:
-                yield f"{key}.{name}.value", p
-
-
-def is_plain(value: Any) -> bool:
-    """True if a value is plain (tensors, lists, dicts): no module, optimizer or stateful object."""
-    return stages(value) is None and not is_stateful(value) and not is_optimizer(value)
+                yield f"{optimizer.key}.{name}.value", p
 
 
 def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -112,9 +131,7 @@ def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]
             yield from tensors_in(v, f"{path}[{i}]")
 
 
-def named_groups(
-    groups: list[ParamGroup], names: dict[int, str]
-) -> list[list[tuple[str, torch.Tensor]]]:
+def named_groups(groups: list[Group], names: dict[int, str]) -> NamedGroups:
     """(name, parameter) of each group; those without a name have one of their position."""
     return [
         [(names.get(id(p), f"group{g}.{i}"), p) for i, p in enumerate(params)]
@@ -144,18 +161,15 @@ def encoded_hyper_parameters(key: str, group: dict[str, Any]) -> Any:
     return encoded
 
 
-def add_optimizer(
-    live: Collected, key: str, optimizer: Any, source: Source, all_names: dict[int, list[str]]
-) -> None:
+def add_optimizer(live: Collected, optimizer: LiveOptimizer) -> None:
     """Add an optimizer's states, parameter groups and what it keeps of parameters beside tensors."""
+    key, all_names = optimizer.key, optimizer.names
     saved: list[Any] = []
     others: dict[str, Any] = {}
     orders: Orders = {}
     beside: dict[str, list[str]] = {}
     has_inside = False
-    names = {i: found[0] for i, found in all_names.items()}
-    groups = source.groups(optimizer)
-    for (group, _), pairs in zip(groups, named_groups(groups, names)):
+    for (group, _), pairs in zip(optimizer.groups, optimizer.pairs):
         saved.append(
             {
                 "params": [n for name, p in pairs for n in all_names.get(id(p), [name])],
@@ -164,8 +178,8 @@ def add_optimizer(
         )
         for name, p in pairs:
             plain = {}
-            master = source.master(p)
-            for state, value in param_states(optimizer, p, master).items():
+            master = optimizer.source.master(p)
+            for state, value in param_states(optimizer.value, p, master).items():
                 _check_state(f"{key}.{name}", state)
                 if isinstance(value, torch.Tensor):
                     # one number of a master may serve many parameters
@@ -345,3 +359,30 @@ def place_state(p: torch.Tensor, value: torch.Tensor, name: str) -> Placed:
 def lies_as_its_parameter(p: torch.Tensor, value: torch.Tensor) -> bool:
     """True if only the parameter, a DTensor, tells where an optimizer's plain tensor lies."""
     return isinstance(p, DTensor) and not isinstance(value, DTensor) and value.ndim > 0
+
+
+# -- the order of dims in memory ----------------------------------------------------------------
+# The values of a matrix and of its transposed copy are the same, but a product with it may be computed in
+# another order, and differ in its last bit.  An optimizer that keeps a basis as `torch.linalg.eigh` or a
+# transposition has made it goes on exactly only from memory in the same order.  A checkpoint is row-major,
+# so the order of the dims is kept beside such states, and a restore makes their memory in that order.
+# Memory that the optimizer has already stays as it is.
+
+
+Orders = dict[str, dict[str, list[int]]]
+"""Orders of dims, by the name of the parameter and the path of the state."""
+
+
+def note_order(orders: Orders, at: tuple[str, str], state: Tensor, p: Tensor | None) -> None:
+    """Note the dims of a state, from the outermost to the innermost in memory, unless a restore makes it so
+    in any case: row-major, or like its parameter `p` if that is given and has its shape."""
+    if state.is_contiguous() and (p is None or p.is_contiguous()):
+        return
+    is_plain = state.layout is torch.strided and not isinstance(state, DTensor)
+    if state.ndim < 2 or not is_plain or isinstance(p, DTensor):
+        return
+    alike = p is not None and state.shape == p.shape
+    usual = torch.empty_like(p, device="meta") if alike else torch.empty(state.shape, device="meta")
+    if state.stride() != usual.stride():
+        order = sorted(range(state.ndim), key=lambda d: (-state.stride(d), d))
+        orders.setdefault(at[0], {})[at[1]] = order

@@ -31,7 +31,14 @@ from holdfast.base.errors import warn_user
 from holdfast.base.text import listed
 from holdfast.live.state.modules import module_tensors
 from holdfast.live.state.placed import memory_of
-from holdfast.live.state.recognising import State, is_optimizer, is_stateful, stages
+from holdfast.live.state.recognising import (
+    State,
+    is_optimizer,
+    is_stateful,
+    modules_in,
+    saves_itself,
+    stages,
+)
 from holdfast.live.state.several import combined_parts, inner_optimizers
 from holdfast.live.state.tensor_kinds import is_plain_type
 from holdfast.live.state.wrapped import stepping
@@ -111,11 +118,11 @@ def address_of(tensor: torch.Tensor) -> int:
 def state_addresses(state: State) -> set[int]:
     """The places of all tensors that a state has, and of what is made anew from them: gradients."""
     found: set[int] = set()
+    for _, module in modules_in(state):
+        tensors = module_tensors(module)
+        found |= set(map(address_of, tensors))
+        found |= {address_of(t.grad) for t in tensors if t.grad is not None}
     for value in state.values():
-        for module in stages(value) or ():
-            tensors = module_tensors(module)
-            found |= set(map(address_of, tensors))
-            found |= {address_of(t.grad) for t in tensors if t.grad is not None}
         if isinstance(value, Optimizer):
             for part in combined_parts(value).values():
                 found |= optimizer_addresses(part)
@@ -190,10 +197,8 @@ def tell_outside(state: State) -> None:
     """HoldfastWarning for each module or object whose attributes have a copy of all parameters of a model,
     and for objects around an optimizer with tensors like its parameters, that their states do not have."""
     for key, value in state.items():
-        found: list[str] = []
-        for module in stages(value) or ():
-            found += copies(key, module, state)
-        if stages(value) is None and is_stateful(value) and not is_optimizer(value):
+        found = [name for module in stages(value) or () for name in copies(key, module, state)]
+        if saves_itself(value):
             found = copies(key, value, state) or _beside_optimizers(key, value, state)
         if found:
             warn_user(
@@ -238,9 +243,7 @@ def copies(key: str, root: Any, state: State) -> list[str]:
     ]
     if not found:
         return []
-    models = [
-        m for value in state.values() for stage in stages(value) or () for m in _models(stage)
-    ]
+    models = [m for _, module in modules_in(state) for m in _models(module)]
     known = state_addresses(state)
     return [
         name

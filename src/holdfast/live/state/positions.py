@@ -17,17 +17,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakSet
 
 import torch
 
 from holdfast.base.errors import warn_user
-from holdfast.live.sources import ParamGroup
+from holdfast.live.sources import Group
 from holdfast.live.state.named import Collected
-from holdfast.live.state.optimizers import ParamNames, is_plain, tensors_in
-from holdfast.live.state.recognising import State, in_order
+from holdfast.live.state.optimizers import LiveOptimizer, NamedGroups, ParamNames, tensors_in
+from holdfast.live.state.recognising import State, in_order, is_plain
 
 IS_POSITION = re.compile(r"group\d+\.\d+")
 _WRAPPERS = re.compile(
@@ -45,16 +45,13 @@ WAYS_OUT = (
 in_saved_order: WeakSet[Any] = WeakSet()
 """Optimizers that holdfast has made itself, with parameters in the order of a checkpoint."""
 
-NamedGroups = Sequence[Sequence[tuple[str, torch.Tensor]]]
-"""Name and parameter, by group."""
-
 
 def is_in_saved_order(optimizer: Any) -> bool:
     """True for one of these."""
     return any(one is optimizer for one in in_saved_order)
 
 
-def add_others(names: ParamNames, state: State, groups: list[ParamGroup]) -> None:
+def add_others(names: ParamNames, state: State, groups: list[Group]) -> None:
     """Name what no module has: by where it lies in the state, else by what the groups state."""
     taken, of_modules = {name for several in names.values() for name in several}, {*names}
     for key, value in in_order(state).items():
@@ -75,7 +72,7 @@ def add_others(names: ParamNames, state: State, groups: list[ParamGroup]) -> Non
     names.beside = names.keys() - of_modules
 
 
-def _stated(groups: list[ParamGroup]) -> dict[int, str]:
+def _stated(groups: list[Group]) -> dict[int, str]:
     """Names that groups state, by id of the parameter.  One that two parameters have says nothing; nor does
     one that looks like a position."""
     found: dict[int, str] = {}
@@ -117,22 +114,20 @@ def shown_alike(found: Mapping[tuple[int, ...], list[str]]) -> str:
     )
 
 
-def note_positions(
-    live: Collected, key: str, optimizer: Any, named: NamedGroups, state: State
-) -> None:
+def note_positions(live: Collected, optimizer: LiveOptimizer, state: State) -> None:
     """Note of which weights parameters are the masters, if they are any; else give a HoldfastWarning, at
     the first save, for those that a restart may take for each other.
 
     The note is written also if it is empty: steps of releases that did not prove orders have none."""
-    params = by_position(named)
+    key, params = optimizer.key, by_position(optimizer.pairs)
     found = same_shapes(params)
     masters: dict[str, str] = {}
     if found:
         from holdfast.live.state.masters_by_hand import noted
 
-        masters = noted(optimizer, state, params)
+        masters = noted(optimizer.value, state, params)
     live.extras[key]["$optimizer"]["masters"] = masters
-    if found and not masters and not live.before and not is_in_saved_order(optimizer):
+    if found and not masters and not live.before and not is_in_saved_order(optimizer.value):
         warn_user(
             f"{key!r}: parameters of this optimizer go by their positions, for nothing names them, and "
             f"{shown_alike(found)}: a restart will be refused, for in another order they would be swapped, "

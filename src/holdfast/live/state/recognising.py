@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -10,12 +11,12 @@ from torch.optim import Optimizer
 from holdfast.base.errors import UsageError
 from holdfast.core.format import extras
 from holdfast.live.sources import Source, Sources, frameworks, is_owned
+from holdfast.live.state.several import State as State
 from holdfast.live.state.several import expand_optimizers
-
-State = dict[str, Any]
 
 
 def is_stateful(value: Any) -> bool:
+    """True for an object with a state_dict() that can be loaded."""
     names = ("state_dict", "load_state_dict")
     return not isinstance(value, type) and all(callable(getattr(value, n, None)) for n in names)
 
@@ -35,8 +36,24 @@ def stages(value: Any) -> list[nn.Module] | None:
     return None
 
 
+def modules_in(state: State) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (key, module) for each module of a state; a list of pipeline stages has several."""
+    for key, value in state.items():
+        yield from ((key, module) for module in stages(value) or ())
+
+
+def saves_itself(value: Any) -> bool:
+    """True for an object that is saved by its state_dict(): no module or optimizer."""
+    return is_stateful(value) and stages(value) is None and not is_optimizer(value)
+
+
+def is_plain(value: Any) -> bool:
+    """True if a value is plain (tensors, lists, dicts): no module, optimizer or stateful object."""
+    return stages(value) is None and not is_stateful(value) and not is_optimizer(value)
+
+
 def is_optimizer(value: Any) -> bool:
-    """A torch optimizer, or what a framework has in its place."""
+    """True for a torch optimizer, or a framework's in its place."""
     return isinstance(value, Optimizer) or (not isinstance(value, nn.Module) and is_owned(value))
 
 

@@ -264,3 +264,26 @@ def one_by_one(where: str, parts: Mapping[str, Any], outer: Any = None) -> str:
         for number, label in enumerate(list(parts)[:MAX_NAMED])
     ]
     return "{" + ", ".join(rows) + (", ..." if len(parts) > MAX_NAMED else "") + "}"
+
+
+# -- optimizers that are followed one by one ----------------------------------------------------
+
+
+def check_apart(state: State, what: str) -> None:
+    """UsageError if the state has a container of optimizers: `what` has to follow each alone."""
+    seen = normalised(state)
+    for key, value in state.items():
+        if seen[key] is value:
+            continue
+        parts = combined_parts(seen[key])
+        if len(parts) == 1:
+            raise UsageError(
+                f"{what} cannot see the steps of {key!r}, a {type(value).__name__}: an optimizer inside it "
+                "makes them",
+                hint=f"hand that over in its place: {one_by_one(key, parts)}",
+            )
+        raise UsageError(
+            f"{what} follows each optimizer by itself, and {key!r} is {len(parts)} of them in a "
+            f"{type(value).__name__}",
+            hint=f"hand the optimizers over one by one: {one_by_one(key, parts)}",
+        )

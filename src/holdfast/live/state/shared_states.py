@@ -10,7 +10,6 @@ states are written at all cannot be known here, so it is said, not refused.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
@@ -22,6 +21,7 @@ from torch.optim import Optimizer
 from holdfast.base.errors import warn_user
 from holdfast.base.text import listed
 from holdfast.live.state.placed import local_of
+from holdfast.live.state.quantised import is_table
 from holdfast.live.state.several import holder
 from holdfast.live.state.tensor_kinds import PLAIN_TENSORS
 
@@ -53,7 +53,7 @@ def _spans(optimizer: Any, names: Mapping[int, list[str]]) -> Iterator[StorageSp
         inner = holder(optimizer, p)
         states = inner.state.get(p, {}) if inner is not None else {}
         for state, value in states.items() if isinstance(states, dict) else ():
-            if not _is_in_memory(value) or _is_table(inner, state):
+            if not _is_in_memory(value) or is_table(inner, state):
                 continue
             local = local_of(value)
             start, elements = local.data_ptr(), local.numel() if local.is_contiguous() else 1
@@ -61,15 +61,6 @@ def _spans(optimizer: Any, names: Mapping[int, list[str]]) -> Iterator[StorageSp
                 number += 1
                 name = names.get(id(p), [f"parameter {i}"])[0]
                 yield start, start + elements * local.element_size(), number, f"{name}.{state}"
-
-
-def _is_table(optimizer: Any, state: str) -> bool:
-    """True if a state is a table of bitsandbytes, which has none before it is imported."""
-    if "bitsandbytes" not in sys.modules:
-        return False
-    from holdfast.live.state.quantised import is_table
-
-    return is_table(optimizer, state)
 
 
 def _is_in_memory(value: Any) -> bool:

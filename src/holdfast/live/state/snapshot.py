@@ -43,8 +43,8 @@ from holdfast.live.state.devices import (
     lock_pages,
     on_streams,
     wait_for_stream,
+    wait_for_writers,
 )
-from holdfast.live.state.managed import wait_for_writers
 from holdfast.live.state.movers import (
     Corners,
     Movers,

@@ -32,7 +32,7 @@ from holdfast.base.text import listed
 from holdfast.live.state.modules import module_tensors
 from holdfast.live.state.observer import StepCounts, calls_hooks
 from holdfast.live.state.outside import tensors_held
-from holdfast.live.state.recognising import State, is_of_framework, stages
+from holdfast.live.state.recognising import State, is_of_framework, modules_in, stages
 from holdfast.live.state.still import Still
 from holdfast.live.state.writes import Mark, count_and_address
 
@@ -387,16 +387,14 @@ def _names_of(state: State) -> dict[int, tuple[str, str]]:
     """Key and name of each parameter of the modules of a state, by its id."""
     return {
         id(p): (key, name)
-        for key, value in state.items()
-        for module in stages(value) or ()
+        for key, module in modules_in(state)
         for name, p in module.named_parameters()
     }
 
 
 def _trained(state: State) -> Iterator[tuple[torch.Tensor, tuple[str, str]]]:
-    for key, value in state.items():
-        for module in stages(value) or ():
-            yield from ((p, (key, n)) for n, p in module.named_parameters() if p.requires_grad)
+    for key, module in modules_in(state):
+        yield from ((p, (key, n)) for n, p in module.named_parameters() if p.requires_grad)
 
 
 def _tensors_of(state: State, own: dict[str, list[Any]]) -> dict[int, Any]:

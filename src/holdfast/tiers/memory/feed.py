@@ -32,12 +32,12 @@ from holdfast.live.saving import Draft, SaveOperation, error_text
 from holdfast.live.saving.exactness import Exactness
 from holdfast.live.saving.planning import SavePlan
 from holdfast.live.state.arrays import raw_array
-from holdfast.live.state.followed import check_apart
 from holdfast.live.state.modules import named_parameters
 from holdfast.live.state.named import Collected, LiveTensor
 from holdfast.live.state.optimizers import named_groups, param_names
 from holdfast.live.state.placed import Placed
-from holdfast.live.state.recognising import State, is_optimizer, stages
+from holdfast.live.state.recognising import State, is_optimizer, modules_in
+from holdfast.live.state.several import check_apart
 from holdfast.live.state.snapshot import StateView
 from holdfast.live.state.wrapped import ELEMENTWISE, is_zero1
 from holdfast.live.state.writes import Marks
@@ -392,7 +392,7 @@ def check_feedable(state: State) -> None:
     if not found:
         raise UsageError('Memory(feed="gradient") needs an optimizer in the state')
     _check_apart(_params(named_params(state)))
-    known = {id(p) for v in state.values() for m in stages(v) or () for _, p in named_parameters(m)}
+    known = {id(p) for _, module in modules_in(state) for _, p in named_parameters(module)}
     if any(id(p) not in known for o in found.values() for g in o.param_groups for p in g["params"]):
         raise UsageError(
             'Memory(feed="gradient"): an optimizer has parameters that no module of the state has',

@@ -25,9 +25,9 @@ from holdfast.live.state.devices import (
     is_device,
     on_streams,
     wait_for_stream,
+    wait_for_writers,
 )
 from holdfast.live.state.lending import Lender, Lent, on_device, only_reads
-from holdfast.live.state.managed import wait_for_writers
 from holdfast.live.state.placed import memory_of
 from holdfast.live.state.writes import times_written
 from holdfast.tiers.records.optimizers import NamedOptimizer

@@ -17,12 +17,12 @@ from torch.optim import Optimizer
 
 from holdfast.base.errors import UsageError
 from holdfast.live.compression.marks import HALVES
-from holdfast.live.state.followed import check_apart
 from holdfast.live.state.lending import is_torchs
 from holdfast.live.state.observer import HookOrder, Observer, StepCall, calls_hooks, hooks_after
 from holdfast.live.state.optimizers import named_groups, param_names, served_modules
 from holdfast.live.state.placed import local_of
 from holdfast.live.state.recognising import State, is_optimizer
+from holdfast.live.state.several import check_apart
 from holdfast.live.state.wrapped import shown_optimizer, stepping
 
 GRAD = "grad"

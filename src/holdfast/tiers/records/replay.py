@@ -67,7 +67,7 @@ from holdfast.live.state.modules import named_parameters
 from holdfast.live.state.named import Prepared
 from holdfast.live.state.observer import hooked, hooks_after, unhooked, without_hooks_before
 from holdfast.live.state.placed import local_of
-from holdfast.live.state.recognising import State, stages
+from holdfast.live.state.recognising import State, modules_in, stages
 from holdfast.live.state.wrapped import ELEMENTWISE, stepping
 from holdfast.tiers.records.copies import headers_behind, take_copies
 from holdfast.tiers.records.finding import recorded
@@ -248,8 +248,7 @@ class Replay:
         own |= {("", name) for name in self.values}
         own |= {
             ("", f"{key}.{name}")
-            for key, value in self.state.items()
-            for module in stages(value) or ()
+            for key, module in modules_in(self.state)
             for name, _ in named_parameters(module)
         }
         masks = self.group.all_gather(

@@ -15,7 +15,7 @@ from holdfast.live.state.ignoring import trainable_marks
 from holdfast.live.state.modules import named_buffers, named_parameters
 from holdfast.live.state.optimizers import tensors_in
 from holdfast.live.state.placed import memory_of
-from holdfast.live.state.recognising import State, is_optimizer, is_stateful, stages
+from holdfast.live.state.recognising import State, is_plain, modules_in
 from holdfast.live.state.tensor_kinds import PLAIN_TENSORS
 from holdfast.live.state.trainable import frozen_in
 from holdfast.live.state.wrapped import stepping
@@ -38,26 +38,25 @@ def untrained(state: State) -> dict[str, torch.Tensor]:
         for p in group["params"]
     }
     others: dict[str, torch.Tensor] = {}
-    for key, value in state.items():
-        for module in stages(value) or ():
-            if trainable_marks:
-                trained |= {id(p) for p in frozen_in(module).values()}  # in no step, either
-            for name, p in named_parameters(module):
-                if id(p) not in trained:
-                    others.setdefault(f"{key}.{name}", p)
+    for key, module in modules_in(state):
+        if trainable_marks:
+            trained |= {id(p) for p in frozen_in(module).values()}  # in no step, either
+        for name, p in named_parameters(module):
+            if id(p) not in trained:
+                others.setdefault(f"{key}.{name}", p)
     return others
 
 
 def buffers(state: State) -> dict[str, torch.Tensor]:
     """Buffers and tensors of the user's own, by name."""
     named: dict[str, torch.Tensor] = {}
+    for key, module in modules_in(state):
+        for name, buffer in named_buffers(module):
+            named.setdefault(f"{key}.{name}", buffer)
+        for name, tensor in own_tensors(customised(key, module)):
+            named.setdefault(f"{key}.{name}", tensor)
     for key, value in state.items():
-        for module in stages(value) or ():
-            for name, buffer in named_buffers(module):
-                named.setdefault(f"{key}.{name}", buffer)
-            for name, tensor in own_tensors(customised(key, module)):
-                named.setdefault(f"{key}.{name}", tensor)
-        if stages(value) is None and not is_optimizer(value) and not is_stateful(value):
+        if is_plain(value):
             for path, tensor in tensors_in(value):
                 named[f"{key}.{path}" if path else key] = tensor
     return named

@@ -1,15 +1,20 @@
-"""Putting back the values that modules make for their `state_dict()`.
+"""Modules' own ways to load, called once their tensors are filled.
 
-Nothing but a module's own loading hooks can put a made value back, and nothing but asking again says
-whether they have.  Where there are no such hooks, a value can only be there already; that is seen before
-anything is written, unless the module makes it from its tensors, which are still to be filled:
+*Derived values.*  A module may keep a packed copy, a cache or a norm of its tensors, and make it anew in
+its `_load_from_state_dict` or in a hook.  Without that it would go on with the values of other weights, so
+such modules are called (`tell_loaded`).  Torch's own modules derive nothing.  Hooks may also change values
+in a state_dict() and change them back at a load; the tensors hold the true values already, so writes to
+them are left out.
+
+*Made values* of a `state_dict()` (`state.customised`).  Only the module's own loading hooks can put one
+back, and only asking again tells whether they have.  Without such hooks, the module must have the value
+already:
 
     no way to load,  value of its own           compared before anything is written
     no way to load,  made from its tensors      compared when these are filled
-    its own way to load                         loaded; what it leaves out is told by a warning
+    its own way to load                         loaded; a value that it leaves out is told by a warning
 
-A value that was made from tensors is told from another by looking on while the module is asked: what torch
-is called with.
+A mode of torch functions sees whether a module computes the value from its tensors (`_Looking`).
 """
 
 from __future__ import annotations
@@ -20,16 +25,73 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from holdfast.base.errors import HoldfastError, StateMismatch, warn_user
 from holdfast.base.text import listed
 from holdfast.live.state.customised import OwnEntries, form, named_entries
-from holdfast.live.state.deriving import load_alone
 from holdfast.live.state.own_state_dicts import SavedTensors, asks_whole, entries_of, is_same
 from holdfast.live.state.quantised import has_quant_states, put_quant_states
 from holdfast.live.state.wrappers import Names
+
+
+def tell_loaded(name: str, part: nn.Module) -> None:
+    """Call a module's own way to load and its hooks, after its tensors were filled: it may derive something
+    from them.  It is given what it has already, as in its state_dict().  HoldfastWarning if it fails."""
+    try:
+        with torch.no_grad(), _Keeping(SavedTensors(part, whole=True)):
+            load_alone(part, OrderedDict(entries_of(part)), [])
+    except Exception as error:
+        warn_user(
+            f"{name}: its tensors are loaded, and its own way to load failed then: what this "
+            f"{type(part).__name__} derives from them is as it was ({type(error).__name__}: {error})"
+        )
+
+
+_ALSO_WRITE = {f"__i{op}__" for op in ("add", "sub", "mul", "truediv", "pow")} | {"__setitem__"}
+_WRITE_NOTHING = {"requires_grad_", "detach_", "share_memory_"}
+
+
+class _Keeping(TorchFunctionMode):
+    """Leaves out what would write to tensors that are filled."""
+
+    def __init__(self, filled: SavedTensors) -> None:
+        super().__init__()
+        self._filled = filled
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        in_place = name.endswith("_") and not name.endswith("__") and name not in _WRITE_NOTHING
+        writes = in_place or name in _ALSO_WRITE or func == torch.Tensor.data.__set__
+        if writes and args and self._filled.has(args[0]):
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def derives(part: nn.Module) -> bool:
+    """True if a module has a way to load, or hooks after a load, that are not torch's."""
+    if not (part._load_state_dict_pre_hooks or part._load_state_dict_post_hooks):
+        own = part.__dict__.get("_load_from_state_dict") or type(part)._load_from_state_dict
+        return not _is_torchs(own)
+    hooks = (*part._load_state_dict_pre_hooks.values(), *part._load_state_dict_post_hooks.values())
+    return not all(map(_is_torchs, (type(part)._load_from_state_dict, *hooks)))
+
+
+def _is_torchs(function: Any) -> bool:
+    return (getattr(function, "__module__", None) or "").startswith(("torch.", "holdfast."))
+
+
+def load_alone(part: nn.Module, entries: dict[str, Any], errors: list[str]) -> None:
+    """Hand a module, without its submodules, its own entries, and call what is to be called after a load.
+    `errors`: gets what the module says against them."""
+    part._load_from_state_dict(entries, "", {"version": part._version}, True, [], [], errors)
+    for hook in part._load_state_dict_post_hooks.values():
+        hook(part, _IncompatibleKeys([], []))
+
+
+# -- values that modules make -------------------------------------------------------------------
 
 
 def unloadable(key: str, own: OwnEntries, saved: Mapping[str, Any]) -> list[tuple[str, str]]:
