@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import holdfast
 import holdfast.session.late
+import zygote
 from holdfast.errors import HoldfastWarning, NotFound, UsageError
 
 
@@ -83,8 +83,7 @@ def test_a_start_that_forgets_the_snapshots_is_refused(tmp_path: Path, lives: An
     environment = os.environ | {"HOLDFAST_MEMORY_DIR": str(tmp_path / "node0")}
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", SNAPSHOTS, str(tmp_path / "root"), *arguments]
-        return subprocess.run(command, env=environment, capture_output=True, text=True)
+        return zygote.run(["-c", SNAPSHOTS, tmp_path / "root", *arguments], env=environment)
 
     assert not run("", "100", "101").returncode
     refused = run("", "1")

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.soak]
 
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    return run_module("dcp.megatron_cases", 2, tmp_path_factory.mktemp("megatron"))
+    return run_module("dcp.megatron_cases", 2, tmp_path_factory.mktemp("megatron"), forked=False)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

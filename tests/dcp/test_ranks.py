@@ -18,7 +18,7 @@ pytestmark = pytest.mark.distributed
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     names = [case.__name__ for case in CASES]
-    return run_module("dcp.cases", 2, tmp_path_factory.mktemp("dcp"), *names, forked=True)
+    return run_module("dcp.cases", 2, tmp_path_factory.mktemp("dcp"), *names)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
@@ -28,10 +28,15 @@ def test_two_ranks(failed: dict[str, list[str]], case: Case) -> None:
 
 @pytest.mark.soak
 def test_in_another_process(tmp_path: Path) -> None:
-    check(run_module("dcp.cases", 2, tmp_path, "in_another_process"), "in_another_process")
+    check(
+        run_module("dcp.cases", 2, tmp_path, "in_another_process", forked=False),
+        "in_another_process",
+    )
 
 
 @pytest.mark.soak
 def test_on_object_storage(tmp_path: Path, seaweed: SeaweedFS, credentials: None) -> None:  # noqa: F811
     (tmp_path / "url.json").write_text(json.dumps(seaweed.url(fresh())))
-    check(run_module("dcp.cases", 2, tmp_path, "on_object_storage"), "on_object_storage")
+    check(
+        run_module("dcp.cases", 2, tmp_path, "on_object_storage", forked=False), "on_object_storage"
+    )

@@ -106,7 +106,7 @@ def test_each_ending_is_made_and_each_error_told(ended: Ended) -> None:
 
 @pytest.mark.distributed
 def test_on_all_ranks(tmp_path: Path) -> None:
-    ran = launch("disks.ranks_that_end", 2, tmp_path)
+    ran = launch("disks.ranks_that_end", 2, tmp_path, forked=False)
     ran.check()
     assert holdfast.steps(tmp_path) == [1, 2, 3]
     assert not complaints("".join(ran.output.values()))

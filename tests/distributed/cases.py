@@ -50,7 +50,7 @@ def run_module(
     num_ranks: int,
     out: Path,
     *names: str,
-    forked: bool = False,
+    forked: bool = True,
     timeout_s: float = LIMIT_S,
 ) -> dict[str, list[str]]:
     """Launch a worker module (its cases with these names); by case, what went wrong on which rank."""

@@ -3,9 +3,9 @@
     ran = launch("matrix", 4, "save", root)
     ran.check()                     # every rank ended with exit status 0, else its output is shown
 
-One launch costs three seconds of imports per process, so a worker module does many cases and writes
-what it found under `out`; the tests assert on that.  Where ranks import frameworks that take longer,
-`forked` ranks are forked from one process that has (see `forking`).
+A worker module does many cases and writes what it found under `out`; the tests assert on that.  Torchrun
+and ranks are forked from a process that has imported torch (see `zygote` and `forking`), but for those of
+launches that are not `forked`: each of their processes takes five seconds to import.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+
+import zygote
 
 TESTS = Path(__file__).parents[1]
 LIMIT_S = 500.0
@@ -41,32 +43,35 @@ class Ran:
 
 
 def launch(
-    module: str, num_ranks: int, *args: object, timeout_s: float = LIMIT_S, forked: bool = False
+    module: str, num_ranks: int, *args: object, timeout_s: float = LIMIT_S, forked: bool = True
 ) -> Ran:
     """Run `tests/distributed/<module>.py` on `num_ranks` ranks; kills all of it after `timeout_s`.
 
     A module of another folder of tests goes by its dotted name.
     """
+    words = [f"--nproc-per-node={num_ranks}", "--standalone", "--redirects=3"]
+    named = ["-m", module if "." in module else f"distributed.{module}", *map(str, args)]
     with tempfile.TemporaryDirectory(prefix="holdfast-launch-") as logs:
-        torchrun = "forking" if forked else "torchrun"
-        command = [sys.executable, "-m", torchrun, "--standalone"]
-        command += [f"--nproc-per-node={num_ranks}", f"--log-dir={logs}", "--redirects=3"]
-        command += ["-m", module if "." in module else f"distributed.{module}", *map(str, args)]
-        started = subprocess.Popen(
-            command,
-            env=_environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        words += [f"--log-dir={logs}", *named]
+        out = Path(logs, "torchrun")
+        started: zygote.Program | subprocess.Popen[bytes]
+        if forked:
+            started = zygote.start(["-m", "forking", *words], out=out, env=_environment())
+        else:
+            with out.open("ab") as file:
+                started = subprocess.Popen(
+                    [sys.executable, "-m", "torchrun", *words],
+                    env=_environment(),
+                    stdout=file,
+                    stderr=file,
+                    start_new_session=True,
+                )
         try:
-            text, _ = started.communicate(timeout=timeout_s)
-            status: int | None = started.returncode
+            status: int | None = started.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             status = None
-            text = _end(started)
-        return Ran(status, _outputs(Path(logs)), text)
+            _end(started)
+        return Ran(status, _outputs(Path(logs)), out.read_text(errors="replace"))
 
 
 def _environment() -> dict[str, str]:
@@ -80,18 +85,16 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _end(started: subprocess.Popen[str]) -> str:
+def _end(started: zygote.Program | subprocess.Popen[bytes]) -> None:
     """Stop torchrun and every rank; SIGABRT first, so that each prints where it stands."""
-    ranks = _descendants(started.pid)
-    for pid in ranks:
+    for pid in _descendants(started.pid):
         _signal(pid, signal.SIGABRT)
     try:
-        text, _ = started.communicate(timeout=300)
+        started.wait(timeout=300)
     except subprocess.TimeoutExpired:
-        for pid in (*ranks, *_descendants(started.pid), -started.pid):  # the last: its group
+        for pid in (*_descendants(started.pid), started.pid):
             _signal(pid, signal.SIGKILL)
-        text, _ = started.communicate()
-    return text
+        started.wait()
 
 
 def _descendants(pid: int) -> list[int]:

@@ -31,7 +31,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def test_ranks_share_the_files(source: Path, tmp_path: Path) -> None:
     options = ("--max-file", "400kB", "--json")
-    ran = launch("converting", 3, source, tmp_path / "d", "--to", "dcp", *options)
+    ran = launch("converting", 3, source, tmp_path / "d", "--to", "dcp", *options, forked=False)
     ran.check()
     holdfast.convert(source, tmp_path / "one", to="dcp", max_file_bytes=400_000)
     assert files(tmp_path / "d") == files(tmp_path / "one")

@@ -27,7 +27,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def failed(out: Path) -> dict[str, list[str]]:
-    return run_module("loading_cases", 3, out)
+    return run_module("loading_cases", 3, out, forked=False)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

@@ -29,7 +29,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def saved(request: pytest.FixtureRequest, out: Path) -> dict[str, list[str]]:
     names = cases_of(request, "test_sources", names_of(megatron_sources.CASES))
-    return run_module("megatron_sources", 4, out, *names, forked=True)
+    return run_module("megatron_sources", 4, out, *names)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def read(
     request: pytest.FixtureRequest, out: Path, saved: dict[str, list[str]]
 ) -> dict[str, list[str]]:
     names = cases_of(request, "test_as_megatron_loads", names_of(megatron_readers.CASES))
-    return run_module("megatron_readers", 1, out, *names, forked=True)
+    return run_module("megatron_readers", 1, out, *names)
 
 
 @pytest.mark.soak
@@ -58,7 +58,7 @@ def live(
 ) -> dict[str, list[str]]:
     names = cases_of(request, "test_live", names_of(megatron_live_cases.CASES))
     out = tmp_path_factory.mktemp("live")
-    return run_module("megatron_live_cases", 4, out, *names, forked=True, timeout_s=1700)
+    return run_module("megatron_live_cases", 4, out, *names, timeout_s=1700)
 
 
 @pytest.mark.soak_except(

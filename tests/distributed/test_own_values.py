@@ -46,7 +46,7 @@ def test_averages_on_other_numbers_of_ranks(out: Path, failed: dict[str, list[st
     case = "sharded_tensors_of_an_object_come_back_as_they_were"
     check(failed, case)
     (on_three,) = ON_THREE
-    check(run_module("own_values_cases", 3, out, forked=True), on_three.__name__)
+    check(run_module("own_values_cases", 3, out), on_three.__name__)
     model, expected = built("whole", 1)[0], built("whole", 0)[0]
     mine = Assigned(model, 0)
     holdfast.load(out / case / "here", {"mine": mine})

@@ -63,12 +63,12 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def on_eight(out: Path) -> dict[str, list[str]]:
-    return run_module("ucp_megatron", 8, out, forked=True)
+    return run_module("ucp_megatron", 8, out)
 
 
 @pytest.fixture(scope="module")
 def on_two(out: Path, on_eight: dict[str, list[str]]) -> dict[str, list[str]]:
-    return run_module("ucp_two", 2, out, forked=True)
+    return run_module("ucp_two", 2, out)
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,7 @@ def table(runs: Path, noise: dict[str, float]) -> str:
 def test_averaged(tmp_path: Path) -> None:
     """Norms and biases that two tensor-parallel ranks of DeepSpeed updated apart: the mean, as
     ds_to_universal takes it."""
-    launch("interop.deepspeed_grid", 2, tmp_path, 1, 2, 1, 1, "fp32", "apart", forked=True).check()
+    launch("interop.deepspeed_grid", 2, tmp_path, 1, 2, 1, 1, "fp32", "apart").check()
     ranks = [torch.load(tmp_path / "held" / f"0-{r}.pt")["held"] for r in (0, 1)]
     apart_ = [n for n, states in ranks[0].items() if states["fp32"].ndim == 1]
     info = torch.load(next((tmp_path / "save").glob("*/mp_rank_00*")), weights_only=False)

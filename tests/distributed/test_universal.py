@@ -37,7 +37,7 @@ def test_an_engine_continues(tmp_path: Path, stage: int, ranks: int) -> None:
             expected[f"{names[p]}.{kind}"] = states[kind].clone()
     holdfast.save(tmp_path / "run", {"model": model, "optim": optim}, step=universal.STEPS)
     holdfast.convert(tmp_path / "run", tmp_path / "ds", to="deepspeed")
-    launch("universal", ranks, tmp_path / "ds", tmp_path, stage, int(one), forked=True).check()
+    launch("universal", ranks, tmp_path / "ds", tmp_path, stage, int(one)).check()
     found = torch.load(tmp_path / "state.pt")
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -69,7 +69,7 @@ def test_what_deepspeeds_own_loader_leaves_out(tmp_path: Path) -> None:
     cases += [case(stage, name) for stage in (1, 3) for name in ("sgd", "amsgrad")]
     cases += [case(3, load_optimizer_states=False), case(3, load_module_only=True)]
     (tmp_path / "cases.json").write_text(json.dumps(cases))
-    launch("universal_loader", 1, tmp_path, forked=True).check()
+    launch("universal_loader", 1, tmp_path).check()
     found = json.loads((tmp_path / "found.json").read_text())
     alone, after, others, weights = found[:3], found[3:6], found[6:10], found[10:]
     for one in alone:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import zygote
 from docs.commands import (
     ELSEWHERE,
     NOT_RUN,
@@ -21,7 +21,7 @@ from docs.commands import (
     run,
     shape,
 )
-from docs.test_docs import PAGES, TESTS, blocks, name_of
+from docs.test_docs import PAGES, blocks, name_of
 
 LANGUAGES = ("python", "console", "text", "json", "ebnf")
 """Programs, commands, and what is only read."""
@@ -45,7 +45,7 @@ def test_each_is_run_or_listed_with_a_reason() -> None:
 
 def test_what_runs_elsewhere_is_run_there() -> None:
     for test in set(ELSEWHERE.values()):
-        assert "commands_of(" in (TESTS / test).read_text(), "of the page, not of a copy"
+        assert "commands_of(" in (ROOT / "tests" / test).read_text(), "of the page, not of a copy"
 
 
 def collected(target: str, *paths: str) -> str:
@@ -54,11 +54,9 @@ def collected(target: str, *paths: str) -> str:
     done = subprocess.run(planned, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (marked, *_) = re.findall(r"-m pytest .*-m (?:\"(.*?)\"|(\w+))", done.stdout)
-    told = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "".join(marked), *paths]
+    told = ["-m", "pytest", "--collect-only", "-q", "-m", "".join(marked), *paths]
     env = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
-    return subprocess.run(
-        told, cwd=ROOT, env=env, capture_output=True, text=True, check=False
-    ).stdout
+    return zygote.run(told, cwd=ROOT, env=env).stdout
 
 
 def test_what_is_not_run_is_run_anyway() -> None:

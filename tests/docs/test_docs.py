@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,12 +24,12 @@ from typing import Any
 import pytest
 
 import holdfast
+import zygote
 from docs.commands import ROOT, SOAK_S, commands_of, run
 from holdfast.cli.main import VERBS
 from objects.servers import S3_ENV, Moto
 from ports import free_port
 
-TESTS = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 NUM_PROCESSES = 2
@@ -147,15 +145,15 @@ def run_together(page: Path, folder: Path) -> None:
         return
     script = folder / "page.py"
     script.write_text("\n".join(parts))
-    command = [sys.executable, str(script)]
+    command = [str(script)]
     if "import deepspeed" in script.read_text():  # without a kernel that takes long to compile
-        first = f"import runpy, sys; sys.path.append({str(TESTS)!r}); import deepspeed_on_cpu"
         run = f"runpy.run_path({str(script)!r}, run_name='__main__')"
-        command = [sys.executable, "-c", f"{first}; {run}"]
-    port = free_port()
+        command = ["-c", f"import runpy; import deepspeed_on_cpu; {run}"]
+    port, printed = free_port(), [folder / f"page-{rank}.txt" for rank in range(NUM_PROCESSES)]
     processes = [
-        subprocess.Popen(
+        zygote.start(
             command,
+            out=printed[rank],
             env={
                 **os.environ,
                 "RANK": str(rank),
@@ -165,18 +163,15 @@ def run_together(page: Path, folder: Path) -> None:
                 "MASTER_PORT": str(port),
                 "OMP_NUM_THREADS": "1",
             },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
         )
         for rank in range(NUM_PROCESSES)
     ]
     try:
-        outputs = [p.communicate(timeout=DEADLINE_S)[0] for p in processes]
+        codes = [p.wait(DEADLINE_S) for p in processes]
     finally:
         for p in processes:
             p.kill()
-    assert [p.returncode for p in processes] == [0] * NUM_PROCESSES, "\n".join(outputs)
+    assert codes == [0] * NUM_PROCESSES, "\n".join(path.read_text() for path in printed)
 
 
 def run_commands(page: Path, monkeypatch: Any, capfd: Any, *, soak: bool = False) -> None:

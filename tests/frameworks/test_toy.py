@@ -84,8 +84,8 @@ def test_it_loads_into_plain_torch(tmp_path: Path) -> None:
 def test_over_ranks(tmp_path: Path) -> None:
     """Saved on two ranks, restored there and on three, whose pieces of the master are others."""
     root, file = tmp_path / "root", tmp_path / "expected.pt"
-    launch("frameworks.ranks", 2, "save", root, file, forked=True).check()
-    launch("frameworks.ranks", 3, "load", root, file, forked=True).check()
+    launch("frameworks.ranks", 2, "save", root, file).check()
+    launch("frameworks.ranks", 3, "load", root, file).check()
 
 
 # -- the suite finds what is told wrong -----------------------------------------------------------

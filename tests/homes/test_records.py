@@ -19,6 +19,7 @@ import torch
 from train_recorded import digest_of
 
 import holdfast
+import zygote
 from delta.test_exact import check_equal
 from delta.test_going_back import train
 from delta.test_offline import Plain
@@ -50,16 +51,15 @@ def recorded_behind(place: Path) -> list[int]:
     return sorted({s for one in found if one for s in range(one[1], one[2] + 1)})
 
 
-def begin(place: Path, *args: object) -> subprocess.Popen[bytes]:
+def begin(place: Path, *args: object) -> zygote.Program:
     place.mkdir(exist_ok=True)
     env = os.environ | {"PYTHONPATH": str(TESTS)}
-    command = [sys.executable, "-m", "homes.train_recorded", str(place), *map(str, args)]
-    return subprocess.Popen(command, env=env)
+    return zygote.start(["-m", "homes.train_recorded", place, *args], env=env)
 
 
-def lose_the_node(place: Path, training: subprocess.Popen[bytes]) -> None:
+def lose_the_node(place: Path, training: zygote.Program) -> None:
     """Kill the training, and the process that writes its records, and take the root away."""
-    training.send_signal(signal.SIGKILL)
+    training.kill()
     training.wait()
     for mark in (place / "root").glob("log/*/*.writing"):
         with suppress(ProcessLookupError):

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.distributed
 
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    return run_module("homes_cases", 2, tmp_path_factory.mktemp("homes"), forked=True)
+    return run_module("homes_cases", 2, tmp_path_factory.mktemp("homes"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
@@ -31,7 +31,7 @@ def test_on_two_ranks(failed: dict[str, list[str]], case: Case) -> None:
 
 def test_a_rank_that_dies_in_an_upload(tmp_path: Path) -> None:
     """The next run, on one rank, completes what two have begun."""
-    assert launch("homes_cases", 2, tmp_path, "dies", forked=True).status != 0
+    assert launch("homes_cases", 2, tmp_path, "dies").status != 0
     assert holdfast.steps(tmp_path / "behind") == [1]
     state = {"data": {"a": torch.zeros(SHAPE), "value": 0.0}}
     with holdfast.Checkpointer(tmp_path / "root", state, upload=tmp_path / "behind") as ckpt:
@@ -54,13 +54,13 @@ def test_records_that_are_damaged_on_either_rank_are_read_behind(tmp_path: Path)
     homes = (tmp_path / "root", tmp_path / "behind")
     for out in (one, other):
         out.mkdir()
-    launch("records_behind", 2, one, *homes, 14, 0.1, forked=True).check()
+    launch("records_behind", 2, one, *homes, 14, 0.1).check()
     for step, rank, at in ((11, 0, 40), (12, 1, 0), (13, 0, 0), (13, 1, 0)):
         (path,) = homes[0].glob(f"log/*/{step:010d}-{step:010d}/r{rank:05d}.log")
         data = bytearray(path.read_bytes())
         data[at or len(data) // 2] ^= 1
         path.write_bytes(data)
-    launch("records_behind", 2, other, *homes, 15, 0.1, forked=True).check()
+    launch("records_behind", 2, other, *homes, 15, 0.1).check()
     for before, (began,) in zip(told(one, "step"), told(other, "restored")):
         assert (began["restored"], began["tier"], began["replayed"]) == (14, "durable", 4)
         assert began["digest"] == before[-1]["digest"]

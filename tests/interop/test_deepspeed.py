@@ -62,9 +62,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     def of(ranks: int) -> Path:
         if ranks not in made:
             out = tmp_path_factory.mktemp(f"dp{ranks}")
-            launch(
-                "interop.deepspeed_sources", ranks, out, *RANKS[ranks], timeout_s=400, forked=True
-            ).check()
+            launch("interop.deepspeed_sources", ranks, out, *RANKS[ranks], timeout_s=400).check()
             made[ranks] = out
         return made[ranks]
 
@@ -379,7 +377,6 @@ def grids(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
                 dp,
                 *more,
                 timeout_s=400,
-                forked=True,
             )
             ran.check()
             made[name] = out
@@ -519,7 +516,7 @@ MIXTURES = {"dp4-bf16": (4, 2, 2, "bf16"), "dp2-zero0": (2, 0, 2, "fp32")}
 def test_experts(tmp_path: Path, name: str) -> None:
     """Each rank's experts under their numbers of all, with master copies and states."""
     ranks, *more = MIXTURES[name]
-    launch("interop.deepspeed_moe", ranks, tmp_path, *more, timeout_s=300, forked=True).check()
+    launch("interop.deepspeed_moe", ranks, tmp_path, *more, timeout_s=300).check()
     with holdfast.open(str(tmp_path / "save")) as found:
         for path in (tmp_path / "held").glob("*.pt"):
             held = torch.load(path, weights_only=False)

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.soak]
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     kind, ranks = request.param.split("-")
     out = tmp_path_factory.mktemp(request.param)
-    launch("interop.torch_checkpointing_source", int(ranks), out, kind).check()
+    launch("interop.torch_checkpointing_source", int(ranks), out, kind, forked=False).check()
     return out
 
 

@@ -167,7 +167,7 @@ def test_a_snapshot_in_flight_is_completed_by_a_run_that_raises(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where that is a matter of moments: nobody is hurried before."""
-    monkeypatch.setattr(tier, "LEAVE_S", 20.0)
+    monkeypatch.setattr(tier, "LEAVE_S", 120.0)
     ask, settle, gate = Client.ask, tier.MemoryTier.settle, threading.Event()
 
     def held(client: Client, message: w.Message, *args: Any, **more: Any) -> Any:

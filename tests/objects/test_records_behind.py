@@ -42,7 +42,7 @@ class Life(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        self.ran = launch("records_behind", len(RANKS), *self._args, forked=True)
+        self.ran = launch("records_behind", len(RANKS), *self._args)
 
     def until(self, is_so: Callable[[], bool], limit_s: float = 100.0) -> None:
         waited = threading.Event()

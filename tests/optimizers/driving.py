@@ -48,7 +48,7 @@ def _launched(
     args = [phase, str(root), ",".join(savers), ",".join(optimizers)]
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # torchao compiles its steps, for minutes
     if ranks > 1:
-        ran = launch("optimizers.cells", ranks, *args, timeout_s=limit_s)
+        ran = launch("optimizers.cells", ranks, *args, timeout_s=limit_s, forked=False)
         return "\n".join(ran.output.values())
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     env["PYTHONPATH"] = os.pathsep.join([str(TESTS), env.get("PYTHONPATH", "")])

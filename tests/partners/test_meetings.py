@@ -13,7 +13,7 @@ pytestmark = pytest.mark.distributed
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     folder = tmp_path_factory.mktemp("meetings")
-    return run_module("partners.meetings", 2, folder, forked=True)
+    return run_module("partners.meetings", 2, folder)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

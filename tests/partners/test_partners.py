@@ -7,14 +7,13 @@ import inspect
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 import holdfast
+import zygote
 from partners.ranks import ALONE, BOUND_S, CALLS, DEADLINE_S, LITTLE_BYTES, RANKS, Case
 from test_arguments import public_calls
 
@@ -108,10 +107,8 @@ def lines_of(folder: Path, cases: list[str]) -> list[dict[str, object]]:
         "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
         "RES_OPTIONS": "timeout:1 attempts:1",  # torch looks up the names of whom it connects to
     }
-    ran = subprocess.run(
-        [sys.executable, "-m", "partners.ranks", str(folder), *cases],
-        capture_output=True,
-        text=True,
+    ran = zygote.run(
+        ["-m", "partners.ranks", folder, *cases],
         env=environment,
         timeout=2 * (DEADLINE_S + BOUND_S) + 60,
     )

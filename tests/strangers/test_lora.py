@@ -93,7 +93,7 @@ def test_a_fresh_model_is_loaded_into(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_on_two_ranks(tmp_path: Path, layout: str) -> None:
     try:
-        launch("strangers.lora_ranks", 2, tmp_path, layout).check()
+        launch("strangers.lora_ranks", 2, tmp_path, layout, forked=False).check()
     finally:
         node = Client(tmp_path / "node", deadline_s=30.0)
         if node.is_there():

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ast
-import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import torch
 
 import holdfast
+import zygote
 from holdfast import extend
 
 TESTS = Path(__file__).parent.parent
@@ -19,12 +18,7 @@ STEPS_OF_EPOCH, STEPS = 7, 21
 
 
 def trained(root: Path, out: Path, *at: int) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "trainers.train_toy", str(root), str(out), *map(str, at)]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{TESTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-    }
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    return zygote.run(["-m", "trainers.train_toy", root, out, *at], timeout=300)
 
 
 def test_killed_twice_it_equals_the_run_that_was_not(tmp_path: Path) -> None:
