@@ -6,8 +6,8 @@ is forked from torchrun itself: torch, and with `-m` the module that ranks run, 
     python -m forking --standalone --nproc-per-node=4 -m distributed.matrix ...
 
 Ranks that are forked hash strings alike, as real ones do not: what ranks must agree on whatever the order
-of their sets is tested under a real torchrun: saving, loading, converting, two and three ranks of the
-matrix, DeepSpeed on three.
+of their sets is tested under a real torchrun: saving, loading, converting, three ranks of the matrix,
+DeepSpeed on three.
 """
 
 import importlib
@@ -20,15 +20,7 @@ from multiprocessing import forkserver, util
 from typing import Any
 
 from ports import free_port
-
-PRELOAD = [
-    "torch._dynamo",
-    "torch.distributed.fsdp",
-    "torch.distributed.run",
-    "holdfast.session.checkpointer",
-    "holdfast.session.once",
-]
-"""What a rank would import, most of it when it makes its first optimizer: two seconds each."""
+from zygote import PRELOAD
 
 
 def script(path: str, *args: str) -> None:

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forking import PRELOAD
 from memory.agents import kill
 from ports import free_port
+from zygote import PRELOAD
 
 TESTS = Path(__file__).parents[1]
 GRACE_S = 1.0

@@ -23,16 +23,9 @@ from typing import Any
 
 from memory.agents import kill
 from ports import free_port
+from zygote import PRELOAD
 
 TESTS = Path(__file__).parent.parent
-PRELOAD = (
-    "torch._dynamo",
-    "holdfast.session.checkpointer",
-    "holdfast.session.once",
-    "holdfast.session.restart",
-    "holdfast.formats.looking",
-)
-"""What a rank would import when it makes an optimizer, or restores: seconds each time."""
 TORCHRUNS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that a trainer leaves behind in the process of a test, and that no rank may inherit."""
 DEADLINE_S = 400
