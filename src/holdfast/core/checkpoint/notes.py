@@ -22,7 +22,6 @@ the second one keeps its step, and the first one goes if another save of step 20
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any
@@ -42,6 +41,7 @@ from holdfast.core.checkpoint.names import (
 )
 from holdfast.core.codec.digest import hexdigest
 from holdfast.core.format.manifest import CONTROL
+from holdfast.core.format.sealing import with_seal, without_seal
 from holdfast.core.store import Store, get_small
 from holdfast.core.store.contract import SMALL_BYTES
 
@@ -93,8 +93,6 @@ class Notes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 # -- reading and writing --------------------------------------------------------------------------
 
-_SEAL = re.compile(rb',"digest":"([0-9a-f]{16})"\}\s*\Z')
-
 
 def read_notes(store: Store) -> Notes:
     """The notes of a root; none if there are none.  Corrupt or FormatError if they are damaged."""
@@ -109,18 +107,16 @@ def notes_among(keys: RootKeys) -> Notes:
 
 
 def encode(notes: Notes) -> bytes:
-    body = msgspec.json.encode(notes)[:-1]
-    return body + f',"digest":"{hexdigest(body)}"}}'.encode()
+    return with_seal(msgspec.json.encode(notes))
 
 
 def decode(data: bytes) -> Notes:
     """Parse notes.  Corrupt or FormatError if they are not what was written."""
-    seal = _SEAL.search(data, max(len(data) - 64, 0))
-    body = data[: seal.start()] if seal else b""
-    if len(data) > SMALL_BYTES or not seal or hexdigest(body) != seal[1].decode():
+    body, expected = without_seal(data)
+    if len(data) > SMALL_BYTES or hexdigest(body) != expected:
         raise Corrupt("the notes of steps are damaged", key=NOTES_KEY, hint=HINT)
     try:
-        notes = decode_json(body + b"}", Notes)
+        notes = decode_json(b"".join((body, b"}")), Notes)
     except msgspec.DecodeError as error:
         raise FormatError(f"the notes of steps: {error}", key=NOTES_KEY, hint=HINT) from None
     names = [*notes.labels, *(name for one in notes.metrics.values() for name in one.values)]

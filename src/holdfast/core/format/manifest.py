@@ -23,6 +23,7 @@ from holdfast.base.wire import decode_json
 from holdfast.core.codec.digest import hexdigest
 from holdfast.core.format.dtypes import DTYPES
 from holdfast.core.format.extras import Unsaved, no_text
+from holdfast.core.format.sealing import SEAL_BYTES, with_seal, without_seal
 from holdfast.core.layout import Box, Cut, Mesh, Placement, Sharding, Table
 
 VERSION = 1
@@ -218,17 +219,16 @@ def readable(manifest: Manifest) -> Manifest:
 def encode(manifest: Manifest) -> bytes:
     """Canonical bytes, sealed with their digest."""
     try:
-        body = msgspec.json.encode(manifest)[:-1]
+        document = msgspec.json.encode(manifest)
     except UnicodeEncodeError as error:  # of another system's checkpoint
         raise no_text(error) from None
-    if len(body) > MAX_BYTES - 64:
-        why = f"it has {len(body):,} bytes, of which readers take at most {MAX_BYTES:,}"
+    if len(document) > MAX_BYTES - SEAL_BYTES:
+        why = f"it has {len(document):,} bytes, of which readers take at most {MAX_BYTES:,}"
         raise Unsaved("the manifest", why, "have large arrays as tensors")
-    return body + f',"digest":"{hexdigest(body)}"}}'.encode()
+    return with_seal(document)
 
 
 _HEAD = re.compile(rb'\{"holdfast":(\d{1,9}),"step":(\d{1,18}),"run":(\d{1,9}),')
-_SEAL = re.compile(rb',"digest":"([0-9a-f]{16})"\}\s*\Z')
 HEAD_BYTES = 80
 
 
@@ -257,19 +257,18 @@ def verified(data: bytes, key: str) -> memoryview:
     if len(data) > MAX_BYTES:
         raise FormatError(f"manifest of {len(data)} bytes; at most {MAX_BYTES}", key=key)
     _check_version(data, key)
-    seal = _SEAL.search(data, max(len(data) - 64, 0))
-    if not seal:
+    body, expected = without_seal(data)
+    if not expected:
         raise Corrupt(
             "manifest is cut short: its seal is missing", key=key, start=0, stop=len(data)
         )
-    body = memoryview(data)[: seal.start()]
-    if (found := hexdigest(body)) != seal[1].decode():
+    if (found := hexdigest(body)) != expected:
         raise Corrupt(
-            f"manifest differs from what was written: digest {found}, expected {seal[1].decode()}",
+            f"manifest differs from what was written: digest {found}, expected {expected}",
             key=key,
             start=0,
-            stop=seal.start(),
-            expected=seal[1].decode(),
+            stop=len(body),
+            expected=expected,
             found=found,
         )
     return body
