@@ -38,6 +38,7 @@ from holdfast.base.errors import (
     warn_user,
 )
 from holdfast.base.events import emit, span
+from holdfast.base.text import listed
 from holdfast.base.threads import Worker
 from holdfast.base.wire import decode_json, decode_msgpack
 from holdfast.core.checkpoint.opened import Checkpoint
@@ -208,7 +209,6 @@ class Replay:
             self._check_dtypes(steps)
         lacking = self._lacking(steps)
         if lacking and self.options.strict:
-            names = ", ".join(lacking[:3]) + (f" and {len(lacking) - 3} more" * (len(lacking) > 3))
             hint = "build the same model and optimizers, or pass strict=False: it leaves these out"
             if are_former(self.state, lacking):
                 hint = (
@@ -217,7 +217,7 @@ class Replay:
                     "restored from DST"
                 )
             raise StateMismatch(
-                f"records have gradients or values of {names}, which the live state has not",
+                f"records have gradients or values of {listed(lacking)}, which the live state has not",
                 lacking,
                 hint=hint,
             )

@@ -21,6 +21,7 @@ from holdfast.base.errors import AgentError, HoldfastError, UsageError
 from holdfast.base.events import emit, span
 from holdfast.base.notices import Notices
 from holdfast.base.patience import within
+from holdfast.base.text import listed
 from holdfast.core.checkpoint.claiming import Claim
 from holdfast.core.group import Group
 from holdfast.core.layout import Box, Mesh
@@ -423,10 +424,9 @@ class DeltaTier(Tier):
         self.news += [text] if text else []
 
     def _tell_of(self, names: list[str], what: str) -> None:
-        few = ", ".join(name.removesuffix(f".{GRAD}") for name in names[:3])
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        few = listed(name.removesuffix(f".{GRAD}") for name in names)
         self.news.append(
-            f"gradients of {few}{more} have {what}: something changes them after their compression; "
+            f"gradients of {few} have {what}: something changes them after their compression; "
             "they are recorded whole from now on"
         )
 
