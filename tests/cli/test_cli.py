@@ -329,7 +329,7 @@ def test_agent_actions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert call("agent", "status")[0] == 1
     code, found = call_json("agent", "start")
     assert code == 0 and found["running"] and found["jobs"] == []
-    assert "it holds nothing" in call("agent", "status")[1]
+    assert "no snapshots" in call("agent", "status")[1]
     assert "0 jobs freed" in call("agent", "clean")[1]
     assert "stopped" in call("agent", "stop")[1]
     code, _, err = call("agent", "stat")

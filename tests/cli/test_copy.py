@@ -39,7 +39,7 @@ def test_a_second_copy_says_that_all_is_there(root: Path, tmp_path: Path) -> Non
     code, out, _ = call("copy", root, tmp_path / "other")
     assert code == 0
     assert out.splitlines()[0] == "there already  step 30"
-    assert out.splitlines()[-1] == f"all is in file://{tmp_path}/other"
+    assert out.splitlines()[-1] == f"file://{tmp_path}/other has everything"
 
 
 def test_one_step_and_all_steps(root: Path, tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_wrong_usage(root: Path, tmp_path: Path) -> None:
     code, _, err = call("copy", root, root)
     assert code == 2 and "is where the steps are already" in err
     code, _, err = call("copy", f"{root}@10", tmp_path / "other", "--all")
-    assert code == 2 and "--all means every one" in err
+    assert code == 2 and "--all means every step" in err
     code, _, err = call("copy", root, f"dcp:{tmp_path}/other")
     assert code == 2 and "names a dcp checkpoint" in err
     code, _, err = call("copy", tmp_path / "runn", tmp_path / "other")

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from holdfast.launch.again import SAME, Failures
-from holdfast.launch.hangs import HANG_STEPS, LEAST_HANG_S, OPEN_STEPS, SURE_S, Progress, StepPace
+from holdfast.launch.hangs import (
+    HANG_STEPS,
+    LEAST_HANG_S,
+    OPEN_STEPS,
+    SURE_S,
+    RankProgress,
+    StepPace,
+)
 from holdfast.launch.nodes import RankFailure
 
 
@@ -15,7 +22,7 @@ class Run:
     def __init__(self, ranks: int, asked_s: float | None = None) -> None:
         self.pace = StepPace(asked_s)
         self.now = 100.0
-        self.ranks = [Progress(self.now) for _ in range(ranks)]
+        self.ranks = [RankProgress(self.now) for _ in range(ranks)]
 
     def steps(self, number: int, each_s: float) -> None:
         for _ in range(number):

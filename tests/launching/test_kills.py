@@ -79,7 +79,7 @@ def lost_steps(run: Soaked) -> list[tuple[int, int, int]]:
 def unwoken(run: Soaked) -> list[set[int]]:
     """Return, for each attempt that had any, the processes that were killed since gloo does not wake them:
     a rank was killed before it had connected, or in the middle of a message (decision 166)."""
-    found = re.findall(r"a lost rank left, and are not woken: ([\d, ]+)", run.printed)
+    found = re.findall(r"for a lost rank, and nothing wakes them: ([\d, ]+)", run.printed)
     return [set(map(int, pids.split(","))) for pids in found]
 
 

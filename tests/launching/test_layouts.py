@@ -154,5 +154,5 @@ def test_a_global_that_holds_a_model_is_told_once(tmp_path: Path) -> None:
 def test_a_group_made_before_is_refused(tmp_path: Path) -> None:
     ran = started(["holdfast", "run"], tmp_path / "root", "early", status=1)
     assert "a process group was made before the recoverable function was called" in ran.printed
-    assert "inside of it" in ran.printed
+    assert "inside that function" in ran.printed
     assert not ran.told

@@ -116,7 +116,7 @@ def test_who_cleans_up_is_not_interrupted_again(
         try:
             goes_on()
         finally:
-            until = time.monotonic() + recovery.PATIENCE_S + 1.5 * recovery.AGAIN_S
+            until = time.monotonic() + recovery.UNASKED_S + 1.5 * recovery.REPEAT_S
             while time.monotonic() < until:
                 time.sleep(0.01)
             (tmp_path / "cleaned").touch()
@@ -140,7 +140,7 @@ def test_an_error_of_its_own_may_be_cleaned_up_after(
                 time.sleep(0.01)
             raise RuntimeError("a connection was closed")
         finally:
-            time.sleep(recovery.PATIENCE_S + 0.5 * recovery.AGAIN_S)
+            time.sleep(recovery.UNASKED_S + 0.5 * recovery.REPEAT_S)
             (tmp_path / "cleaned").touch()
 
     worker = forked(function)
@@ -154,7 +154,7 @@ def test_who_has_not_entered_yet_does_not(
     forked: Callable[..., Forked], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank fails while another is still dropping what it held before."""
-    drop = recovery.drop
+    drop = recovery.drop_groups
 
     def slowly() -> None:
         (tmp_path / "dropping").touch()
@@ -162,7 +162,7 @@ def test_who_has_not_entered_yet_does_not(
             time.sleep(0.01)
         drop()
 
-    monkeypatch.setattr(recovery, "drop", slowly)
+    monkeypatch.setattr(recovery, "drop_groups", slowly)
 
     def function() -> None:
         recovery.events.last_step += 1
@@ -176,7 +176,7 @@ def test_who_has_not_entered_yet_does_not(
     while not (tmp_path / "dropping").exists():
         time.sleep(0.01)
     worker.end.say(Leave(2, [], []))
-    time.sleep(1.5 * recovery.PATIENCE_S)
+    time.sleep(1.5 * recovery.UNASKED_S)
     (tmp_path / "told").touch()
     assert "before this one had entered" in worker.hears(Left).kind
     assert (tmp_path / "entered").read_text() == "x"
@@ -264,12 +264,12 @@ def test_who_waits_in_a_collective_that_nothing_ends_says_so(
 @pytest.mark.parametrize("cleans", ["heard", "of its own"])
 def test_who_cleans_up_in_a_call_is_not_stuck(cleans: str, forked: Callable[..., Forked]) -> None:
     """A write to slow storage is deaf and does not compute, too."""
-    seconds = recovery.PATIENCE_S + 2 * recovery.AGAIN_S + 4 * recovery.DEAF_S
+    seconds = recovery.UNASKED_S + 2 * recovery.REPEAT_S + 4 * recovery.UNHEARD_S
 
     def function() -> None:
         try:
             recovery.events.last_step += 1
-            time.sleep(recovery.PATIENCE_S / 2 if cleans == "of its own" else LIMIT_S)
+            time.sleep(recovery.UNASKED_S / 2 if cleans == "of its own" else LIMIT_S)
             raise RuntimeError("a connection was closed")
         finally:
             pid = os.posix_spawn("/bin/sleep", ["sleep", f"{seconds}"], {})
@@ -320,7 +320,7 @@ def test_a_connection_that_ends_within_a_message(
 def test_who_cannot_drop_what_it_held_is_replaced(
     forked: Callable[..., Forked], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recovery, "drop", lambda: time.sleep(LIMIT_S))
+    monkeypatch.setattr(recovery, "drop_groups", lambda: time.sleep(LIMIT_S))
     monkeypatch.setattr(recovery, "DROP_S", 0.2)
 
     def function() -> None:

@@ -28,7 +28,7 @@ from holdfast.launch.door import NUM_SILENT, Door, Neighbour, knock
 from holdfast.launch.meeting_state import as_pickle
 from holdfast.launch.nodes import Introduction
 from holdfast.launch.rendezvous import quick
-from holdfast.launch.sockets import readable
+from holdfast.launch.sockets import wait_readable
 from ports import free_port
 
 from .test_run import until
@@ -68,7 +68,7 @@ def test_a_pickle_in_the_state_of_the_rendezvous_is_not_unpickled(tmp_path: Path
         evil = base64.b64encode(pickle.dumps(Touches(made))).decode()
         while not said:  # a sign of life of the node, on its way, may have been later
             stranger.set("torch.rendezvous.one", evil)
-        assert "the state there is not of `holdfast run`" in said[0]
+        assert "the state of the rendezvous is not of `holdfast run`" in said[0]
         stranger.set("torch.rendezvous.one", state.decode())
         until(lambda: said[-1] == "the rendezvous answers again")
     assert not made.exists()
@@ -133,20 +133,20 @@ def test_a_door_keeps_one_visitor_for_each_node_and_few_that_say_nothing() -> No
             stack.enter_context(knock(place, *said))
             for said in (("0" * 32, 1), (door.secret, 3), ("", 0), ("x" * 1000, 0))
         ]
-        while not all(readable([liar]) for liar in liars):  # each is let go
+        while not all(wait_readable([liar]) for liar in liars):  # each is let go
             assert len(door.visitors()) == 1
             num_kept = len(os.listdir("/proc/self/fd")) - open_before - len(silent) - len(liars)
             assert num_kept <= NUM_SILENT
-        assert not readable([first])
+        assert not wait_readable([first])
         second = stack.enter_context(knock(place, door.secret, 1))
-        until(lambda: bool(door.visitors() and readable([first])))
-        assert not readable([second]) and len(door.visitors()) == 1
+        until(lambda: bool(door.visitors() and wait_readable([first])))
+        assert not wait_readable([second]) and len(door.visitors()) == 1
 
 
 def test_a_door_lets_go_who_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.launch.door.SILENT_S", 0.0)
+    monkeypatch.setattr("holdfast.launch.door.INTRODUCTION_S", 0.0)
     with closing(Door(2)) as door, socket.create_connection(("127.0.0.1", door.port)) as stranger:
-        until(lambda: bool(door.visitors() or readable([stranger])))
+        until(lambda: bool(door.visitors() or wait_readable([stranger])))
         assert not door.visitors()
 
 

@@ -46,7 +46,7 @@ def test_what_a_dead_agent_and_dead_processes_left_is_freed(lives: Lives) -> Non
     job = job_of(node)
     assert sum(p.stat().st_size for p in (node / "jobs" / job).glob("share-*-?")) > 1_000_000
     left = sum(p.stat().st_size for p in (node / "jobs" / job).iterdir())
-    said = f"{size_text(left)} lie there; `holdfast agent clean` frees them"
+    said = f"earlier agents left {size_text(left)} there; `holdfast agent clean` frees them"
     assert agent(node, "status") == (1, f"no agent at {node}\n{said}\n")
     told = {"running": False, "directory": str(node), "bytes": left}
     assert json.loads(agent(node, "status", "--json")[1]) == told
@@ -54,7 +54,7 @@ def test_what_a_dead_agent_and_dead_processes_left_is_freed(lives: Lives) -> Non
     assert not list((node / "jobs").iterdir())
     assert agent(node, "clean") == (0, "0 jobs freed\n")
     status, shown = agent(node, "status")
-    assert status == 0 and "it holds nothing" in shown
+    assert status == 0 and "no snapshots" in shown
 
 
 def test_status_shows_what_is_left_and_stop_frees_it(lives: Lives) -> None:

@@ -44,7 +44,7 @@ def gone(run: Run, before: Sequence[Life], after: Sequence[Life]) -> set[tuple[s
     replaced = {
         (node.name, int(pid))
         for node, launcher in run.job.agents.items()
-        for pids_told in re.findall(r"and are not woken: ([\d, ]+)", launcher.text())
+        for pids_told in re.findall(r"and nothing wakes them: ([\d, ]+)", launcher.text())
         for pid in pids_told.split(",")
     }
     assert len(replaced) <= 1, replaced

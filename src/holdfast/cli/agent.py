@@ -25,8 +25,9 @@ OPTIONS_OF = {
     "stop": ("--free",),
     "clean": ("--job",),
 }
-MEANING = """status: what is held. start: have an agent in the background. run: be the agent, in the \
-foreground. stop: end it; what it holds stays for the next one. clean: free what dead jobs left."""
+MEANING = """status: show what the agent holds. start: run an agent in the background. run: be the agent, \
+in the foreground. stop: end it; its snapshots stay for the next one. clean: free the memory of dead \
+jobs."""
 
 
 def run(
@@ -37,7 +38,7 @@ def run(
     free: Annotated[bool, Option("For stop: free everything that is held.")] = False,
     tls: Annotated[bool, Option("For start and run: serve other nodes by TLS.")] = False,
 ) -> Result:
-    """Look after the agent of this node and user."""
+    """Manage the agent of this node and user."""
     if action not in ACTIONS:
         hint = did_you_mean(action, ACTIONS) or ", ".join(ACTIONS)
         raise UsageError(f"there is no action {action!r}", hint=hint)
@@ -47,7 +48,7 @@ def run(
     client = Client(deadline_s=60.0)
     limit = parse_size("--budget", budget) if budget else 0
     if budget and not limit:
-        raise UsageError(f"--budget {budget!r}: an agent without memory holds nothing")
+        raise UsageError(f"--budget {budget!r}: must be more than 0")
     if action == "run":
         raise SystemExit(_be_the_agent(client, host, limit, tls))
     if action == "start":
@@ -67,23 +68,22 @@ def run(
 
 
 def _check_options(action: str, given: dict[str, object]) -> None:
-    """UsageError for an option that does not count here: nobody shall believe that it does."""
+    """UsageError for an option that the action does not have."""
     for name, value in given.items():
         if value and name not in OPTIONS_OF.get(action, ()):
-            raise UsageError(
-                f"`holdfast agent {action}` has no {name}", hint="`--help` says whose it is"
-            )
+            hint = "`--help` says which action has it"
+            raise UsageError(f"`holdfast agent {action}` has no {name}", hint=hint)
 
 
 def _start(client: Client, host: str, budget: int, tls: bool) -> None:
-    """Start the agent; also one that a training has started stays from now on."""
+    """Start the agent; an agent that a training has started stays from now on too."""
     client.start(host, budget, stay=True, tls=tls)
     found: w.AgentReport = client.ask(w.Status(), w.AgentReport)
     if host not in ("", found.address.rpartition(":")[0]) or (tls and not found.tls):
         how = "by TLS" if found.tls else "without TLS"
         raise UsageError(
             f"the agent of this node, process {found.pid}, serves at {found.address} already, {how}",
-            hint="`holdfast agent stop`, then start again; what it holds stays",
+            hint="`holdfast agent stop`, then start again; its snapshots stay",
         )
     client.ask(w.Stay(budget))
 
@@ -95,7 +95,7 @@ def _be_the_agent(client: Client, host: str, budget: int, tls: bool) -> int:
     if client.look() != "nobody":
         raise UsageError(
             f"this node has an agent already, process {client.pid}",
-            hint="`holdfast agent stop` ends it; what it holds stays",
+            hint="`holdfast agent stop` ends it; its snapshots stay",
         )
     options = [f"--host={host}"] * bool(host) + ["--tls"] * tls
     return main(["--stay", f"--budget={budget}", *options])
@@ -104,9 +104,9 @@ def _be_the_agent(client: Client, host: str, budget: int, tls: bool) -> int:
 def _stop(client: Client, free: bool) -> Result:
     agent, until = client.agent(), time.monotonic() + client.deadline_s
     client.ask(w.Stop(free))
-    while free and process_state(*agent) == "runs":  # it deletes
+    while free and process_state(*agent) == "runs":  # the agent deletes before it ends
         if time.monotonic() > until:
-            raise AgentUnreachable(f"process {agent[0]} has not ended: it may hang")
+            raise AgentUnreachable(f"the agent, process {agent[0]}, has not ended: it may hang")
         time.sleep(0.05)
     return Result(lambda: {"stopped": True, "freed": free}, lambda: say("stopped"))
 
@@ -117,14 +117,14 @@ def _nobody(client: Client) -> Result:
     def show() -> None:
         say(f"no agent at {client.root}")
         if left:
-            say(f"{size(left)} lie there; `holdfast agent clean` frees them")
+            say(f"earlier agents left {size(left)} there; `holdfast agent clean` frees them")
 
     data = {"running": False, "directory": str(client.root), "bytes": left}
     return Result(lambda: data, show, 1)
 
 
 def _left(client: Client) -> int:
-    """Bytes of memory that agents before have left."""
+    """Return the bytes of memory that earlier agents have left."""
     found = 0
     for path in client.root.glob("jobs/*/*"):
         with suppress(FileNotFoundError):
@@ -133,7 +133,7 @@ def _left(client: Client) -> int:
 
 
 def _clean(client: Client, job: str) -> Result:
-    """Free what lies there, also without an agent: one is started for it and leaves by itself."""
+    """Free the memory of dead jobs.  Without an agent one is started, which ends by itself."""
     client.start()
     freed = client.ask(w.Clean(job), list[str])
     names = f": {', '.join(freed)}" if freed else ""
@@ -144,7 +144,7 @@ def _show(report: w.AgentReport) -> None:
     say(f"agent {report.pid} at {report.address}", "bold")
     say(f"{size(report.used)} of {size(report.budget)} in use")
     if not report.jobs:
-        say(dim("it holds nothing"))
+        say(dim("no snapshots"))
         return
     rows = [
         (

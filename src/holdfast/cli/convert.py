@@ -1,4 +1,4 @@
-"""`holdfast convert SRC[@STEP] DST --to FORMAT`: any checkpoint as what another system loads."""
+"""`holdfast convert SRC[@STEP] DST --to FORMAT`: write any checkpoint in the format of another system."""
 
 from __future__ import annotations
 
@@ -9,37 +9,38 @@ from typing import Annotated
 
 from holdfast.base.errors import UsageError
 from holdfast.base.sizes import parse_size
-from holdfast.cli.options import Argument, Option, Target, split_target
+from holdfast.cli.options import Argument, Option, TargetArgument, split_target
 from holdfast.cli.screen import Result, phases, say
 from holdfast.cli.words import good, many, size
 from holdfast.formats.converting import FORMATS, Converted, convert
 
 
 def run(
-    source: Target,
-    target: Annotated[str, Argument("DST", "Where to; new, or a root that gets one more step.")],
+    source: TargetArgument,
+    target: Annotated[str, Argument("DST", "A new folder, or a root that gets one more step.")],
     to: Annotated[str, Option(f"One of {', '.join(FORMATS)}.", "FORMAT")] = "universal",
     from_: Annotated[
-        str | None, Option("The source's, if not recognised: dcp, ...", "FORMAT", "--from")
+        str | None, Option("Format of the source, if not recognised: dcp, ...", "FORMAT", "--from")
     ] = None,
-    key: Annotated[str, Option("Whose weights huggingface, torch get.", "KEY")] = "model",
+    key: Annotated[str, Option("For huggingface, torch: the model's key.", "KEY")] = "model",
     dtype: Annotated[str | None, Option("Cast these weights: bfloat16, ...", "DTYPE")] = None,
     rules: Annotated[str | None, Option("Rules that rename the weights.", "FILE")] = None,
     max_file: Annotated[str, Option("Largest size of one file.", "SIZE")] = "5GB",
-    memory: Annotated[str, Option("For buffers, at most.", "SIZE")] = "2GiB",
+    memory: Annotated[str, Option("Most memory for buffers.", "SIZE")] = "2GiB",
     no_verify: Annotated[bool, Option("No CRC-32 of the source, no reading back.")] = False,
 ) -> Result:
-    """Rewrite a checkpoint in another format.  Interrupted, the same command goes on where it was.
+    """Rewrite a checkpoint in another format.  After an interruption, run the same command again: it goes
+    on.
 
-    universal: holdfast's own with whole tensors, also for Hugging Face's loaders.
-    deepspeed: its universal format.  dcp: torch.distributed.checkpoint.
+    universal: holdfast's own format with whole tensors, which Hugging Face's loaders read too.
+    deepspeed: DeepSpeed's universal format.  dcp: torch.distributed.checkpoint.
     huggingface, torch: weights alone, as safetensors or one file of torch.save.
     Under torchrun the ranks share the work.
     """
     url, step = split_target(source)
     url = f"{from_}:{url}" if from_ else url
     rename = _renaming(url, step, key, rules) if rules is not None else None
-    is_first = os.environ.get("RANK", "0") == "0"  # the other ranks of a torchrun keep quiet
+    is_first = os.environ.get("RANK", "0") == "0"  # under torchrun the other ranks print nothing
     with phases(is_quiet=not is_first) as told:
         made = convert(
             url,
@@ -58,7 +59,8 @@ def run(
 
 
 def _renaming(url: str, step: int | None, key: str, file: str) -> Callable[[str], str]:
-    """New names of a checkpoint's weights.  RuleError if names and renames do not fit each other."""
+    """Return the function that renames a checkpoint's weights.  RuleError if names and renames do not
+    fit."""
     from holdfast.formats.looking import open as open_checkpoint
     from holdfast.formats.rules import RuleSet
     from holdfast.formats.write.planned import WriteOptions, weights
@@ -73,10 +75,8 @@ def _renaming(url: str, step: int | None, key: str, file: str) -> Callable[[str]
     new = rules.renamed([name for w in found for name in (w.name, *w.also)])
 
     def renamed(name: str) -> str:
-        if name not in new:  # which was not there a moment ago
-            raise UsageError(
-                f"{url} has got another step meanwhile", hint="name the step: URL@STEP"
-            )
+        if name not in new:  # a name of a newer step
+            raise UsageError(f"{url} got a new step meanwhile", hint="name the step: URL@STEP")
         return new[name]
 
     return renamed
@@ -90,7 +90,10 @@ def _show(made: Converted, verified: bool) -> None:
     say(f"  {work}{resumed if made.num_resumed else ''}")
     say("  every byte read back" if verified else "  not read back (--no-verify)")
     if made.left_out:
-        say(f"  left out, for want of a place: {', '.join(made.left_out)}", "yellow")
+        say(
+            f"  left out, since {made.to} has no place for them: {', '.join(made.left_out)}",
+            "yellow",
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`holdfast copy URL[@STEP] DST`: steps, as they are, into another root."""
+"""`holdfast copy URL[@STEP] DST`: copy steps, byte for byte, into another root."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.base.errors import (
     NotRecoverable,
     UsageError,
 )
-from holdfast.cli.options import Argument, Option, Target, own_root, split_target
+from holdfast.cli.options import Argument, Option, TargetArgument, own_root, split_target
 from holdfast.cli.screen import Result, progress, say
 from holdfast.cli.words import bad, dim, good, many, size
 from holdfast.core.checkpoint.names import committed, read_manifest
@@ -27,12 +27,12 @@ from holdfast.formats.read.detect import near_path, split
 from holdfast.tiers.records.log import leading
 from holdfast.tiers.records.transfer import TransferredLog, transfer_log
 
-Destination = Annotated[str, Argument("DST", "Root to copy into; made if need be.")]
+Destination = Annotated[str, Argument("DST", "Root to copy into; made if missing.")]
 
 
 @dataclass
 class CopiedStep:
-    """The outcome of one step."""
+    """The outcome for one step."""
 
     step: int
     outcome: str
@@ -45,7 +45,7 @@ class CopiedStep:
 
 @dataclass
 class Copied:
-    """The outcome of all that was to be copied."""
+    """The outcome of the whole command."""
 
     source: str
     target: str
@@ -53,27 +53,28 @@ class Copied:
     steps: list[CopiedStep]
     records: TransferredLog | None
     labels: list[str]
-    """Labels that pin the copied steps in the target, too."""
+    """Labels that pin the copied steps in the target too."""
     labels_left: list[str]
-    """Labels that name another step there."""
+    """Labels that name another step in the target, and were not moved."""
     num_records_left: int
-    """Files of records that would lead on from the step, and were not asked for."""
+    """Files of records that lead on from the step, and were not asked for."""
     seconds: float
 
 
 def run(
-    source: Target,
+    source: TargetArgument,
     target: Destination,
     every: Annotated[bool, Option("Copy every step, and the records.", name="--all")] = False,
     log: Annotated[bool, Option("Copy the records that lead on from the step, too.")] = False,
     dry_run: Annotated[bool, Option("Only say what would be copied.")] = False,
 ) -> Result:
-    """Copy a step (the newest, or URL@STEP) into another root, byte for byte. Interrupted, the same
-    command goes on where it was. Where a run has gone back, the newest is the one that it goes on from.
+    """Copy a step (the newest, or URL@STEP) into another root, byte for byte. After an interruption, run
+    the same command again: it goes on. If a run has gone back, the newest step is the one that the run goes
+    on from.
 
-    Both are paths or URLs. Each chunk is compared with its digest before it is written, and a step exists
-    in DST when all of it is there. What is there already is not copied again; another step of the same
-    number stays. Exit 1 if a step is damaged or in the way.
+    URL and DST are paths or URLs. Each chunk is compared with its digest before it is written, and a step
+    exists in DST once all of it is there. Files that DST has already are not copied again; another step of
+    the same number stays. Exit 1 if a step is damaged or another step has its number.
     """
     began = time.perf_counter()
     store, into, steps = _both(source, target, every)
@@ -92,11 +93,11 @@ def run(
 
 
 def _both(source: str, target: str, every: bool) -> tuple[Store, Store, list[int]]:
-    """The stores, and the steps to copy, newest first."""
+    """Return the two stores, and the steps to copy, newest first."""
     url, step = split_target(source)
     if step is not None and every:
         raise UsageError(
-            f"{source} names a step, and --all means every one", hint="give one of them"
+            f"{source} names one step, and --all means every step", hint="give one of them"
         )
     store = own_root(
         url,
@@ -105,7 +106,7 @@ def _both(source: str, target: str, every: bool) -> tuple[Store, Store, list[int
     )
     prefix, path = split(target)
     if prefix:
-        what = f"{target} names a {prefix} checkpoint; what is copied stays holdfast's own"
+        what = f"{target} names a {prefix} checkpoint; copy keeps holdfast's own format"
         raise UsageError(what, hint=f"give the path {path!r}, or `holdfast convert --to {prefix}`")
     into = open_store(target)
     if into.url == store.url:
@@ -124,7 +125,7 @@ def _both(source: str, target: str, every: bool) -> tuple[Store, Store, list[int
 
 
 def _copy(store: Store, into: Store, step: int, dry_run: bool, *, go_on: bool) -> CopiedStep:
-    """Copy a step; `go_on`: what is wrong with it is in the result, and the others are copied."""
+    """Copy a step; `go_on`: return a problem in the result instead of raising it."""
     try:
         with progress(f"copying step {step}", _bytes(store, step)) as told:
             made = transfer(store, into, step, dry_run=dry_run, progress=told)
@@ -145,7 +146,7 @@ def _bytes(store: Store, step: int) -> int:
     try:
         return read_manifest(store, step).total_bytes
     except HoldfastError:
-        return 0  # it is said when it is copied
+        return 0  # the copy reports the problem
 
 
 def _copy_records(store: Store, into: Store, since: int, dry_run: bool) -> TransferredLog:
@@ -156,8 +157,8 @@ def _copy_records(store: Store, into: Store, since: int, dry_run: bool) -> Trans
 def _copy_notes(
     store: Store, into: Store, done: list[CopiedStep], dry_run: bool
 ) -> tuple[list[str], list[str]]:
-    """Carry the labels and metrics of what is in the target now.  Labels there are not moved."""
-    there = {one.step for one in done if one.problem is None}
+    """Copy labels and metrics of the copied steps.  Labels in the target are not moved."""
+    there = {copied.step for copied in done if copied.problem is None}
     if dry_run:
         return [], []
     return carry(read_notes(store), into, there, replace=False)
@@ -172,9 +173,9 @@ def _show(made: Copied) -> None:
         text = "" if one.outcome == "there already" else f": {files}"
         say(f"{good(one.outcome)}  step {one.step}{text}")
     if made.labels:
-        say(dim(f"  pinned there, too: {', '.join(made.labels)}"))
+        say(dim(f"  pinned in DST too: {', '.join(made.labels)}"))
     if made.labels_left:
-        say(f"  pins another step there, and is left so: {', '.join(made.labels_left)}")
+        say(f"  labels of another step in DST, not moved: {', '.join(made.labels_left)}")
     if made.records is not None:
         _show_records(made.records, made.dry_run)
     if made.num_records_left:
@@ -206,7 +207,7 @@ def _show_total(made: Copied) -> None:
             f"every chunk compared with its digest: {size(num_bytes)} in {made.seconds:.1f} s, {speed}/s"
         )
     elif not any(one.problem for one in made.steps):
-        say(f"all is in {made.target}")
+        say(f"{made.target} has everything")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
-"""`holdfast diff A B`: what differs between two steps, whatever layouts they were saved under.
+"""`holdfast diff A B`: the differences between two steps, whatever layouts they were saved under.
 
-Differences of extras become few lines: the leaves of one sequence, and of one value on many ranks,
-together.
-One random generator of Python is 625 numbers, all of which change with the first number that is drawn:
+Differences of extras are summarised: one line for the leaves of a sequence, or for a value on many ranks.
+A random generator of Python, for example, is 625 numbers, all of which change with the first draw:
 
     rank0.rng.python[1][0]   2147483648  2174204854         rank0.rng.python              624 values differ
     rank0.rng.python[1][1]   3539951191  4152560872    ->   rank0.rng.numpy[1], [2]  array, 623  array, 5
     ... 622 more
 
-A few leaves keep their values, side by side; of many there is only the number.  Where lists hold dicts
-(`param_groups[3].lr`), the same entry of many of them is one line: `param_groups[*].lr`.
+Up to `_MOST_LEAVES` leaves are shown with their values; of more, only their number.  In lists of dicts
+(`param_groups[3].lr`), the same entry of many dicts is one line: `param_groups[*].lr`.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from holdfast.cli.options import Argument, Option, ShowAll, opened
+from holdfast.cli.options import Argument, Option, ShowAll, open_target
 from holdfast.cli.screen import Result, heading, progress, say, table
 from holdfast.cli.words import and_more, dim, good, many, size
 from holdfast.core.checkpoint.diffing import Difference, compare, total_bytes
 from holdfast.core.checkpoint.opened import Checkpoint
 
-MOST = 20
+_MOST_ROWS = 20
 
 
 def run(
@@ -36,13 +35,13 @@ def run(
     show_all: ShowAll = False,
 ) -> Result:
     """Compare names, shapes, values and extras of two steps.  Exit 1 if anything differs."""
-    x, y = opened(a), opened(b)
+    x, y = open_target(a), open_target(b)
     with progress("comparing", total_bytes(x, y, only)) as done:
         found = compare(x, y, only=only, progress=done)
     head = {"a": _label(x), "b": _label(y), "identical": found.identical}
     return Result(
         lambda: head | _plain(found),
-        lambda: _show(found, x, y, math.inf if show_all else MOST),
+        lambda: _show(found, x, y, math.inf if show_all else _MOST_ROWS),
         0 if found.identical else 1,
     )
 
@@ -123,35 +122,35 @@ def _plain(found: Difference) -> dict[str, Any]:
 # -- extras in few lines --------------------------------------------------------------------------
 
 
-Row = tuple[str, str, str]
+_Row = tuple[str, str, str]
 """A path, and its value in a and in b."""
 
-FEW = 4
-"""Most leaves that are shown with their values."""
+_MOST_LEAVES = 4
+"""Largest number of leaves that are shown with their values."""
 
 _END = re.compile(r"((?:\[\d+\])+)$")
 _INDEX = re.compile(r"\[\d+\]")
 _RANK = re.compile(r"rank(\d+)(?=\.)")
 
 
-def in_few_lines(rows: list[Row]) -> list[Row]:
-    """The rows, those that belong together as one; in the order of the first of each."""
+def in_few_lines(rows: list[_Row]) -> list[_Row]:
+    """Return the rows, with related rows merged, each at the place of the first of them."""
     counted = [(row, 1) for row in rows]
     for key, merged in ((_sequence, _one_sequence), (_entry, _one_entry), (_of_ranks, _all_ranks)):
         counted = _merge(counted, key, merged)
     return [row for row, _ in counted]
 
 
-Counted = tuple[Row, int]
+_Counted = tuple[_Row, int]
 """A row, and how many leaves it stands for."""
 
 
 def _merge(
-    counted: list[Counted],
+    counted: list[_Counted],
     key: Callable[[str], str],
-    merged: Callable[[str, list[Counted]], list[Counted]],
-) -> list[Counted]:
-    groups: dict[str, list[Counted]] = {}
+    merged: Callable[[str, list[_Counted]], list[_Counted]],
+) -> list[_Counted]:
+    groups: dict[str, list[_Counted]] = {}
     for one in counted:
         groups.setdefault(key(one[0][0]), []).append(one)
     return [m for name, g in groups.items() for m in (merged(name, g) if len(g) > 1 else g)]
@@ -162,12 +161,12 @@ def _differing(count: int) -> str:
 
 
 def _sequence(path: str) -> str:
-    """The outermost sequence of plain values that a leaf is in."""
+    """Return the path of the outermost sequence of plain values around a leaf."""
     return _END.sub("", path)
 
 
-def _one_sequence(path: str, group: list[Counted]) -> list[Counted]:
-    if len(group) > FEW:
+def _one_sequence(path: str, group: list[_Counted]) -> list[_Counted]:
+    if len(group) > _MOST_LEAVES:
         return [((path, "", _differing(len(group))), len(group))]
     ends = [row[0][len(path) :] for row, _ in group]
     if any(not end for end in ends):
@@ -177,14 +176,14 @@ def _one_sequence(path: str, group: list[Counted]) -> list[Counted]:
 
 
 def _entry(path: str) -> str:
-    """The same entry of all dicts of a list."""
+    """Return the path with `[*]` for the number of a dict in a list."""
     end = _END.search(path)
     stop = end.start() if end else len(path)
     return _INDEX.sub("[*]", path[:stop]) + path[stop:]
 
 
-def _one_entry(path: str, group: list[Counted]) -> list[Counted]:
-    if len(group) <= FEW:
+def _one_entry(path: str, group: list[_Counted]) -> list[_Counted]:
+    if len(group) <= _MOST_LEAVES:
         return group
     count = sum(n for _, n in group)
     values = {row[1:] for row, _ in group}
@@ -195,12 +194,12 @@ def _one_entry(path: str, group: list[Counted]) -> list[Counted]:
 
 
 def _of_ranks(path: str) -> str:
-    """The same leaf of all ranks."""
+    """Return the path with `rank*` for the number of a rank."""
     return _RANK.sub("rank*", path, count=1)
 
 
-def _all_ranks(path: str, group: list[Counted]) -> list[Counted]:
-    if len(group) <= FEW:
+def _all_ranks(path: str, group: list[_Counted]) -> list[_Counted]:
+    if len(group) <= _MOST_LEAVES:
         return group
     count = sum(n for _, n in group)
     return [((path, "", f"{_differing(count)}, on {len(group):,} ranks"), count)]

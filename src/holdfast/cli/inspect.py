@@ -1,4 +1,4 @@
-"""`holdfast inspect URL[@STEP] [NAME]`: what a step holds, or how one tensor of it is cut and stored."""
+"""`holdfast inspect URL[@STEP] [NAME]`: the contents of a step, or how one tensor is cut and stored."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from msgspec import to_builtins
 
 from holdfast.base.errors import UsageError
 from holdfast.base.suggest import did_you_mean
-from holdfast.cli.options import Argument, ShowAll, Target, opened
-from holdfast.cli.screen import Result, Row, fields, heading, say, table
-from holdfast.cli.tensor import entry_data, in_parts, show_tensor, tensor_bytes, tensor_data
+from holdfast.cli.options import Argument, ShowAll, TargetArgument, open_target
+from holdfast.cli.screen import Result, TableRow, fields, heading, say, table
+from holdfast.cli.tensor import entry_bytes, entry_data, in_parts, show_tensor, tensor_data
 from holdfast.cli.words import age, and_more, dim, many, shape_text, size
 from holdfast.core.checkpoint.formatting import cut_short, format_value
 from holdfast.core.checkpoint.notes import read_notes
@@ -24,12 +24,12 @@ from holdfast.core.format.extras import decode
 from holdfast.core.format.manifest import Manifest, TensorEntry, to_sharding
 from holdfast.formats.read.foreign import file_of
 
-KINDS = ("param", "buffer", "tensor")
-"""States that are not an optimizer's."""
+NOT_OF_OPTIMIZER = ("param", "buffer", "tensor")
+"""States of tensors that are not an optimizer's."""
 
-COLUMNS = ("name", ">", "shape", "dtype", "sharding", ">size")
+_COLUMNS = ("name", ">", "shape", "dtype", "sharding", ">size")
 
-RULES = {
+_RULE_WORDS = {
     "same": "the same on every rank",
     "rank0": "rank 0's is taken",
     "redistribute": "the object redistributes it",
@@ -39,14 +39,14 @@ RULES = {
 
 
 def run(
-    target: Target,
+    target: TargetArgument,
     name: Annotated[
         str | None, Argument("[NAME]", "A tensor, or a pattern such as '*.bias'.")
     ] = None,
     show_all: ShowAll = False,
 ) -> Result:
-    """Show what a step holds; with NAME, how that tensor is cut, drawn, and where its bytes lie."""
-    c = opened(target)
+    """Show the contents of a step; with NAME, draw how that tensor is cut, and show where its bytes lie."""
+    c = open_target(target)
     if name is None:
         return Result(lambda: _step_data(c), lambda: _show_step(c, show_all))
     if not any(char in name for char in "*?["):
@@ -64,8 +64,8 @@ def run(
 
 
 def _show_several(c: Checkpoint, tensors: list[tuple[str, TensorEntry]]) -> None:
-    table(COLUMNS, [_tensor_row(c, n, [t]) for n, t in tensors], indent=0)
-    total = sum(tensor_bytes(t) for _, t in tensors)
+    table(_COLUMNS, [_tensor_row(c, n, [t]) for n, t in tensors], indent=0)
+    total = sum(entry_bytes(t) for _, t in tensors)
     say(dim(f"{many(len(tensors), 'tensor')}, {size(total)}"))
 
 
@@ -114,16 +114,16 @@ def _labels(c: Checkpoint) -> list[str]:
 
 
 def totals(m: Manifest) -> dict[tuple[str, str], tuple[int, int, int]]:
-    """(state, dtype) -> tensors, elements, bytes."""
+    """Return numbers of tensors, elements and bytes by (state, dtype)."""
     found: dict[tuple[str, str], tuple[int, int, int]] = {}
     for t in m.tensors:
         a, b, c = found.get((t.state, t.dtype), (0, 0, 0))
-        found[t.state, t.dtype] = (a + 1, b + prod(t.shape), c + tensor_bytes(t))
+        found[t.state, t.dtype] = (a + 1, b + prod(t.shape), c + entry_bytes(t))
     return found
 
 
 def foreign_files(m: Manifest) -> dict[str, list[int]]:
-    """Real files of a foreign checkpoint, and the sizes of the parts of tensors in each."""
+    """Return the real files of a foreign checkpoint, and the sizes of the tensor parts in each."""
     sizes: dict[str, list[int]] = {}
     for f in m.files:
         sizes.setdefault(file_of(f), []).append(f.bytes)
@@ -144,7 +144,7 @@ def _show_step(c: Checkpoint, show_all: bool) -> None:
     heading("Files")
     if is_foreign:
         found = foreign_files(m).items()
-        rows: list[Row] = [(name, len(parts), size(sum(parts))) for name, parts in found]
+        rows: list[TableRow] = [(name, len(parts), size(sum(parts))) for name, parts in found]
         table(("file", ">parts", ">of tensors"), _few(rows, show_all))
     else:
         rows = [(f.path, f.rank, size(f.bytes)) for f in m.files]
@@ -195,9 +195,9 @@ def _show_tensors(c: Checkpoint, show_all: bool) -> None:
     else:
         # every tensor of a foreign checkpoint has a sharding of its own
         lies = (lambda t: _lies(c, t)) if c.format != "holdfast" else attrgetter("sharding")
-        rows = fold((t for t in m.tensors if t.state in KINDS), lies)
-        others = [t for t in m.tensors if t.state not in KINDS]
-    table(COLUMNS, [_tensor_row(c, *row) for row in rows])
+        rows = fold((t for t in m.tensors if t.state in NOT_OF_OPTIMIZER), lies)
+        others = [t for t in m.tensors if t.state not in NOT_OF_OPTIMIZER]
+    table(_COLUMNS, [_tensor_row(c, *row) for row in rows])
     for alias, to in m.aliases.items():
         say(f"  {alias} {dim('is')} {to}")
     if others:
@@ -209,9 +209,9 @@ def _show_tensors(c: Checkpoint, show_all: bool) -> None:
 def fold(
     tensors: Iterable[TensorEntry], lies: Callable[[TensorEntry], Any] = attrgetter("sharding")
 ) -> list[tuple[str, list[TensorEntry]]]:
-    """Tensors that differ in the number of a layer alone become one row: `h.{0..31}.attn.weight`.
+    """Merge tensors that differ only in a layer's number into one row: `h.{0..31}.attn.weight`.
 
-    `lies`: what tensors of one row have in common besides.
+    `lies`: a further value that must be equal for all tensors of a row.
     """
     groups: dict[tuple[Any, ...], list[TensorEntry]] = {}
     for t in tensors:
@@ -235,21 +235,21 @@ def _folded_name(pattern: str, group: list[TensorEntry]) -> str:
 
 
 def _lies(c: Checkpoint, t: TensorEntry) -> str:
-    """The sharding of a tensor, or in how many parts a foreign one lies."""
+    """Return the sharding of a tensor; for a foreign tensor, its number of parts."""
     sharding = to_sharding(c.manifest.shardings[t.sharding])
     return str(sharding) if c.format == "holdfast" else in_parts(sharding)
 
 
-def _tensor_row(c: Checkpoint, name: str, group: list[TensorEntry]) -> Row:
+def _tensor_row(c: Checkpoint, name: str, group: list[TensorEntry]) -> TableRow:
     t = group[0]
     times = f"{len(group):,} ×" if len(group) > 1 else ""
-    total = size(sum(map(tensor_bytes, group)))
+    total = size(sum(map(entry_bytes, group)))
     return (name, times, shape_text(t.shape), t.dtype, _lies(c, t), total)
 
 
-def _totals(m: Manifest) -> list[Row]:
+def _totals(m: Manifest) -> list[TableRow]:
     found = totals(m)
-    rows: list[Row] = [
+    rows: list[TableRow] = [
         (state, dtype, a, b, size(num_bytes)) for (state, dtype), (a, b, num_bytes) in found.items()
     ]
     if len(found) > 1:
@@ -258,8 +258,8 @@ def _totals(m: Manifest) -> list[Row]:
     return rows
 
 
-def _few(rows: list[Row], show_all: bool, *more: str) -> list[Row]:
-    """The rows; of more than ten the first four and the last two, and how many there are between."""
+def _few(rows: list[TableRow], show_all: bool, *more: str) -> list[TableRow]:
+    """Return the rows; of more than ten, the first four, the number left out, and the last two."""
     if show_all or len(rows) <= 10:
         return rows
     return [*rows[:4], (and_more(len(rows) - 6, how=""), *more), *rows[-2:]]
@@ -275,14 +275,14 @@ def _show_extras(c: Checkpoint, show_all: bool) -> None:
         heading("Extras of each rank")
         first = {k: decode(v, plain_tensor) for k, v in c.rank_extras(0).items()}
         rows = [
-            (k, RULES[rule], value_text(first[k], width) if k in first else dim("none"))
+            (k, _RULE_WORDS[rule], value_text(first[k], width) if k in first else dim("none"))
             for k, rule in m.per_rank.items()
         ]
         table(("key", "on another mesh", "rank 0 has"), rows)
 
 
 def value_text(value: Any, width: int) -> str:
-    """A value on one line; an optimizer's by its groups, not its states."""
+    """Return a value on one line; an optimizer by its groups, without its states."""
     if isinstance(value, dict) and value.keys() == {"param_groups", "state"}:
         groups = [
             {k: v for k, v in g.items() if k != "params"} | {"params": len(g["params"])}

@@ -1,10 +1,10 @@
-"""`holdfast log URL`: which steps are recorded, and where the records lead on from."""
+"""`holdfast log URL`: the recorded steps, and the full steps from which they can be replayed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast.cli.options import Root, own_root
+from holdfast.cli.options import RootArgument, own_root
 from holdfast.cli.screen import Result, say, table
 from holdfast.cli.words import bad, dim, good, many, size
 from holdfast.core.checkpoint.names import committed
@@ -13,12 +13,12 @@ from holdfast.formats.read.detect import near_path
 from holdfast.tiers.records.log import Log, RecordedStep, open_log
 from holdfast.tiers.records.segment import Identity
 
-COLUMNS = (">run", ">steps", ">by", ">size", "lead on from", "replayed from")
+_COLUMNS = (">run", ">steps", ">by", ">size", "lead on from", "replayed from")
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Records that follow each other."""
+    """Consecutive records."""
 
     run: int
     first: int
@@ -27,15 +27,15 @@ class Stretch:
     bytes: int
     parent: Identity
     base: int | None
-    """The nearest full step from which they can be replayed."""
+    """The nearest full step from which the records can be replayed."""
     history: bool
-    """True if they cannot be replayed, but are older than what a restart takes: nothing is lost."""
+    """True if the records cannot be replayed, but a restart takes a newer step anyway: nothing is lost."""
 
 
-def run(url: Root) -> Result:
-    """List the records of a log.
+def run(url: RootArgument) -> Result:
+    """List the records of a root.
 
-    Exit 1 if files are damaged, if nothing leads to records that are newer than what a restart takes, or if
+    Exit 1 if files are damaged, if records that are newer than every full step cannot be replayed, or if
     there is no such root.
     """
     store = own_root(url, "has no records")
@@ -90,7 +90,7 @@ def _show(found: list[Stretch], damaged: list[str], url: str, hint: str | None) 
         for one in found
     ]
     if rows:
-        table(COLUMNS, rows, indent=0)
+        table(_COLUMNS, rows, indent=0)
     for key in damaged:
         say(bad("damaged: ") + dim(key))
 
@@ -99,7 +99,7 @@ def _from(one: Stretch) -> str:
     if one.base is not None:
         return good(f"step {one.base}")
     if one.history:
-        return dim("nowhere: history, a full step has what a restart takes")
+        return dim("nowhere: history, a restart takes a newer full step")
     return bad("nowhere: no full step leads to them")
 
 

@@ -1,4 +1,4 @@
-"""`holdfast ls URL`: which steps there are, and which of them are complete."""
+"""`holdfast ls URL`: the steps of a root, and whether each is complete."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 from holdfast.base.errors import FormatError, HoldfastError
-from holdfast.cli.options import Root
+from holdfast.cli.options import RootArgument
 from holdfast.cli.screen import Result, heading, say, table
 from holdfast.cli.words import age, age_s, bad, dim, good, many, size
 from holdfast.core.checkpoint.listing import Listing, Step, survey
@@ -18,12 +18,12 @@ from holdfast.formats.read.detect import detect, near_path, open_as, steps_as
 from holdfast.formats.read.foreign import file_of
 from holdfast.tiers.records.log import leading
 
-COLUMNS = ("", ">step", ">size", "tier", "age", ">run", "mesh", ">tensors", ">files", "state")
+_COLUMNS = ("", ">step", ">size", "tier", "age", ">run", "mesh", ">tensors", ">files", "state")
 FOREIGN_COLUMNS = (">step", ">size", "format", ">tensors", ">files", "state")
 
 
-def run(url: Root) -> Result:
-    """List steps: size, age, and whether each is complete.  Exit 1 if one is not."""
+def run(url: RootArgument) -> Result:
+    """List steps: size, age, and whether each is complete.  Exit 1 if any is not."""
     foreign = detect(url)
     if foreign is not None:
         steps = [_look(url, foreign, step) for step in steps_as(foreign, url)]
@@ -64,7 +64,7 @@ def _found(listing: Listing, url: str) -> dict[str, Any]:
 
 
 def _recorded(store: Store, listing: Listing) -> dict[str, Any]:
-    """The full step that newer records lead on from, if it is another one than the newest."""
+    """Return the full step from which newer records lead on, if that is not the newest step."""
     sound, begins = [Saved(s.run, s.step) for s in listing.steps if s.problem is None], None
     with suppress(HoldfastError):  # `holdfast log` says what is wrong with records
         begins = leading(store, sound) if sound else None
@@ -94,7 +94,7 @@ def _step(step: Step) -> dict[str, Any]:
 
 
 def _look(url: str, name: str, step: int) -> dict[str, Any]:
-    """A step of a foreign checkpoint; whether its files are whole only `verify` tells."""
+    """Return a step of a foreign checkpoint; only `verify` checks that its files are whole."""
     row: dict[str, Any] = {"step": step, "bytes": None, "num_tensors": None, "num_files": None}
     try:
         m = open_as(name, url, step).manifest
@@ -126,7 +126,7 @@ def _show(found: dict[str, Any], url: str) -> None:
         return
     say(found["url"], "bold")
     if steps:
-        table(COLUMNS, [_cells(row, found) for row in steps], indent=0)
+        table(_COLUMNS, [_cells(row, found) for row in steps], indent=0)
     if found["notes_problem"]:
         say()
         say(
@@ -149,7 +149,7 @@ def _show(found: dict[str, Any], url: str) -> None:
     unproved = [str(row["step"]) for row in steps if row["run"] is None]
     if unproved and newest_good is not None:
         which = f"Step {unproved[0]}" if len(unproved) == 1 else f"One of {', '.join(unproved)}"
-        told = f"which its manifest would say: restore() takes step {newest_good}."
+        told = f"but its manifest cannot be read: restore() takes step {newest_good}."
         say()
         say(f"{which} may be the newest, {told}", "yellow")
     if found["unreferenced"]:

@@ -1,8 +1,8 @@
-"""`holdfast VERB ...`: looks a verb up, runs it, and turns errors into messages and exit codes.
+"""`holdfast VERB ...`: finds the verb, runs it, and turns errors into messages and exit codes.
 
-A verb is a module of this package with a function `run`, which returns a `Result`; it is imported when
-it is called, so that no verb waits for what another one needs.  Exit codes: 0 fine, 1 a problem was
-found, 2 usage.
+A verb is a module of this package with a function `run`, which returns a `Result`.  It is imported when it
+is called, so that no verb waits for the imports of another.  Exit codes: 0 fine, 1 a problem was found, 2
+wrong usage.
 """
 
 from __future__ import annotations
@@ -25,46 +25,46 @@ from holdfast.base.errors import (
 )
 from holdfast.base.suggest import did_you_mean
 from holdfast.base.version import __version__
-from holdfast.cli.options import Parser, filled
+from holdfast.cli.options import Parser, wrapped
 from holdfast.cli.screen import deliver, say, say_lines
 from holdfast.cli.words import style
 
 VERBS = ("ls", "inspect", "verify", "diff", "plan", "convert", "copy", "prune", "pin", "log", "replay",
          "simulate", "agent")  # fmt: skip
 LAUNCH = "run"
-"""The verb that takes torchrun's options, and starts processes that are none of ours."""
+"""The verb that takes torchrun's options, and starts the processes of a training."""
 ABOUT = """\
 Look at, verify, compare, convert, copy, prune and pin checkpoints; list and replay records; simulate \
-failures; look after the agent of a node; launch a training that recovers in place.
+failures; manage the agent of a node; launch a training that recovers in place.
 
-URL is a folder of checkpoints; URL@STEP one step of it, URL alone the newest. Checkpoints of other \
-systems are found by what is there, or named by a prefix: dcp:PATH, deepspeed:PATH, megatron:PATH, \
-huggingface:PATH, torch:PATH.
+URL is a folder of checkpoints; URL@STEP is one step of it, URL alone the newest step. Checkpoints of \
+other systems are recognised by their files, or named by a prefix: dcp:PATH, deepspeed:PATH, \
+megatron:PATH, huggingface:PATH, torch:PATH.
 
 Exit codes: 0 fine, 1 a problem was found, 2 wrong usage. All verbs but run take --json."""
 _CALL = re.compile(r"^[a-z_.]*\((.*?=.*?)\): must be ", re.DOTALL)
-"""Start of an error for an argument; who typed a command knows the argument, not the Python call."""
+"""Start of an error for an argument: a user of the command line knows the argument, not the Python call."""
 
 
 def main(*verb: str) -> None:
-    """The console script, `python -m holdfast`, and with `verb` a module of a verb that is run itself."""
+    """Run the console script, or `python -m holdfast`; with `verb`, `python -m` of that verb's module."""
     words = [*verb, *sys.argv[1:]]
     try:
         sys.exit(_launch(words[1:]) if words[:1] == [LAUNCH] else run(words))
-    except BrokenPipeError:  # the reader of our output has seen enough
+    except BrokenPipeError:  # the reader of our output has closed it
         sys.stderr.close()
         sys.exit(141)
 
 
 def run(words: Sequence[str]) -> int:
-    """Do what a command line says, and return the exit code."""
+    """Run a command line, and return the exit code."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", HoldfastWarning)
         warnings.showwarning = partial(_show_warning, warnings.showwarning)
         try:
             return _run(words)
         except HoldfastError as error:
-            fail(*explained(error))
+            print_error(*explained(error))
             return 2 if isinstance(error, UsageError) else 1
 
 
@@ -97,7 +97,7 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _beside() -> str:
-    """What a report of a fault needs besides the version; torch is not imported for it."""
+    """Return the versions that a bug report needs, without importing torch."""
     import platform
     from importlib.metadata import PackageNotFoundError, version
 
@@ -109,8 +109,8 @@ def _beside() -> str:
 
 
 def _launch(words: Sequence[str]) -> int:
-    """Run a script on several ranks, as torchrun does, and recover it in place.  (Nothing of ours is around
-    the processes that it forks, so it is called before anything else is begun.)"""
+    """Run a script on several ranks, as torchrun does, and recover it in place.  (It is called before
+    anything else begins, since it forks the processes of the training.)"""
     status: int = importlib.import_module("holdfast.launch.command").main(words)
     return status
 
@@ -121,23 +121,23 @@ def _function(verb: str) -> Callable[..., Any]:
 
 
 def overview() -> str:
-    """The help of the command itself: each verb with the first sentence of its own help."""
+    """Return the help of the command: each verb with the first sentence of its own help."""
     width = max(map(len, VERBS)) + 4
     verbs = []
     for verb in (*VERBS, LAUNCH):
         function = _launch if verb == LAUNCH else _function(verb)
         about = " ".join((inspect.getdoc(function) or "").split())
         first = about.partition(". ")[0].rstrip(".") + "."
-        verbs.append(filled(first, f"  {verb:<{width - 2}}", " " * width))
+        verbs.append(wrapped(first, f"  {verb:<{width - 2}}", " " * width))
     options = "  --version   Show the version.\n  -h, --help  Show this message and exit."
     return "\n".join(
-        ["Usage: holdfast [OPTIONS] VERB [ARGS]...", "", filled(ABOUT), "", "Options:", options, "",
-         "Verbs:", *verbs, "", filled("`holdfast VERB --help` shows what a verb takes.")]
+        ["Usage: holdfast [OPTIONS] VERB [ARGS]...", "", wrapped(ABOUT), "", "Options:", options, "",
+         "Verbs:", *verbs, "", wrapped("`holdfast VERB --help` shows what a verb takes.")]
     )  # fmt: skip
 
 
 def explained(error: HoldfastError) -> tuple[str, str | None]:
-    """The message and the hint of an error, as a user of the command line needs them."""
+    """Return message and hint of an error for a user of the command line."""
     hint, error.hint = error.hint, None
     text = _CALL.sub(r"\1: must be ", str(error))
     if isinstance(error, NotRecoverable) and hint is not None and hint.startswith("check the path"):
@@ -147,8 +147,8 @@ def explained(error: HoldfastError) -> tuple[str, str | None]:
     return text, hint
 
 
-def fail(message: str, hint: str | None) -> None:
-    """One message on stderr."""
+def print_error(message: str, hint: str | None) -> None:
+    """Print an error and its hint on stderr."""
     say(f"{style('error:', 'red', 'bold')} {message}", file=sys.stderr)
     if hint:
         say(f"{style(' hint:', 'cyan', 'bold')} {hint}", file=sys.stderr)
@@ -157,7 +157,7 @@ def fail(message: str, hint: str | None) -> None:
 def _show_warning(
     otherwise: Callable[..., object], message: Any, category: type[Warning], *where: Any
 ) -> None:
-    """A warning of holdfast as a line on stderr; others as ever."""
+    """Print a warning of holdfast as a line on stderr, other warnings as Python does."""
     if issubclass(category, HoldfastWarning):
         say(f"{style('warning:', 'yellow', 'bold')} {message}", file=sys.stderr)
     else:

@@ -1,19 +1,19 @@
-"""The arguments of a verb, declared in the signature of its function, as a parser of argparse; and targets.
+"""Parses the arguments of a verb, declared in the signature of its function, and its targets.
 
     def run(
         url: Annotated[str, Argument("URL", "The folder that holds the steps.")],
         keep_last: Annotated[int | None, Option("Keep the newest N steps.", "N")] = None,
     ) -> Result:
 
-A parameter `keep_last` is the option `--keep-last`.  One of type bool is a flag; a list is an option
-that may be given several times, or an argument of one or more words.  What has no default must be
-given.  Every verb has `--json` and `--help` besides.
+A parameter `keep_last` is the option `--keep-last`.  A bool is a flag; a list is an option that may be
+given several times, or an argument of one or more words.  A parameter without a default must be given.
+Every verb also has `--json` and `--help`.
 
 A target is a root, a step of it, or the checkpoint of another system.  `runs/gpt@1000` is step 1000 of
-`runs/gpt`.  But `@` may be in the name of a folder as well (`gpt@2`, a copy, an experiment of that day),
-and what lies there decides.  Where both could be meant, neither is taken.
+`runs/gpt`.  But the name of a folder may contain `@` too (`gpt@2`): the meaning that exists is taken, and
+if both exist, the target is refused.
 
-    verify run@5        step 5 of run, or the folder run@5: whichever there is
+    verify run@5        step 5 of run, or the folder run@5: whichever exists
     verify run/@5       step 5 of run
     verify run@5/       the folder run@5
 """
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """An argument by its position."""
+    """A positional argument."""
 
     metavar: str
     help: str
@@ -50,23 +50,23 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An option; `name` is needed where the parameter has another name."""
+    """An option; `name` is needed if it differs from the parameter's name."""
 
     help: str
     metavar: str | None = None
     name: str | None = None
 
 
-Target = Annotated[str, Argument("URL[@STEP]", "A folder, or a step of it.")]
-Root = Annotated[str, Argument("URL", "The folder that holds the steps.")]
-ShowAll = Annotated[bool, Option("Leave nothing out.", name="--all")]
+TargetArgument = Annotated[str, Argument("URL[@STEP]", "A folder, or a step in it.")]
+RootArgument = Annotated[str, Argument("URL", "The folder that holds the steps.")]
+ShowAll = Annotated[bool, Option("Show everything.", name="--all")]
 
 
 class Parser:
-    """The parser of one verb.  What does not fit is a UsageError, told as every other one.
+    """The parser of one verb.  A wrong command line is a UsageError.
 
-    Options are taken out first, wherever they stand, and the words that are left are the arguments; what
-    follows `--` is no option.
+    Options are taken out first, wherever they stand, and the other words are the arguments.  Words after
+    `--` are never options.
     """
 
     def __init__(self, verb: str, run: Callable[..., object]) -> None:
@@ -86,7 +86,7 @@ class Parser:
         json_help = "Print JSON, for programs."
         named.add_argument("--json", dest="as_json", action="store_true", help=json_help)
         named.add_argument("-h", "--help", action="store_true", help="Show this message and exit.")
-        self.about = filled(inspect.getdoc(run) or "")
+        self.about = wrapped(inspect.getdoc(run) or "")
 
     def _add_argument(
         self, group: Any, name: str, kind: object, declared: Argument, default: object
@@ -119,12 +119,12 @@ class Parser:
         )  # fmt: skip
 
     def asks_for_help(self, words: Sequence[str]) -> bool:
-        """True if nothing is given at all, or --help among the options."""
+        """Tell whether no word is given at all, or --help is among the options."""
         options = words[: words.index("--")] if "--" in words else words
         return not words or "-h" in options or "--help" in options
 
     def help(self) -> str:
-        """The page that `--help` shows."""
+        """Return the text that `--help` shows."""
         both = argparse.ArgumentParser(
             prog=self.prog,
             usage=f"%(prog)s [OPTIONS] {' '.join(self.words)}",
@@ -153,7 +153,7 @@ class Parser:
 
 
 class _Strict(argparse.ArgumentParser):
-    """A parser that guesses nothing and raises what it has to say."""
+    """A parser that accepts no abbreviations and raises its messages."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog=prog, add_help=False, allow_abbrev=False)
@@ -179,8 +179,8 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         super().add_usage(usage, actions, groups, "Usage: ")
 
 
-def filled(text: str, first: str = "  ", indent: str = "  ") -> str:
-    """Paragraphs of text, as wide as the terminal, after `first` and `indent`."""
+def wrapped(text: str, first: str = "  ", indent: str = "  ") -> str:
+    """Return paragraphs wrapped to the terminal's width, with `first` and `indent` before their lines."""
     width = max(get_terminal_size().columns - 2, 30)
     parts = text.split("\n\n")
     return "\n\n".join(
@@ -189,12 +189,12 @@ def filled(text: str, first: str = "  ", indent: str = "  ") -> str:
 
 
 def _escaped(text: str) -> str:
-    """A text in which argparse replaces nothing."""
+    """Escape a text for argparse, which replaces `%`."""
     return text.replace("%", "%%")
 
 
 def _element(kind: Any) -> tuple[bool, Callable[[str], Any]]:
-    """Return whether a type is a list, and the function that makes one value of it from a word."""
+    """Return whether a type is a list, and the function that makes a value from a word."""
     several = any(get_origin(k) is list for k in (kind, *get_args(kind)))
     kinds = {kind, *get_args(kind), *(e for k in get_args(kind) for e in get_args(k))}
     if int in kinds:
@@ -206,14 +206,14 @@ def _number(make: Callable[[str], float], what: str, text: str) -> float:
     try:
         return make(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{shown(text)} is no {what}") from None
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a {what}") from None
 
 
 # -- targets --------------------------------------------------------------------------------------
 
 
-MAX_DIGITS = 40
-"""Most digits of a step that is typed; 15 are enough."""
+_MAX_DIGITS = 40
+"""Largest number of digits of a step that is typed; 15 are enough."""
 
 
 def split_target(text: str) -> tuple[str, int | None]:
@@ -223,12 +223,12 @@ def split_target(text: str) -> tuple[str, int | None]:
     url, at, step = text.rpartition("@")
     if not at or not url:
         return text, None
-    if step.isascii() and step.isdigit() and len(step) <= MAX_DIGITS:
+    if step.isascii() and step.isdigit() and len(step) <= _MAX_DIGITS:
         number = step_of(int(step), "", "step")
         return (text, None) if _is_folder(text, url, number) else (url, number)
     if os.path.isdir(url) and not os.path.lexists(text):
         raise UsageError(
-            f"{text[:200]}: {shown(step)} is no step",
+            f"{text[:200]}: {shown(step)} is not the number of a step",
             hint=f"URL@STEP, such as {url[:200]}@1000; `holdfast ls` lists steps",
         )
     return text, None
@@ -239,14 +239,14 @@ def _split_url(text: str) -> tuple[str, int | None]:
     place, _, query = text.partition("?")
     for part, other in ((place, f"?{query}"), (query, "")):
         rest, at, step = part.rpartition("@")
-        if at and step.isascii() and step.isdigit() and len(step) <= MAX_DIGITS:
+        if at and step.isascii() and step.isdigit() and len(step) <= _MAX_DIGITS:
             url = f"{rest}{other}" if other else f"{place}?{rest}"
             return url, step_of(int(step), "", "step")
     return text, None
 
 
-def opened(target: str) -> Checkpoint:
-    """The step that a target names, ours or foreign."""
+def open_target(target: str) -> Checkpoint:
+    """Open the step that a target names, ours or foreign."""
     from holdfast.formats.looking import open
 
     url, step = split_target(target)
@@ -254,7 +254,7 @@ def opened(target: str) -> Checkpoint:
 
 
 def own_root(url: str, why: str, hint: str | None = None) -> Store:
-    """A root of our own; UsageError for a foreign checkpoint, which says `why` it will not do."""
+    """Open a root of our own; UsageError for a foreign checkpoint, with `why` as the reason."""
     from holdfast.core.store import open_store
     from holdfast.formats.read.detect import detect
 
@@ -265,8 +265,8 @@ def own_root(url: str, why: str, hint: str | None = None) -> Store:
 
 
 def _is_folder(text: str, url: str, step: int) -> bool:
-    """True if `text`, which is `url@step`, names a folder (or a file) and no step.  UsageError if both are
-    there."""
+    """Tell whether `text`, which is `url@step`, names a folder or a file instead of a step.  UsageError if
+    both exist."""
     if not _is_there(text):
         return False
     a_step = _is_there(url) and step in _steps(url)
@@ -280,7 +280,7 @@ def _is_folder(text: str, url: str, step: int) -> bool:
 
 
 def _is_there(url: str) -> bool:
-    """True if anything lies at a path, or in a store of that name."""
+    """Tell whether anything exists at a path, or in a store of that name."""
     from holdfast.core.store import LocalStore
     from holdfast.formats.read.detect import split
     from holdfast.formats.read.folder import OneFile, open_place
@@ -295,11 +295,11 @@ def _is_there(url: str) -> bool:
 
 
 def _steps(url: str) -> list[int]:
-    """The steps of whatever lies there; none if it is no checkpoint."""
+    """Return the steps at a path; none if there is no checkpoint."""
     from holdfast.formats.looking import steps
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the verb itself tells of what it finds
+        warnings.simplefilter("ignore")  # the verb itself warns
         try:
             return steps(url)
         except HoldfastError:

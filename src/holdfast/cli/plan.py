@@ -1,6 +1,6 @@
-"""`holdfast plan URL[@STEP] --mesh dp=4,tp=2`: what a restore on that mesh would read, rank by rank.
+"""`holdfast plan URL[@STEP] --mesh dp=4,tp=2`: what each rank would read in a restore on that mesh.
 
-With `--nodes N`: what snapshots in memory would cost on a cluster, and what they bear.
+With `--nodes N`: what snapshots in memory would cost on a cluster, and which losses they survive.
 With `--rules FILE`: how the rules lay each tensor out over the mesh, and what each rank would store.
 """
 
@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 from holdfast.base.errors import UsageError
 from holdfast.base.text import listed
-from holdfast.cli.options import Option, ShowAll, Target, opened
-from holdfast.cli.screen import Result, Row, fields, heading, say, table
+from holdfast.cli.options import Option, ShowAll, TargetArgument, open_target
+from holdfast.cli.screen import Result, TableRow, fields, heading, say, table
 from holdfast.cli.words import and_more, dim, many, ranks_text, size
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.checkpoint.reshaping import Reading, Reshape, parse_mesh, tensor_bytes
@@ -21,24 +21,24 @@ from holdfast.core.layout import Mesh
 from holdfast.policy.redundancy import Protection, choose, parse, protection
 from holdfast.policy.survival import Scheme, copy, none, rs
 
-MOST = 16
-SCHEMES = "For --nodes: none, copy, parity, rs(m), recompute."
+_MOST_RANKS = 16
+_SCHEMES_HELP = "For --nodes: none, copy, parity, rs(m), recompute."
 
 
 def run(
-    target: Target,
+    target: TargetArgument,
     mesh: Annotated[str, Option("The new mesh, outermost first: dp=4,tp=2.", "AXES")],
     rules: Annotated[str | None, Option("A file of rules, or a preset.", "FILE")] = None,
     let: Annotated[list[str] | None, Option("A variable of the rules.", "NAME=N")] = None,
     rank: Annotated[int | None, Option("One rank in detail.", "R")] = None,
     nodes: Annotated[
-        int | None, Option("Show what snapshots in memory cost and bear.", "N")
+        int | None, Option("Show what snapshots in memory cost and survive.", "N")
     ] = None,
-    redundancy: Annotated[str, Option(SCHEMES, "SCHEME")] = "auto",
+    redundancy: Annotated[str, Option(_SCHEMES_HELP, "SCHEME")] = "auto",
     node_mtbf_hours: Annotated[
         float, Option("Mean time between failures of a node.", "H")
     ] = 8760.0,
-    repair_minutes: Annotated[float, Option("Until a lost node is replaced.", "M")] = 10.0,
+    repair_minutes: Annotated[float, Option("Time to replace a lost node.", "M")] = 10.0,
     show_all: ShowAll = False,
 ) -> Result:
     """Show what each rank of another mesh would read from a step, or store by rules."""
@@ -46,7 +46,7 @@ def run(
         return _by_rules(target, parse_mesh(mesh), rules, let or [], rank, show_all)
     if let:
         raise UsageError("--let gives values to variables of rules: it needs --rules FILE")
-    checkpoint = opened(target)
+    checkpoint = open_target(target)
     reshape = Reshape.onto(checkpoint.manifest, parse_mesh(mesh))
     ranks = [rank] if rank is not None else _ranks(reshape.mesh.world, show_all)
     readings = [reshape.reading(r) for r in ranks]
@@ -81,19 +81,19 @@ def _by_rules(
     rules = RuleSet.load(file, let=ruled.parse_let(let))
     if rank is not None and not 0 <= rank < mesh.world:
         raise UsageError(f"rank {rank} is not in 0..{mesh.world - 1} of mesh {mesh}")
-    checkpoint = opened(target)
+    checkpoint = open_target(target)
     plan = RulePlan.of(checkpoint.manifest, rules, mesh)
     shares = [plan.share(r) for r in ([rank] if rank is not None else _ranks(mesh.world, show_all))]
     return Result(
-        lambda: ruled.data(checkpoint, plan, shares),
-        lambda: ruled.show(checkpoint, plan, shares, show_all),
+        lambda: ruled.plan_data(checkpoint, plan, shares),
+        lambda: ruled.show_plan(checkpoint, plan, shares, show_all),
     )
 
 
 def _ranks(world: int, show_all: bool) -> list[int]:
-    if world <= MOST or show_all:
+    if world <= _MOST_RANKS or show_all:
         return list(range(world))
-    return [*range(MOST // 2), *range(world - 2, world)]
+    return [*range(_MOST_RANKS // 2), *range(world - 2, world)]
 
 
 def _show_head(checkpoint: Checkpoint, reshape: Reshape) -> None:
@@ -107,7 +107,7 @@ def _show_head(checkpoint: Checkpoint, reshape: Reshape) -> None:
 def _show_ranks(checkpoint: Checkpoint, reshape: Reshape, readings: list[Reading]) -> None:
     heading("Read by each rank")
     num_files = len(reshape.manifest.files)
-    rows: list[Row] = [
+    rows: list[TableRow] = [
         (
             str(r.rank),
             coordinates(reshape.mesh, r.rank),
@@ -129,7 +129,7 @@ def _show_ranks(checkpoint: Checkpoint, reshape: Reshape, readings: list[Reading
     say()
     say(f"The step holds {size(total)} of tensors; a rank wants at most {size(most)} of it.")
     if others:
-        say(dim("--rank R shows any one rank, --all every one."))
+        say(dim("--rank R shows one rank, --all every rank."))
 
 
 def _show_rank(reshape: Reshape, reading: Reading) -> None:
@@ -175,10 +175,10 @@ def _data(checkpoint: Checkpoint, reshape: Reshape, readings: list[Reading]) -> 
 # -- snapshots in memory --------------------------------------------------------------------------
 
 
-HOUR_S = 3600.0
-MOST_SETS = 6
-MOST_GROUPS = 8
-COLUMNS = ("", "", ">share", ">kept for others", ">memory of a node", "bears", ">lost", ">once in")
+_HOUR_S = 3600.0
+_MOST_SETS = 6
+_MOST_GROUPS = 8
+_COLUMNS = ("", "", ">share", ">kept for others", ">memory of a node", "bears", ">lost", ">once in")
 LOST = (
     "lost: that nodes fail fatally within the {:g} min until one is replaced, at a mean of {:g} h "
     "between failures of a node. Processes may fail as they like."
@@ -194,14 +194,14 @@ def found_for(
     mtbf_hours: float,
     repair_minutes: float,
 ) -> list[Protection]:
-    """The scheme that is asked for; with `auto`, every one that these nodes can have."""
+    """Return the scheme that is asked for; with `auto`, every scheme that these nodes can have."""
     world = len(shares)
     if num_nodes < 1 or world % num_nodes:
-        raise UsageError(f"{world} ranks cannot be on {num_nodes} nodes, equally many on each")
+        raise UsageError(f"{world} ranks cannot be divided equally among {num_nodes} nodes")
     if not (0 < mtbf_hours < math.inf and 0 < repair_minutes < math.inf):
         raise UsageError("--node-mtbf-hours and --repair-minutes are positive numbers")
     nodes = [f"node{rank * num_nodes // world}" for rank in range(world)]
-    times = {"node_mtbf_s": mtbf_hours * HOUR_S, "repair_s": repair_minutes * 60}
+    times = {"node_mtbf_s": mtbf_hours * _HOUR_S, "repair_s": repair_minutes * 60}
     asked = parse(redundancy)
     if asked is not None:
         return [protection(asked, nodes, shares, holdings, **times)]
@@ -233,23 +233,23 @@ def _show_protection(
         )
         for p in found
     ]
-    table(COLUMNS, rows)
+    table(_COLUMNS, rows)
     say()
     say(dim(LOST.format(repair_minutes, mtbf_hours)))
     if len(found) == 1 and found[0].fatal:
         sets = (" + ".join(sorted(some)) for some in found[0].fatal)
-        say(f"Not borne: {listed(sets, MOST_SETS)}")
+        say(f"Not borne: {listed(sets, _MOST_SETS)}")
     for p in found:
         if p.scheme.losses and (len(found) == 1 or str(p.scheme) == auto):
             _show_groups(p, show_all)
 
 
 def _show_groups(p: Protection, show_all: bool) -> None:
-    """Show who keeps whose snapshots: group by group, and node by node."""
+    """Show which ranks protect each other's snapshots: by group, and by node."""
     heading(f"Who keeps whose: {p.scheme}")
-    most = len(p.nodes) if show_all else MOST_GROUPS
+    most = len(p.nodes) if show_all else _MOST_GROUPS
     apart = all(len({p.nodes[r] for r in group}) == len(group) for group in p.groups)
-    rows: list[Row] = [
+    rows: list[TableRow] = [
         (f"group {i}", ", ".join(f"{r} on {p.nodes[r]}" for r in group))
         for i, group in enumerate(p.groups[:most])
     ]
@@ -265,10 +265,12 @@ def _show_groups(p: Protection, show_all: bool) -> None:
     ]
     table(("", "ranks", "member of groups"), rows + _left_out(len(nodes) - most))
     say()
-    say(dim(_what_is_kept(p.scheme) + ("" if apart else " All are on one node: it mends damage.")))
+    say(
+        dim(_what_is_kept(p.scheme) + ("" if apart else " All are on one node: it repairs damage."))
+    )
 
 
-def _left_out(count: int) -> list[Row]:
+def _left_out(count: int) -> list[TableRow]:
     return [(and_more(count, how=""),)] if count > 0 else []
 
 
@@ -281,7 +283,7 @@ def _what_is_kept(scheme: Scheme) -> str:
 
 
 def _protection_data(found: list[Protection]) -> list[dict[str, Any]]:
-    """Return what was found, for JSON."""
+    """Return the schemes, for JSON."""
     return [
         {
             "scheme": str(p.scheme),

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from holdfast.base.arguments import MAX_STEP, count_of, unfit
 from holdfast.base.errors import UsageError
-from holdfast.cli.options import Option, Root, own_root
+from holdfast.cli.options import Option, RootArgument, own_root
 from holdfast.cli.screen import Result, say, table
 from holdfast.cli.words import bad, dim, good, many, size
 from holdfast.core.checkpoint.listing import Step, survey
@@ -20,21 +20,21 @@ from holdfast.tiers.records.log import leading, tidy_log
 
 
 def run(
-    url: Root,
+    url: RootArgument,
     keep_last: Annotated[int | None, Option("Keep the newest N steps.", "N")] = None,
     keep_every: Annotated[int | None, Option("Keep every multiple of N.", "N")] = None,
     keep_best: Annotated[
         str | None, Option("Keep the best N by a metric.", "METRIC:N[:max]")
     ] = None,
-    keep_newer: Annotated[str | None, Option("Keep what is newer (36h, 2d).", "TIME")] = None,
-    dry_run: Annotated[bool, Option("Only say what would go.")] = False,
+    keep_newer: Annotated[str | None, Option("Keep newer steps (36h, 2d).", "TIME")] = None,
+    dry_run: Annotated[bool, Option("Only show what would be deleted.")] = False,
 ) -> Result:
-    """Delete steps that no option keeps.  The newest good step always stays, and so do the one from which
-    records lead to the newest state, and those that are pinned.
+    """Delete steps that no option keeps.  Never deleted: the newest good step, the step from which records
+    lead to the newest state, and pinned steps.
     """
     if (keep_last, keep_every, keep_best, keep_newer) == (None, None, None, None):
         hint = "--keep-last N, --keep-every N, --keep-best METRIC:N, --keep-newer TIME, or several"
-        raise UsageError("nothing says what to keep", hint=hint)
+        raise UsageError("no option says what to keep", hint=hint)
     for option, n in (("--keep-last", keep_last), ("--keep-every", keep_every)):
         if n is not None:
             count_of(n, "prune", option, most=MAX_STEP)

@@ -1,22 +1,22 @@
-"""`holdfast replay URL DST --to STEP`: any recorded step as a full one."""
+"""`holdfast replay URL DST --to STEP`: make a full step of a recorded one."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
 from holdfast.base.errors import Exists
-from holdfast.cli.options import Argument, Option, Root, own_root
+from holdfast.cli.options import Argument, Option, RootArgument, own_root
 from holdfast.cli.screen import Result, say
 from holdfast.cli.words import many
 from holdfast.core.store import open_store
 
 
 def run(
-    url: Root,
-    into: Annotated[str, Argument("DST", "Root of the full step; made if need be.")],
+    url: RootArgument,
+    into: Annotated[str, Argument("DST", "Root of the full step; made if missing.")],
     to: Annotated[int, Option("The recorded step.", "STEP")],
 ) -> Result:
-    """Do the steps from the nearest full one to STEP again, by the recorded gradients, and save the result.
+    """Replay the recorded gradients from the nearest full step to STEP, and save the result.
 
     On the CPU, with the whole state in memory.  Optimizers of torch only.
     """
@@ -37,7 +37,7 @@ def run(
         replayed = f"{many(to - base, 'step')} replayed from step {base}"
         say(f"step {to}: {replayed}, saved in {target.url}")
         if lost:
-            say(f"left out, as each rank had its own: {', '.join(lost)}")
+            say(f"left out, since each rank had its own: {', '.join(lost)}")
 
     return Result(lambda: {"url": target.url, "step": to, "base": base, "left_out": lost}, show)
 

@@ -7,20 +7,20 @@ from dataclasses import asdict
 from typing import Any
 
 from holdfast.base.errors import UsageError
-from holdfast.cli.inspect import KINDS, fold
+from holdfast.cli.inspect import NOT_OF_OPTIMIZER, fold
 from holdfast.cli.plan import coordinates
-from holdfast.cli.screen import Row, heading, say, table
+from holdfast.cli.screen import TableRow, heading, say, table
 from holdfast.cli.words import and_more, dim, many, shape_text, size
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.format.manifest import TensorEntry
 from holdfast.core.layout.view import View
 from holdfast.formats.rules.rule_plan import RuledTensor, RulePlan, Share
 
-MOST_ROWS = 60
+_MOST_ROWS = 60
 
 
 def parse_let(texts: Sequence[str]) -> dict[str, int]:
-    """`heads=32` of each --let.  UsageError if it is not that."""
+    """Parse `heads=32` of each --let.  UsageError for anything else."""
     found = {}
     for text in texts:
         name, _, value = text.partition("=")
@@ -30,23 +30,25 @@ def parse_let(texts: Sequence[str]) -> dict[str, int]:
     return found
 
 
-def show(checkpoint: Checkpoint, plan: RulePlan, shares: list[Share], show_all: bool) -> None:
+def show_plan(checkpoint: Checkpoint, plan: RulePlan, shares: list[Share], show_all: bool) -> None:
     """Show the tensors, then the ranks."""
     say(f"step {checkpoint.step}, by {plan.rules.path}, over {plan.mesh}", "bold")
     heading("Tensors")
-    mine = [r for r in plan.tensors if show_all or r.entry.state in KINDS or not r.follows]
+    mine = [
+        r for r in plan.tensors if show_all or r.entry.state in NOT_OF_OPTIMIZER or not r.follows
+    ]
     rows = [_row(plan, name, group) for name, group in _fold(mine)]
-    left_out = 0 if show_all else max(0, len(rows) - MOST_ROWS)
+    left_out = 0 if show_all else max(0, len(rows) - _MOST_ROWS)
     columns = ("name", "shape", "line", "layout", ">fragments", ">bytes per rank")
     table(columns, rows[: len(rows) - left_out])
     if left_out:
         say(f"  {and_more(left_out)}")
     others = len(plan.tensors) - len(mine)
     if others:
-        what = f"  and {many(others, 'tensor')} of optimizer state, cut as their parameters are"
+        what = f"  and {many(others, 'tensor')} of optimizer state, cut like their parameters"
         say(dim(f"{what}; counters are whole: --all lists them"))
     heading("Stored by each rank")
-    ranks: list[Row] = [
+    ranks: list[TableRow] = [
         (
             str(s.rank),
             coordinates(plan.mesh, s.rank),
@@ -60,11 +62,11 @@ def show(checkpoint: Checkpoint, plan: RulePlan, shares: list[Share], show_all: 
         ranks.insert(len(ranks) - 2, ("", and_more(plan.mesh.world - len(shares), how="")))
     table((">rank", "at", ">tensors", ">stored", ">padding"), ranks)
     say()
-    say("Every element is held exactly once, copies aside.")
+    say("Every element is held exactly once, not counting replicas.")
 
 
-def data(checkpoint: Checkpoint, plan: RulePlan, shares: list[Share]) -> dict[str, Any]:
-    """Return the same for programs: tensors one by one."""
+def plan_data(checkpoint: Checkpoint, plan: RulePlan, shares: list[Share]) -> dict[str, Any]:
+    """Return the plan for JSON: each tensor by itself."""
     return {
         "url": checkpoint.store.url,
         "step": checkpoint.step,
@@ -91,7 +93,7 @@ def _tensor(plan: RulePlan, ruled: RuledTensor) -> dict[str, Any]:
 
 
 def _fold(tensors: Sequence[RuledTensor]) -> list[tuple[str, list[RuledTensor]]]:
-    """Tensors that differ in a layer's number alone become one row."""
+    """Merge tensors that differ only in a layer's number into one row."""
     known = {r.entry.name: r for r in tensors}
 
     def lies(t: TensorEntry) -> object:
@@ -103,18 +105,18 @@ def _fold(tensors: Sequence[RuledTensor]) -> list[tuple[str, list[RuledTensor]]]
 
 
 def _row(plan: RulePlan, name: str, group: list[RuledTensor]) -> tuple[str, ...]:
-    one = group[0]
-    views = _views(plan, one)
-    sizes = sorted({v.size * one.itemsize for v in views})
+    first = group[0]
+    views = _views(plan, first)
+    sizes = sorted({v.size * first.itemsize for v in views})
     per_rank = " – ".join(dict.fromkeys((size(sizes[0]), size(sizes[-1]))))
     pieces = str(max(len(v.fragments()) for v in views))
     line, text = "-", dim("whole: a state of another shape than its parameter")
-    if one.layout:
-        span = one.layout.rule.span
+    if first.layout:
+        span = first.layout.rule.span
         other = span.source.path != plan.rules.path
         line = f"{span.source.path}:{span.line}" if other else str(span.line)
-        text = one.layout.rule.text
-    return name, shape_text(one.entry.shape), line, text, pieces, per_rank
+        text = first.layout.rule.text
+    return name, shape_text(first.entry.shape), line, text, pieces, per_rank
 
 
 def _views(plan: RulePlan, ruled: RuledTensor) -> list[View]:

@@ -1,9 +1,9 @@
-"""The result of a verb, and its writing: lines, tables and bars for people, JSON for programs.
+"""Writes the result of a verb: lines, tables and progress bars for people, JSON for programs.
 
-Names, labels and messages may come from anybody's checkpoint.  So what is no visible character is written
-as its escape, in JSON as well, and no text but a line of ours begins at the left margin.
+Names, labels and messages may come from a stranger's checkpoint.  So invisible characters are escaped, in
+JSON too, and only our own lines begin at the left margin.
 
-rich is imported when a bar or a table too wide for the terminal is drawn, and not before (60 ms).
+rich takes 60 ms to import: it is imported only to draw a progress bar, or a table wider than the terminal.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from shutil import get_terminal_size
 from typing import Any, TextIO
 
 from holdfast.base.errors import printable
-from holdfast.cli.words import MARKS, STYLE, dim, style
+from holdfast.cli.words import STYLE, STYLE_MARKS, dim, style
 
-Row = Sequence[str | int]
-"""Cells of a table's line.  Numbers are written with commas; cells that lack at the end are empty."""
+TableRow = Sequence[str | int]
+"""Cells of a row.  Numbers are written with commas; missing cells at the end are empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The findings of a verb, for programs and for people."""
+    """The result of a verb, for programs and for people."""
 
     data: Callable[[], object]
     """Returns what `--json` prints: plain values, dataclasses and structs."""
@@ -32,11 +32,11 @@ class Result:
     """Writes the same for people."""
     exit_code: int = 0
     is_quiet: bool = False
-    """True on a rank that writes nothing, as another one does."""
+    """True on ranks that print nothing, since the first rank does."""
 
 
 def deliver(result: Result, as_json: bool) -> int:
-    """Write what a verb has found; returns the exit code."""
+    """Print the result of a verb; return the exit code."""
     if result.is_quiet:
         return result.exit_code
     if as_json:
@@ -45,7 +45,7 @@ def deliver(result: Result, as_json: bool) -> int:
         found = result.data()
         try:
             data = msgspec.json.encode(found, enc_hook=_plain)
-        except UnicodeEncodeError:  # a name of others has half of a surrogate pair
+        except UnicodeEncodeError:  # a name in the checkpoint has half of a surrogate pair
             plain = msgspec.to_builtins(found, enc_hook=_plain, str_keys=True)
             data = msgspec.json.encode(_in_utf8(plain))
         text = msgspec.json.format(data, indent=2).decode()
@@ -56,7 +56,7 @@ def deliver(result: Result, as_json: bool) -> int:
 
 
 def _in_utf8(tree: Any) -> Any:
-    """The tree, with `\\udc80` for what is no UTF-8."""
+    """Return the tree with escapes such as `\\udc80` for characters that UTF-8 lacks."""
     if isinstance(tree, str):
         return tree.encode("utf-8", "backslashreplace").decode()
     if isinstance(tree, dict):
@@ -83,7 +83,7 @@ def _plain(value: Any) -> Any:
 
 
 def say(text: str = "", *styles: str, file: TextIO | None = None) -> None:
-    """A line on stdout, in colour on terminals.  Lines after the first are indented."""
+    """Print a text on stdout, in colour on terminals, with lines after the first indented."""
     file = file or sys.stdout
     first, *others = (style(text, *styles) if styles else text).split("\n")
     lines = [first, *(line if line.startswith(" ") else f"  {line}" for line in others)]
@@ -92,14 +92,13 @@ def say(text: str = "", *styles: str, file: TextIO | None = None) -> None:
 
 
 def say_lines(text: str, *styles: str) -> None:
-    """The lines of a text of ours on stdout."""
+    """Print each line of our own text on stdout."""
     for line in text.split("\n"):
         say(line, *styles)
 
 
 def _shown(line: str, in_colour: bool) -> str:
-    """A line as it is written: what is no visible character as its escape, styles by sequences or not at
-    all."""
+    """Return a line for output: invisible characters escaped, styles as escape sequences or left out."""
     parts = STYLE.split(line)  # texts and numbers of styles, in turns
     codes = [f"\x1b[{code}m" if in_colour else "" for code in parts[1::2]]
     return "".join([a + b for a, b in zip(map(printable, parts[::2]), [*codes, ""])])
@@ -111,20 +110,20 @@ def heading(text: str) -> None:
 
 
 def fields(rows: Sequence[tuple[str, str]]) -> None:
-    """Aligned `name  value` lines."""
+    """Print aligned `name  value` lines."""
     width = max((len(name) for name, _ in rows), default=0)
     for name, value in rows:
         say(dim(f"{name:<{width}}  ") + value)
 
 
-def table(columns: Sequence[str], rows: Sequence[Row], *, indent: int = 2) -> None:
-    """Rows under column names; a name that begins with `>` is that of a right-aligned column.
+def table(columns: Sequence[str], rows: Sequence[TableRow], *, indent: int = 2) -> None:
+    """Print rows under column names; a name with a leading `>` makes the column right-aligned.
 
-    Where the terminal is too narrow, rich folds the cells.
+    If the terminal is too narrow, rich folds the cells.
     """
     names = [c.lstrip(">") for c in columns]
     lines = [
-        [f"{cell:,}" if isinstance(cell, int) else printable(cell, MARKS) for cell in row]
+        [f"{cell:,}" if isinstance(cell, int) else printable(cell, STYLE_MARKS) for cell in row]
         + [""] * (len(names) - len(row))
         for row in rows
     ]
@@ -148,7 +147,7 @@ def _width(text: str) -> int:
 def _folded_table(
     columns: Sequence[str], widths: list[int], rows: list[list[str]], indent: int
 ) -> None:
-    """The two widest columns are folded; numbers and types stay whole."""
+    """Print a table with its two widest columns folded; numbers and types stay whole."""
     from rich.console import Console
     from rich.padding import Padding
     from rich.table import Table
@@ -168,9 +167,9 @@ def _folded_table(
 
 @contextmanager
 def phases(is_quiet: bool = False) -> Iterator[Callable[[str, int, int], object] | None]:
-    """A bar on stderr for each phase of some work, if stderr is a terminal.
+    """Draw a progress bar on stderr for each phase of some work, if stderr is a terminal.
 
-    Yields what is told of the phase, the bytes done and all bytes; None where nothing is drawn.
+    Yields the function to call with the phase, the bytes done and the total; None if nothing is drawn.
     """
     if is_quiet or not sys.stderr.isatty():
         yield None
@@ -197,6 +196,6 @@ def phases(is_quiet: bool = False) -> Iterator[Callable[[str, int, int], object]
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], object]]:
-    """A bar on stderr while bytes are done; yields what is told of them."""
+    """Draw a progress bar on stderr; yields the function to call with the number of bytes done."""
     with phases() as advance:
         yield lambda num_bytes: advance(what, num_bytes, total) if advance else None

@@ -1,4 +1,4 @@
-"""`holdfast simulate DEVICES ...`: how much of a job's time would train it, by how it is protected."""
+"""`holdfast simulate DEVICES ...`: the share of a job's time that trains it, by the protection it uses."""
 
 from __future__ import annotations
 
@@ -21,30 +21,32 @@ def run(
     device_mtbf_hours: Annotated[
         float, Option("Mean time between failures of a device.", "H")
     ] = 50_000.0,
-    node_share: Annotated[float, Option("Failures that take a node's memory along.", "X")] = 0.5,
+    node_share: Annotated[float, Option("Share of failures that lose a node's memory.", "X")] = 0.5,
     shape: Annotated[float, Option("Weibull: below 1 failures come in bursts.", "K")] = 1.0,
     trace: Annotated[
         str | None, Option("Failures of the job: a CSV of hours,kind.", "FILE")
     ] = None,
-    overhead: Annotated[float, Option("What holdfast's saving may take.", "X")] = 0.03,
-    estimate: Annotated[bool, Option("holdfast is not told the rates, it estimates them.")] = False,
+    overhead: Annotated[float, Option("Share of time that saving may take.", "X")] = 0.03,
+    estimate: Annotated[bool, Option("Let holdfast estimate the failure rates.")] = False,
     devices_per_node: Annotated[int, Option("", "N")] = 8,
-    step_s: Annotated[float, Option("A training step.", "S")] = 5.0,
-    state: Annotated[str, Option("State, per device.", "BYTES")] = "2GB",
-    record: Annotated[str, Option("The record of a step, per device.", "BYTES")] = "20MB",
-    node_storage: Annotated[str, Option("To storage per second, per node.", "BYTES")] = "2GB",
-    storage: Annotated[str, Option("To storage per second, in all.", "BYTES")] = "500GB",
-    stall_s: Annotated[float, Option("A snapshot holds a step up.", "S")] = 0.05,
-    record_stall: Annotated[float, Option("A record holds a step up, in steps.", "X")] = 0.01,
+    step_s: Annotated[float, Option("Time of a training step.", "S")] = 5.0,
+    state: Annotated[str, Option("State per device.", "BYTES")] = "2GB",
+    record: Annotated[str, Option("Record of a step per device.", "BYTES")] = "20MB",
+    node_storage: Annotated[
+        str, Option("Bandwidth to storage per node and second.", "BYTES")
+    ] = "2GB",
+    storage: Annotated[str, Option("Bandwidth to storage per second, in all.", "BYTES")] = "500GB",
+    stall_s: Annotated[float, Option("Stall of a step by a snapshot.", "S")] = 0.05,
+    record_stall: Annotated[float, Option("Stall of a step by a record, in steps.", "X")] = 0.01,
     restart_s: Annotated[
-        float, Option("From a failure until state is loaded, by a restart.", "S")
+        float, Option("Time from a failure to a loaded state, by a restart.", "S")
     ] = 180.0,
-    detect_s: Annotated[float, Option("From a failure until it is known, in place.", "S")] = 15.0,
-    enter_s: Annotated[float, Option("Until ranks can load again, in place.", "S")] = 30.0,
-    standby: Annotated[int, Option("Nodes that wait for the place of a lost one.", "N")] = 1,
-    repair_s: Annotated[float, Option("Until a lost node is replaced.", "S")] = 600.0,
-    seed: Annotated[int, Option("Of the failures.", "N")] = 0,
-    plot: Annotated[str | None, Option("Draw it; needs matplotlib.", "FILE")] = None,
+    detect_s: Annotated[float, Option("Time to notice a failure, in place.", "S")] = 15.0,
+    enter_s: Annotated[float, Option("Time until ranks can load again, in place.", "S")] = 30.0,
+    standby: Annotated[int, Option("Standby nodes that replace lost ones.", "N")] = 1,
+    repair_s: Annotated[float, Option("Time to replace a lost node.", "S")] = 600.0,
+    seed: Annotated[int, Option("Seed of the failures.", "N")] = 0,
+    plot: Annotated[str | None, Option("Draw a chart; needs matplotlib.", "FILE")] = None,
 ) -> Result:
     """Simulate a job with failures, protected by holdfast and in other ways, restarted and in place."""
     from holdfast.policy.cluster import Cluster
@@ -68,7 +70,7 @@ def run(
 
 
 def _check(*, days: float | None, shape: float, seed: int) -> None:
-    """UsageError for what cannot be simulated."""
+    """UsageError for values that cannot be simulated."""
     if days is not None and not 0 < days < float("inf"):
         raise UsageError(f"--days {days:g}: must be positive")
     if not 0.1 <= shape <= 10:
@@ -78,23 +80,23 @@ def _check(*, days: float | None, shape: float, seed: int) -> None:
 
 
 def _simulated(clusters: list[Cluster], asked: dict[str, Any], plot: str | None) -> Result:
-    """Simulate every cluster as the options in `asked` say, and draw that if a file is given."""
+    """Simulate every cluster with the options in `asked`, and draw the chart if a file is given."""
     from holdfast.cli import simulated
 
     if plot is not None:
-        simulated.figure()  # before the work is done in vain
+        simulated.figure()  # fail before the long work
     trace: str | None = asked["trace"]
     events = None if trace is None else simulated.read_trace(trace)
     runs = [simulated.of(cluster, **{**asked, "trace": events}) for cluster in clusters]
     if plot is not None:
-        simulated.draw(plot, runs)
+        simulated.draw_runs(plot, runs)
 
     def show() -> None:
-        simulated.show(runs, asked["shape"], trace)
+        simulated.show_runs(runs, asked["shape"], trace)
         if plot is not None:
             say(f"Drawn: {plot}")
 
-    return Result(lambda: {"asked": asked, **simulated.data(runs)}, show)
+    return Result(lambda: {"asked": asked, **simulated.runs_data(runs)}, show)
 
 
 if __name__ == "__main__":

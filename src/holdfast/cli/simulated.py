@@ -1,4 +1,4 @@
-"""Simulations of jobs for `holdfast simulate`: run, and shown as a table, as JSON, as a drawing."""
+"""Runs the simulations of `holdfast simulate`, and shows them as a table, JSON or a chart."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ from typing import Any
 import numpy as np
 
 from holdfast.base.errors import UsageError
-from holdfast.cli.screen import Row, fields, heading, say, say_lines, table
+from holdfast.cli.screen import TableRow, fields, heading, say, say_lines, table
 from holdfast.cli.words import size
 from holdfast.policy.cluster import HOUR_S, Cluster, at_random, from_trace
 from holdfast.policy.simulate import Outcome, simulate, strategies
 from holdfast.policy.tuning import Auto
 
-DAY_S = 86400.0
-DAYS = 30.0
-COLUMNS = (">devices", ">failures", "", ">effective", ">saving", ">lost", ">recovering", ">on fewer",
+_DAY_S = 86400.0
+_DAYS = 30.0
+_COLUMNS = (">devices", ">failures", "", ">effective", ">saving", ">lost", ">recovering", ">on fewer",
            ">at each: steps", ">seconds", "steps between")  # fmt: skip
 LEGEND = """\
-effective: of the time, what trained steps that were kept. lost: steps trained in vain. on fewer: what
-steps took longer, for want of nodes. at each: steps lost by a failure, seconds until training went on."""
+effective: share of the time for steps that were kept. lost: for steps trained in vain. on fewer: extra
+time of steps on fewer nodes. at each: steps lost by a failure, and seconds until training went on."""
 ASSUMED = (
     ("step", "{step_s:g} s"),
     ("state", "{state} of each device, however large the job; replicas are not counted"),
     ("record", "{record} of each device and step, {part:.2g} % of the state"),
     ("nodes", "{devices_per_node} devices each; a device sends {host}/s to its host, {network}/s on"),
     ("storage", "{node_storage}/s per node, {storage}/s in all, reading as writing"),
-    ("a save", "holds up training for {stall_s:g} s, and for what of the copy a step does not hide"),
+    ("a save", "stalls training for {stall_s:g} s, plus the part of the copy that exceeds a step;"),
     ("", "with `async` for the copy, with `checkpoint` until it is committed"),
-    ("a record", "holds it up for {record_stall:.3g} of a step, its replay takes {replay:.3g} of one"),
-    ("a batch", "of records takes {commit_s:g} s beside its bytes"),
-    ("a restart", "{restart_s:g} s, beside loading and replay"),
+    ("a record", "stalls training for {record_stall:.3g} of a step; its replay takes {replay:.3g}"),
+    ("a batch", "of records takes {commit_s:g} s besides its bytes"),
+    ("a restart", "{restart_s:g} s, besides loading and replay"),
     ("in place", "{detect_s:g} s until survivors know, {enter_s:g} s until all have entered again"),
-    ("standby", "nodes: {standby_nodes}, to take the places of lost ones"),
-    ("a lost node", "is replaced in {repair_s:g} s; until then its group bears no other loss"),
+    ("standby", "nodes: {standby_nodes}, to replace lost nodes"),
+    ("a lost node", "is replaced in {repair_s:g} s; until then its group survives no other loss"),
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """A size of the job, and what became of it by strategy."""
+    """A size of the job, and its outcome for each strategy."""
 
     cluster: Cluster
     wall_s: float
@@ -55,7 +55,7 @@ def read_trace(path: str) -> tuple[str, str]:
     except OSError as error:
         raise UsageError(f"cannot read the trace {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise UsageError(f"{path} is no text, so no trace") from None
+        raise UsageError(f"the trace {path} is not a text file") from None
 
 
 def of(
@@ -70,7 +70,7 @@ def of(
 ) -> Simulated:
     """Simulate all strategies through the same failures."""
     rng = np.random.default_rng(seed)
-    wall_s = (days or DAYS) * DAY_S
+    wall_s = (days or _DAYS) * _DAY_S
     if trace is None:
         failures = at_random(
             rng, mtbf_s=cluster.mtbf_s, until_s=wall_s, num_nodes=cluster.num_nodes,
@@ -82,7 +82,7 @@ def of(
             wall_s = max((f.time_s for f in failures), default=0.0) + HOUR_S
         failures = [f for f in failures if f.time_s < wall_s]
         if not failures:
-            raise UsageError(f"{trace[0]} has no failure in the time that is simulated")
+            raise UsageError(f"{trace[0]} has no failure in the simulated time")
         cluster = replace(
             cluster,
             device_mtbf_hours=wall_s / HOUR_S / len(failures) * cluster.devices,
@@ -94,7 +94,7 @@ def of(
     return Simulated(cluster, wall_s, outcomes)
 
 
-def show(runs: list[Simulated], shape: float, trace: str | None) -> None:
+def show_runs(runs: list[Simulated], shape: float, trace: str | None) -> None:
     heading("Assumed")
     c = runs[0].cluster
     sizes: dict[str, str | float] = {
@@ -111,14 +111,14 @@ def show(runs: list[Simulated], shape: float, trace: str | None) -> None:
     of_them = f"{c.node_share:.0%} of them lose a node's memory"
     failures = f"one in {c.device_mtbf_hours:,.0f} h of a device, {how}; {of_them}"
     fields([("  failures", f"as in {trace}; {of_them}" if trace else failures), *assumed])
-    heading(f"{runs[0].wall_s / DAY_S:.3g} days")
-    table(COLUMNS, [row for run in runs for row in _rows(run)])
+    heading(f"{runs[0].wall_s / _DAY_S:.3g} days")
+    table(_COLUMNS, [row for run in runs for row in _rows(run)])
     say()
     say_lines(LEGEND, "dim")
 
 
-def _rows(run: Simulated) -> list[Row]:
-    rows: list[Row] = []
+def _rows(run: Simulated) -> list[TableRow]:
+    rows: list[TableRow] = []
     for name, o in run.outcomes.items():
         first = not rows
         rows.append(
@@ -143,7 +143,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:.2f} %"
 
 
-def data(runs: list[Simulated]) -> dict[str, Any]:
+def runs_data(runs: list[Simulated]) -> dict[str, Any]:
     """Return the runs, for JSON."""
     found = []
     for run in runs:
@@ -155,7 +155,7 @@ def data(runs: list[Simulated]) -> dict[str, Any]:
 
 
 def figure() -> Any:
-    """An empty drawing.  UsageError without matplotlib."""
+    """Return an empty chart.  UsageError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -165,8 +165,8 @@ def figure() -> Any:
     return Figure(figsize=(8, 4.5), layout="constrained")
 
 
-def draw(path: str, runs: list[Simulated]) -> None:
-    """Effective training time over the size of the job; lines over one another stay visible."""
+def draw_runs(path: str, runs: list[Simulated]) -> None:
+    """Draw effective training time over the size of the job; overlapping lines stay visible."""
     drawn = figure()
     axes = drawn.subplots()
     sizes = [run.cluster.devices for run in runs]

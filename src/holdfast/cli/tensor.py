@@ -8,9 +8,9 @@
                 │ 2, 6       │ 3, 7       │
               8 └────────────┴────────────┘
 
-The drawing works from boxes alone, so regular and listed shardings are drawn alike: the edges of all boxes
-make a grid, and each of its cells shows who holds the box that it is part of.  Of more than two cut dims
-the two most cut are drawn.  Long grids are abbreviated.
+The drawing needs only boxes, so regular and listed shardings are drawn alike: the edges of all boxes make a
+grid, and each cell shows the ranks that hold its box.  Of more than two cut dims, the two with the most
+cuts are drawn.  Long grids are abbreviated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.cli.screen import Row, fields, heading, say, table
+from holdfast.cli.screen import TableRow, fields, heading, say, table
 from holdfast.cli.words import and_more, many, ranks_text, shape_text, size
 from holdfast.core.checkpoint.formatting import cut_short
 from holdfast.core.checkpoint.opened import Checkpoint
@@ -33,18 +33,18 @@ from holdfast.formats.read.foreign import file_of
 from holdfast.formats.read.sections import Place, Sections
 
 
-def tensor_bytes(t: TensorEntry) -> int:
+def entry_bytes(t: TensorEntry) -> int:
     return prod(t.shape) * DTYPES[t.dtype].bytes
 
 
 def in_parts(sharding: Sharding) -> str:
-    """Say how a tensor of a foreign checkpoint lies, in words."""
+    """Return `whole`, or the number of parts of a tensor in a foreign checkpoint."""
     count = len(sharding.held or ())
     return "whole" if count < 2 else f"{count:,} parts"
 
 
 def entry_data(m: Manifest, t: TensorEntry) -> dict[str, Any]:
-    """A tensor, for JSON."""
+    """Return a tensor for JSON."""
     s = to_sharding(m.shardings[t.sharding])
     cuts = [{"dim": c.dim, "axes": list(c.axes)} for c in s.cuts]
     return {
@@ -52,13 +52,13 @@ def entry_data(m: Manifest, t: TensorEntry) -> dict[str, Any]:
         "dtype": t.dtype,
         "shape": list(t.shape),
         "state": t.state,
-        "bytes": tensor_bytes(t),
+        "bytes": entry_bytes(t),
         "sharding": {"text": str(s), "cuts": cuts, "on": {a: list(at) for a, at in s.on}},
     }
 
 
 def tensor_data(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
-    """A tensor and where its pieces lie, for JSON."""
+    """Return a tensor and the places of its pieces for JSON."""
     m = checkpoint.manifest
     index = checkpoint.index(name)
     t = m.tensors[index]
@@ -66,7 +66,7 @@ def tensor_data(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
     if checkpoint.format != "holdfast":
         parts = [
             {"start": box.start, "stop": box.stop, "places": places}
-            for box, places in places_of(checkpoint, t)
+            for box, places in _places_of(checkpoint, t)
         ]
         return row | {"parts": parts}
     held = held_boxes(m, t, m.placement)
@@ -82,7 +82,7 @@ def tensor_data(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
 
 
 def show_tensor(checkpoint: Checkpoint, name: str, show_all: bool) -> None:
-    """Shape and sharding in words, drawn, and where each piece lies."""
+    """Print shape and sharding of a tensor, a drawing, and the place of each piece."""
     m = checkpoint.manifest
     index = checkpoint.index(name)
     t = m.tensors[index]
@@ -92,7 +92,7 @@ def show_tensor(checkpoint: Checkpoint, name: str, show_all: bool) -> None:
     rows = [
         ("dtype", t.dtype),
         ("shape", shape_text(t.shape)),
-        ("size", f"{size(tensor_bytes(t))}  ({many(prod(t.shape), 'element')})"),
+        ("size", f"{size(entry_bytes(t))}  ({many(prod(t.shape), 'element')})"),
         ("state", t.state),
         *_lies(checkpoint, t, replicas),
     ]
@@ -103,7 +103,7 @@ def show_tensor(checkpoint: Checkpoint, name: str, show_all: bool) -> None:
     foreign = checkpoint.format != "holdfast"
     noun = "file" if m.mesh and m.mesh[0][0] == "file" else "rank"  # consolidated: no ranks
     label = _in_files(m) if foreign else partial(_holders, noun)
-    for line in draw(held, t.shape, label):
+    for line in draw_grid(held, t.shape, label):
         say("  " + line)
     if foreign:
         heading("Stored")
@@ -126,19 +126,19 @@ def _lies(checkpoint: Checkpoint, t: TensorEntry, replicas: int) -> list[tuple[s
     return [("lies", in_parts(sharding)), ("replicas", text)]
 
 
-def places_of(
+def _places_of(
     checkpoint: Checkpoint, t: TensorEntry, most: int | None = None
 ) -> list[tuple[Box, list[Place]]]:
-    """Return where the parts of a foreign tensor really begin, `most` of them."""
+    """Return boxes and places of the parts of a foreign tensor, at most `most` of them."""
     m = checkpoint.manifest
     assert isinstance(checkpoint.store, Sections)
     held = sorted(to_sharding(m.shardings[t.sharding]).held or (), key=lambda h: h[1].start)
     return [(box, checkpoint.store.places(m.file_of[i].path)) for i, box in held[:most]]
 
 
-def _place_rows(checkpoint: Checkpoint, t: TensorEntry, show_all: bool) -> list[Row]:
-    rows: list[Row] = []
-    for box, places in places_of(checkpoint, t, None if show_all else 16):
+def _place_rows(checkpoint: Checkpoint, t: TensorEntry, show_all: bool) -> list[TableRow]:
+    rows: list[TableRow] = []
+    for box, places in _places_of(checkpoint, t, None if show_all else 16):
         text = "whole" if box == whole(t.shape) else f"[{box}]"
         mean = f"mean of {len(places)}" if len(places) > 1 else ""
         num_bytes = box.size * DTYPES[t.dtype].bytes
@@ -150,7 +150,7 @@ def _place_rows(checkpoint: Checkpoint, t: TensorEntry, show_all: bool) -> list[
 
 
 def _in_files(m: Manifest) -> Callable[[Sequence[int]], str]:
-    """Label parts in a drawing by their file instead of their number."""
+    """Return the function that labels parts in a drawing by their file instead of their number."""
     names = {f.rank: file_of(f) for f in m.files}
     return lambda parts: ", ".join(dict.fromkeys(cut_short(names[p], 24) for p in parts[:2])) or "-"
 
@@ -161,20 +161,21 @@ def _holders(noun: str, ranks: Sequence[int]) -> str:
     return f"{noun}{'s' if len(ranks) > 1 else ''} {ranks_text(ranks, 3)}"
 
 
-Piece = tuple[FileEntry, Box, int, int]
-"""A piece of a tensor: its file, its box, and where in the file it begins and ends."""
+_Piece = tuple[FileEntry, Box, int, int]
+"""A piece of a tensor: its file, its box, and its first and last byte in the file."""
 
 
-def pieces(m: Manifest, index: int, boxes: list[Box]) -> list[Piece]:
-    """The pieces that hold some boxes of a tensor, a few boxes at a time: placements cache."""
-    rows: list[Piece] = []
+def pieces(m: Manifest, index: int, boxes: list[Box]) -> list[_Piece]:
+    """Return the pieces that hold boxes of a tensor.  A fresh placement for every 64 boxes, since it
+    caches."""
+    rows: list[_Piece] = []
     for at in range(0, len(boxes), 64):
         placement = m.placement.fresh()
         rows += _located(m, index, boxes[at : at + 64], placement)
     return sorted(rows, key=lambda r: (r[1].start, r[0].rank))
 
 
-def _located(m: Manifest, index: int, boxes: list[Box], placement: Placement) -> list[Piece]:
+def _located(m: Manifest, index: int, boxes: list[Box], placement: Placement) -> list[_Piece]:
     t = m.tensors[index]
     width, n = placement.table.shape.shape[1], len(t.shape)
     start, stop = np.zeros((len(boxes), width), np.int64), np.ones((len(boxes), width), np.int64)
@@ -190,12 +191,12 @@ def _located(m: Manifest, index: int, boxes: list[Box], placement: Placement) ->
     return rows
 
 
-def _piece_rows(m: Manifest, index: int, boxes: list[Box], show_all: bool) -> list[Row]:
+def _piece_rows(m: Manifest, index: int, boxes: list[Box], show_all: bool) -> list[TableRow]:
     shape = m.tensors[index].shape
     boxes = sorted((b for b in boxes if b.size), key=lambda b: b.start)
     left_out = [] if show_all or len(boxes) <= 20 else boxes[12:-4]
     shown = [*boxes[:12], *boxes[-4:]] if left_out else boxes
-    rows: list[Row] = [
+    rows: list[TableRow] = [
         (f.path, "whole" if box == whole(shape) else f"[{box}]", size(b - a), a, b)
         for f, box, a, b in pieces(m, index, shown)
     ]
@@ -207,21 +208,21 @@ def _piece_rows(m: Manifest, index: int, boxes: list[Box], show_all: bool) -> li
 # -- drawing --------------------------------------------------------------------------------------
 
 
-Held = tuple[Box, tuple[int, ...]]
+_Held = tuple[Box, tuple[int, ...]]
 """A box, and the ranks that hold it."""
 
-ROWS, COLUMNS = 8, 6
-WIDTH = 88
+_ROWS, _COLUMNS = 8, 6
+_WIDTH = 88
 
 
-def held_boxes(manifest: Manifest, tensor: TensorEntry, placement: Placement) -> list[Held]:
-    """Every box into which a tensor is cut, with the ranks that hold it."""
+def held_boxes(manifest: Manifest, tensor: TensorEntry, placement: Placement) -> list[_Held]:
+    """Return every box into which a tensor is cut, with the ranks that hold it."""
     sharding = placement.table.shardings[tensor.sharding]
     if sharding.held is not None:
         return [(box, (rank,)) for rank, box in sharding.held]
     mesh = manifest.layout
     counts = [parts_of(mesh, cut.axes) for cut in sharding.cuts]
-    found: list[Held] = []
+    found: list[_Held] = []
     boxes = [whole(tensor.shape)]
     for cut, parts in zip(sharding.cuts, counts):
         boxes = [chunk(box, cut.dim, part, parts) for box in boxes for part in range(parts)]
@@ -231,7 +232,7 @@ def held_boxes(manifest: Manifest, tensor: TensorEntry, placement: Placement) ->
 
 
 def sharding_words(sharding: Sharding, manifest: Manifest, num_replicas: int) -> str:
-    """A sharding in words."""
+    """Return a sharding in words."""
     if sharding.held is not None:
         return f"irregular: {len(sharding.held)} fragments, listed one by one"
     sizes = manifest.layout.sizes
@@ -249,10 +250,10 @@ def sharding_words(sharding: Sharding, manifest: Manifest, num_replicas: int) ->
     return text
 
 
-def draw(
-    held: Sequence[Held], shape: tuple[int, ...], label: Callable[[Sequence[int]], str]
+def draw_grid(
+    held: Sequence[_Held], shape: tuple[int, ...], label: Callable[[Sequence[int]], str]
 ) -> list[str]:
-    """Lines of text; `label` writes a list of ranks."""
+    """Return the drawing as lines of text; `label` writes a list of ranks."""
     filled = [(box, ranks) for box, ranks in held if box.size]
     idle = sorted(r for box, ranks in held if not box.size for r in ranks)
     edges = [
@@ -275,7 +276,7 @@ def draw(
         f"(cut along dim {d} as well, in {len(edges[d]) - 1}: drawn where it is 0)" for d in rest
     ]
     if idle:
-        lines.append(f"(nothing is left for {label(idle)})")
+        lines.append(f"(no elements for {label(idle)})")
     return lines
 
 
@@ -294,7 +295,7 @@ def _dims(edges: list[list[int]], num_dims: int) -> tuple[int | None, int | None
 
 
 def _kept(count: int, most: int) -> list[int | None]:
-    """Indices to draw; None stands for those left out."""
+    """Return the indices to draw; None stands for the indices left out."""
     if count <= most:
         return list(range(count))
     return [*range(most - 2), None, count - 1]
@@ -305,7 +306,7 @@ class _Grid:
 
     def __init__(
         self,
-        held: list[Held],
+        held: list[_Held],
         rows: list[int],
         down: int | None,
         columns: list[int],
@@ -315,12 +316,12 @@ class _Grid:
         self.held = held
         self.row_edges, self.down = rows, down
         self.column_edges, self.across = columns, across
-        self.rows = _kept(len(rows) - 1, ROWS)
-        for most in range(COLUMNS, 2, -1):
+        self.rows = _kept(len(rows) - 1, _ROWS)
+        for most in range(_COLUMNS, 2, -1):
             self.columns = _kept(len(columns) - 1, most)
             self.cells = [[self._cell(r, c, label) for c in self.columns] for r in self.rows]
             self.widths = [self._width(i) for i in range(len(self.columns))]
-            if sum(self.widths) <= WIDTH:
+            if sum(self.widths) <= _WIDTH:
                 break
         self.margin = 0
         if down is not None:

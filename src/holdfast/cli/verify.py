@@ -1,4 +1,4 @@
-"""`holdfast verify URL[@STEP]`: is a step, byte for byte, what was saved?"""
+"""`holdfast verify URL[@STEP]`: check that a step is, byte for byte, what was saved."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Annotated
 
 from holdfast.base.errors import HoldfastError, NotRecoverable
-from holdfast.cli.options import Option, Target, split_target
+from holdfast.cli.options import Option, TargetArgument, split_target
 from holdfast.cli.screen import Result, progress, say
 from holdfast.cli.words import bad, dim, good, many, size
 from holdfast.core.checkpoint.names import committed, read_manifest, step_prefix
@@ -20,10 +20,10 @@ from holdfast.formats.read.verifying import ForeignReport, verify_foreign
 DEPTHS = "Lengths, manifest, headers and digest tables; not the data."
 
 
-def run(target: Target, quick: Annotated[bool, Option(DEPTHS)] = False) -> Result:
-    """Check every digest of a step and that every tensor is covered.  Exit 1 if anything is wrong.
+def run(target: TargetArgument, quick: Annotated[bool, Option(DEPTHS)] = False) -> Result:
+    """Check every digest of a step, and that every tensor is covered.  Exit 1 if anything is wrong.
 
-    Foreign checkpoints have no digests: what could be checked is said.
+    Foreign checkpoints have no digests: the output lists what was checked and what was not.
     """
     url, step = split_target(target)
     foreign = detect(url)
@@ -54,7 +54,7 @@ def run(target: Target, quick: Annotated[bool, Option(DEPTHS)] = False) -> Resul
 
 
 def _check_there(store: Store, step: int) -> None:
-    """NotFound, with the steps that there are, if a step is not there."""
+    """NotFound, with the existing steps, if a step does not exist."""
     if store.list(f"{step_prefix(step)}manifest.json") == []:
         read_manifest(store, step)
 
@@ -70,11 +70,11 @@ def _show(report: Report, url: str, older: int | None, unreadable: list[int]) ->
     _show_outcome(report, "good", url)
     say(f"      {_depth(report)}" if report.good else _way_out(report, older))
     for step in unreadable:
-        say(f"{bad('damaged')}  step {step}: its manifest cannot be read; restore() passes it over")
+        say(f"{bad('damaged')}  step {step}: its manifest cannot be read; restore() skips it")
 
 
 def _show_outcome(report: Report | ForeignReport, praise: str, place: str) -> None:
-    """Write whether a step is good, and each problem that it has."""
+    """Print whether a step is good, and each of its problems."""
     where = f"step {report.step} of {place}"
     if report.good:
         what = f"{many(report.num_tensors, 'tensor')} in {many(report.num_files, 'file')}"
@@ -123,7 +123,7 @@ def _verify_foreign(checkpoint: Checkpoint, quick: bool) -> Result:
 
 
 def checked(report: ForeignReport) -> list[str]:
-    """Say what was checked, in words."""
+    """Return what was checked, in words."""
     lines = ["parts cover every tensor once; headers and metadata are sound"]
     if report.quick:
         return [*lines, "every part is there in full length (its last byte was read)"]
@@ -139,7 +139,7 @@ def checked(report: ForeignReport) -> list[str]:
 
 
 def not_checked(report: ForeignReport) -> list[str]:
-    """Say what was not checked, and why."""
+    """Return what was not checked, and why."""
     if report.quick:
         return ["the data, its checksums and replicas (--quick)"]
     without = report.num_archives - report.num_with_crc

@@ -1,4 +1,4 @@
-"""Numbers, times and ranks as verbs write them, and the colours of words."""
+"""Texts for numbers, times and ranks, and coloured words."""
 
 from __future__ import annotations
 
@@ -25,16 +25,18 @@ __all__ = [
 ]
 
 _CODES = {"bold": 1, "dim": 2, "red": 91, "green": 32, "yellow": 33, "cyan": 36}
-MARKS = "\ufdd0\ufdd1"
+STYLE_MARKS = "\ufdd0\ufdd1"
 _OURS = os.urandom(8).hex()
-STYLE = re.compile(f"{MARKS[0]}{_OURS}({'|'.join(map(str, (0, *_CODES.values())))}){MARKS[1]}")
-"""A style in a text until that is written (`holdfast.cli.screen`): between marks, a number behind what no
-text can have, for no other process knows it.  An escape sequence in a text is not ours."""
+STYLE = re.compile(
+    f"{STYLE_MARKS[0]}{_OURS}({'|'.join(map(str, (0, *_CODES.values())))}){STYLE_MARKS[1]}"
+)
+"""A style inside a text, until `holdfast.cli.screen` writes it: a random prefix and a number between marks.
+No other process knows the prefix, so no text from a checkpoint can contain a style."""
 
 
 def style(text: str, *names: str) -> str:
-    """A text in a colour, `bold` or `dim`; what is no terminal is written without."""
-    before, after = MARKS[0] + _OURS, MARKS[1]
+    """Return a text in a colour, `bold` or `dim`; styles are dropped if the output is not a terminal."""
+    before, after = STYLE_MARKS[0] + _OURS, STYLE_MARKS[1]
     return "".join(f"{before}{_CODES[name]}{after}" for name in names) + f"{text}{before}0{after}"
 
 
@@ -51,7 +53,7 @@ def dim(text: str) -> str:
 
 
 def many(count: int, noun: str, plural: str | None = None) -> str:
-    """`1 tensor`, `60,000 tensors`."""
+    """Return a count with its noun: `1 tensor`, `60,000 tensors`."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
@@ -61,7 +63,7 @@ def and_more(count: int, *, how: str = " (--all lists them)") -> str:
 
 
 def age_s(created: str) -> float | None:
-    """Seconds since a time that a manifest states; None if it states none."""
+    """Return the seconds since the time in a manifest; None if it has none."""
     try:
         return max(time.time() - calendar.timegm(time.strptime(created, "%Y-%m-%dT%H:%M:%SZ")), 0)
     except ValueError:
@@ -69,7 +71,7 @@ def age_s(created: str) -> float | None:
 
 
 def age(created: str) -> str:
-    """`3 h ago`."""
+    """Return an age as a text: `3 h ago`."""
     seconds = age_s(created)
     if seconds is None:
         return "?"
@@ -84,7 +86,7 @@ def shape_text(shape: Sequence[int]) -> str:
 
 
 def ranks_text(ranks: Sequence[int], most: int = 6) -> str:
-    """`0–3, 8`: runs of ranks; long lists are cut."""
+    """Return ranks as a text with ranges, `0–3, 8`; long lists are cut."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:

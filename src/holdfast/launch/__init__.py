@@ -6,18 +6,17 @@
            └─ spare             has run the script up to its recoverable function, and waits there
 
 When a rank dies, the launcher sends `leave` to the others.  Each cuts its connections to its peers, so that
-every collective that it is blocked in fails, leaves the function by that exception, drops what it held, and
-says `left`.  Then the launcher meets the other nodes at the rendezvous, as ever, and sends `enter` with new
-ranks: to those that have left, and to a spare, or a newly forked process, for the rank that is lost.
+every collective in which it is blocked fails.  It leaves the function by that exception, drops its tensors
+and groups, and says `left`.  Then the launcher meets the other nodes at the rendezvous and sends `enter`
+with new ranks: to the processes that have left, and to a spare or a newly forked process for the lost rank.
 
 A script without a recoverable function is started again as a whole, from the fork server.
 
-    command     options, the fork server, the status at the end
-    agent       of a node: when an attempt ends, and how the next begins; `again`, `nodes` and `rendezvous`
-                are what it knows of failures before, of other nodes, and of where they meet
-                (`torch_rendezvous`, `meeting_state`, `etcd_store`, `door`, `sockets`) and what they say
-                there in a `round`
-    workers     the processes of a node, over their `channel`; `hangs` says when they make no progress
-    recovery    in a worker: leaving and entering; `cutting`, `leftovers` and `registers` are what it does
-                between
+    command     options, the fork server, the exit status
+    agent       one per node: ends an attempt and begins the next.  `again` counts equal failures, `nodes`
+                finds the failure to blame, `rendezvous` meets the other nodes (with `torch_rendezvous`,
+                `meeting_state`, `etcd_store`, `door`, `sockets`), `round` has their messages
+    workers     the processes of a node, over their `channel`; `hangs` finds ranks without progress
+    recovery    in a worker: leaves and enters the function; `cutting`, `leftovers` and `registers` clean up
+                between the two
 """

@@ -1,4 +1,5 @@
-"""The agent of a node: torch's, but that its workers leave and enter where torch's die and are born."""
+"""The agent of a node: torch's elastic agent, whose workers leave and enter instead of dying and
+starting."""
 
 from __future__ import annotations
 
@@ -46,14 +47,15 @@ from holdfast.launch.round import Round
 from holdfast.launch.workers import SETTLE_S, Launch, Workers
 
 UNSAVED_S = 60.0
-"""Seconds that what can wait for a snapshot waits for a script that tells no step and saves nothing."""
+"""Seconds to wait for a snapshot of a script that reports no step and saves nothing."""
 
 LAST_S = 5.0
-"""Seconds that a node stays for others at the end where one was lost, for which torch would wait, too."""
+"""Seconds that a node waits for the others at the end if a node was lost; torch would wait for that one
+too."""
 
 
 class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
-    """Recovers in place where it can."""
+    """torch's agent, with recovery in place where the script allows it."""
 
     _remaining_restarts: int
     """torch's count."""
@@ -67,19 +69,21 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
         self._again, self._causes = Failures(), frozenset[str]()
         self._failed_at: float | None = None
         self._waits_since: tuple[float, int] | None = None
-        """When something was there first that can wait for a snapshot, and how many commits there were."""
+        """Since when a change (a node to take in, a ready process) waits for a snapshot, and the commits
+        then."""
         self._blamed: RankFailure | None = None
-        """The failure of this node that all nodes found to blame for the end of the round."""
+        """The failure on this node that all nodes blame for the end of the round."""
         self._begins_anew = False
-        """All ranks have left, and no failure of this node's was to blame."""
+        """All ranks have left, and no failure on this node was to blame."""
         self._gives_up = False
         """No restart is left."""
         self._log_line_prefixes: dict[int, UserString] = {}
-        """The text that torch writes before each line of a slot.  It may name the rank, which changes."""
+        """The text that torch writes before each line of a slot.  It may name the rank, which may
+        change."""
         self._leaves = False
         """The others go on without this node."""
         self._in_kernel = set[int]()
-        """Processes that wait in the kernel for too long (TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT)."""
+        """Processes stuck in the kernel for longer than TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT."""
 
     @property
     def workers(self) -> Workers | None:
@@ -88,14 +92,14 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
 
     @property
     def _running(self) -> Workers:
-        """The workers, when they have begun."""
+        """The workers; an error before they have begun."""
         workers = self.workers
         if workers is None:
             raise RuntimeError("no workers have begun")
         return workers
 
     def begin(self, **known: Any) -> Workers:
-        """Start a set of processes for torch: go on with the one there is, if any."""
+        """Start the processes for torch; if there are some already, have these enter the next attempt."""
         workers = self.workers
         prefixes = known.get("log_line_prefixes") or {}
         if workers is not None:
@@ -116,8 +120,10 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
         return workers
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Meet the other nodes, with a new store for the ranks: torch's handler would keep the one it has,
-        with the addresses of the attempt before, and ranks keep none of their keys apart."""
+        """Meet the other nodes, with a new store for the ranks.
+
+        torch's handler would keep the store of the previous attempt, and the ranks' keys in it would clash.
+        """
         for name in ("_shared_tcp_store_server", "_bootstrap_store_info"):
             if hasattr(self._rdzv_handler, name):
                 setattr(self._rdzv_handler, name, None)
@@ -138,7 +144,7 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
             raise
 
     def _assign_worker_ranks(self, store: Any, node: int, count: int, spec: Any) -> list[Any]:
-        """Number the ranks: every node knows how many the others have, and asks nobody."""
+        """Number the ranks from the introductions of all nodes, without asking the store."""
         if self._nodes is None or self._nodes.round is None:
             ranks: list[Any] = super()._assign_worker_ranks(store, node, count, spec)
             return ranks
@@ -174,7 +180,7 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         workers, self._pcontext = self.workers, None
-        super()._shutdown()  # what torch has beside the workers
+        super()._shutdown()  # torch's own state beside the workers
         self._pcontext = workers
         if workers is not None:
             if self._gives_up:
@@ -185,7 +191,7 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
             self._nodes.leave()
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
-        """Run to the end.  A node that waited in vain to be taken in has done well."""
+        """Run to the end.  A node that waited in vain to be taken in ends with success."""
         try:
             result = super().run(role)
         except SignalException:
@@ -220,7 +226,7 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
     # -- several nodes ----------------------------------------------------------------------------
 
     def _seen_together(self, nodes: Rendezvous, result: RunResult) -> RunResult:
-        """See what has become of the ranks of this node together with what became of the others'."""
+        """Judge the ranks of this node together with those of the other nodes."""
         workers, of, view = self._running, nodes.current, nodes.view
         if result.state == WorkerState.SUCCEEDED and nodes.are_all("out"):
             if of.lost(view) or not nodes.view.are_out:
@@ -270,9 +276,11 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
                 self._running.doubt(failure.doubtful_s)
 
     def _is_saved(self, why: str) -> bool:
-        """Tell whether a snapshot is complete that was not when this was asked first: what can wait, waits
-        for it; `why` says what does, empty: nothing.  A script that tells no step and has saved nothing
-        may never do so: it is waited for a while, and one that is not marked, not at all."""
+        """Tell whether a new snapshot has completed since a change began to wait for one.
+
+        `why` names the change; empty: there is none.  A script that reports no step and has saved nothing
+        may never save, so the wait ends after `UNSAVED_S`; for an unmarked script there is no wait.
+        """
         workers, now = self._running, time.monotonic()
         if not why:
             self._waits_since = None
@@ -288,8 +296,10 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
     # -- failures ---------------------------------------------------------------------------------
 
     def _have_failed_in_the_kernel(self) -> RunResult:
-        """Return as failed the ranks that have waited in the kernel for longer than torch's limit: torch
-        takes the restarts away, and its result names nobody."""
+        """Return the ranks stuck in the kernel for longer than torch's limit, as failures.
+
+        torch sets the restarts to zero, and its result names no rank.
+        """
         limit_s, now = self._uninterruptible_state_timeout, time.monotonic()
         begun = self._uninterruptible_state_first_seen
         self._in_kernel = {pid for pid, since in begun.items() if now - since >= limit_s}
@@ -304,17 +314,17 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
         return next(local for local, of in self._running.pids().items() if of == pid)
 
     def _failures(self, result: RunResult) -> list[RankFailure]:
-        """Tell how the ranks of this node failed, by global rank."""
+        """Return the failures of this node's ranks, by global rank."""
         failed = [failure for _, failure in sorted(result.failures.items())]
         return [self._failure(self._local(failure.pid)) for failure in failed]
 
     def _failure(self, local: int) -> RankFailure:
-        """Tell how a rank of this node failed."""
+        """Return how a rank of this node failed."""
         worker = self._running.worker(local)
         rank = self._worker_group.workers[local].global_rank
         left, status = worker.left, worker.status
         if worker.pid in self._in_kernel:
-            how = "it waits in the kernel, where nothing interrupts it (state D)"
+            how = "it waits in the kernel and cannot be interrupted (state D)"
             return RankFailure(rank, worker.pid, worker.step, how, True)
         if left is not None:
             is_sure = not may_be_of_a_peer(left.kind)
@@ -330,7 +340,7 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
         return RankFailure(rank, worker.pid, worker.step, how, is_sure, is_of_script=status > 0)
 
     def _consider(self, result: RunResult) -> None:
-        """Say what failed; if it was again the same, leave out its slot, this node, or end the run."""
+        """Report the failure; if it has repeated, leave out its slot or this node, or end the run."""
         workers, failure = self._running, self._blamed or self._failures(result)[0]
         self._blamed = None
         self._launch.say(
@@ -343,7 +353,9 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
         self._again.note(failure, gethostname(), slot, workers.entered_s)
         if failure.doubtful_s:
             workers.doubt(failure.doubtful_s)
-            self._remaining_restarts += 1  # torch takes one, and a script at work has not failed
+            self._remaining_restarts += (
+                1  # torch subtracts one, but a script at work has not failed
+            )
         elif self._again.are_of_a_slot and workers.may_leave_out(slot) and self._is_new(failure):
             workers.left_out.add(slot)
             self._again.forget()
@@ -362,12 +374,12 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
         self._gives_up = self._remaining_restarts == 0
 
     def _may_leave(self) -> bool:
-        """Tell whether there are enough other nodes."""
+        """Tell whether the run has enough nodes without this one."""
         nodes = self._nodes
         return nodes is not None and nodes.round is not None and nodes.num_others >= nodes.least
 
     def _is_new(self, failure: RankFailure) -> bool:
-        """Tell whether no place was left out for this yet; if one was, the script is to blame."""
+        """Tell whether nothing was left out for this cause yet; otherwise the script is to blame."""
         known = cause(failure)
         if self._nodes is not None:
             return self._nodes.is_new(known)
@@ -387,6 +399,6 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def in_place_of_torchs(launch: Launch) -> Iterator[None]:
-    """In this block torch's launcher makes agents of this kind: it names the class itself."""
+    """In this block torch's launcher makes `NodeAgent`s: torch has no option for the class."""
     with _replaced(launcher, "LocalElasticAgent", partial(NodeAgent, launch)), quick(launch.say):
         yield

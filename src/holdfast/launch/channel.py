@@ -1,15 +1,15 @@
 """The channel between a worker and its launcher: a socket of packets.
 
 launcher                          worker
-   ◄── Marked ───────────────────   it has come to its recoverable function
-   ─── Enter(attempt, ranks) ────►  a spare, or one that has left, takes a rank
-   ◄── Beat(attempt, step, ...) ─   it has done that step; so many saves are complete
-   ◄── Moved ────────────────────   it has not, for a while, but is at something else than before
-   ─── Leave(attempt, ranks) ────►  a peer is lost: it cuts its connections, and leaves the function
-   ◄── Stuck(attempt) ───────────   it cannot: it waits in a collective that nothing ends
-   ◄── Left(attempt, error) ─────   it is out, by this error, and holds nothing any more
+   ◄── Marked ───────────────────   the worker has reached its recoverable function
+   ─── Enter(attempt, ranks) ────►  a spare, or a worker that has left, takes a rank
+   ◄── Beat(attempt, step, ...) ─   the worker has done this step; number of complete saves
+   ◄── Moved ────────────────────   no step for a while, but the worker is at another place in its code
+   ─── Leave(attempt, ranks) ────►  a peer is lost: the worker cuts its connections and leaves the function
+   ◄── Stuck(attempt) ───────────   the worker cannot leave: it waits in a collective that nothing ends
+   ◄── Left(attempt, error) ─────   the worker left by this error, and has dropped its tensors and groups
    ◄── Done(attempt) ────────────   the function has returned
-   ─── End ──────────────────────►  all are done, or the run is given up
+   ─── End ──────────────────────►  all workers are done, or the run is given up
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import msgspec
 
 from holdfast.base.wire import decode_json
 
-PACKET = 1 << 18
+_PACKET_BYTES = 1 << 18
 STACKS_BYTES = 1 << 20
-LONGEST = 64_000
-"""Characters of a traceback that are told."""
+TRACEBACK_CHARS = 64_000
+"""Characters of a traceback that are sent."""
 
 
 class Marked(msgspec.Struct, frozen=True, tag=True):
@@ -34,7 +34,7 @@ class Marked(msgspec.Struct, frozen=True, tag=True):
 
 
 class Enter(msgspec.Struct, frozen=True, tag=True):
-    """`stdout`, `stderr`: files of the rank, to which a spare appends from now on; empty: as before."""
+    """`stdout`, `stderr`: files of the rank, to which a spare appends from now on; empty: unchanged."""
 
     attempt: int
     environment: dict[str, str]
@@ -43,8 +43,8 @@ class Enter(msgspec.Struct, frozen=True, tag=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """`step`: the last that was done in this attempt, 0 before the first; `commits`: how many times a newer
-    step was complete, in memory or in storage."""
+    """`step`: the last step of this attempt, 0 before the first; `commits`: how many times a newer step was
+    committed, in memory or in storage."""
 
     attempt: int
     step: int
@@ -68,7 +68,7 @@ class Stuck(msgspec.Struct, frozen=True, tag=True):
 
 
 class Left(msgspec.Struct, frozen=True, tag=True):
-    """`error` is the traceback, `kind` its last line; `is_own`: it was not the launcher's word."""
+    """`error` is the traceback, `kind` its last line; `is_own`: the worker left without a `Leave`."""
 
     attempt: int
     kind: str
@@ -82,7 +82,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 
 class End(msgspec.Struct, frozen=True, tag=True):
-    """`is_good`: all are done."""
+    """`is_good`: all workers are done."""
 
     is_good: bool
 
@@ -92,7 +92,7 @@ FromLauncher = Enter | Leave | End
 
 
 class WorkerEnd:
-    """The worker's end of it."""
+    """The worker's end of the channel."""
 
     def __init__(self, channel: socket.socket, *, is_spare: bool) -> None:
         self.is_spare = is_spare
@@ -100,29 +100,30 @@ class WorkerEnd:
         self._lock = threading.Lock()
 
     def say(self, message: FromWorker) -> None:
-        """Blocks while the launcher is behind.  Nothing, if it is gone: so is this process, soon."""
+        """Send a message; blocks while the launcher is behind.  Does nothing if the launcher is gone: the
+        kernel kills this process then."""
         with self._lock, suppress(OSError):
             self._channel.send(msgspec.json.encode(message))
 
     def hear(self) -> FromLauncher:
-        """Blocks until the launcher says something."""
-        packet = self._channel.recv(PACKET)
+        """Block until the launcher says something."""
+        packet = self._channel.recv(_PACKET_BYTES)
         return decode_json(packet, FromLauncher) if packet else End(False)
 
 
 class LauncherEnd:
-    """The launcher's end of it; nothing blocks."""
+    """The launcher's end of the channel; no method blocks."""
 
     def __init__(self) -> None:
         self.stacks = os.memfd_create("holdfast-stacks", os.MFD_CLOEXEC)
-        """A file to which the worker writes the stacks of its threads when it is asked for them."""
+        """The file to which the worker writes the stacks of its threads upon a signal."""
         self._socket, self.other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (self._socket, self.other):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * PACKET)
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _PACKET_BYTES)
         self._socket.setblocking(False)
 
     def say(self, message: FromLauncher) -> bool:
-        """True if the worker will hear of it."""
+        """Send a message; False if the worker cannot receive it."""
         try:
             self._socket.send(msgspec.json.encode(message))
         except OSError:
@@ -130,19 +131,19 @@ class LauncherEnd:
         return True
 
     def heard(self) -> list[FromWorker]:
-        """Return what the worker has said since."""
+        """Return the messages since the last call."""
         heard = []
         with suppress(OSError):
-            while packet := self._socket.recv(PACKET):
+            while packet := self._socket.recv(_PACKET_BYTES):
                 heard.append(decode_json(packet, FromWorker))
         return heard
 
     def stacks_size(self) -> int:
-        """Return how many bytes of stacks it has written so far."""
+        """Return how many bytes of stacks the worker has written so far."""
         return os.fstat(self.stacks).st_size
 
     def stacks_since(self, start: int) -> str:
-        """Return the stacks that it has written after the first `start` bytes."""
+        """Return the stacks written after the first `start` bytes."""
         return os.pread(self.stacks, STACKS_BYTES, start).decode(errors="replace")
 
     def fileno(self) -> int:

@@ -1,4 +1,4 @@
-"""`holdfast run`: torchrun's command line, and what is ours."""
+"""`holdfast run`: torchrun's command line, and four options of our own."""
 
 from __future__ import annotations
 
@@ -36,27 +36,27 @@ PRELOAD = (
     "holdfast.tiers.memory.starting",
     "holdfast.session.restart",
 )
-"""What nearly every worker imports, or a spare when it takes a rank; torch's optimizers import its
-compiler."""
+"""Modules that nearly every worker imports.  torch's optimizers import
+torch._dynamo."""
 RESTARTS = 100
 NPROC = re.compile(r"--nproc[-_]p[-_a-z]*(?:=(.*))?")
-"""The option for the number of ranks, also in short, as argparse takes it."""
-COUNT = """
+"""The option for the number of ranks, and the abbreviations that argparse accepts."""
+_COUNT_RANKS = """
 import sys
 from torch.distributed.run import determine_local_world_size
 print(determine_local_world_size(sys.argv[1]))
 """
 LOCAL_RANK = re.compile(r"\$(local_rank\b|\{local_rank\})")
-"""What torchrun puts the local rank in the place of."""
+"""The text that torchrun replaces by the local rank."""
 SPARES = (
-    "Processes of this node that wait, with the script imported, to take the place of a lost rank."
+    "Spare processes of this node: each has imported the script, and waits to replace a lost rank."
 )
-NPROC_MIN = """With how many ranks a node goes on while it has no process for a lost one; by default one is
-forked at once, and all wait for it."""
-PRELOADED = "Import this once, before workers are forked; may be given several times."
-HANG = """Ranks that do no step for so long are killed and recovered, evaluations included; before the first
-step, those that do nothing for so long or half an hour.  By default, from the first step on, those that do
-nothing for 20 times the longest that they did so between steps, and at least a minute."""
+NPROC_MIN = """The least number of ranks with which a node goes on while it has no process for a lost rank.
+By default a new process is forked at once, and all ranks wait for it."""
+PRELOADED = "Import this module once, before workers are forked; may be given several times."
+HANG = """Kill and recover ranks that do no step for S seconds, evaluations included; before the first step,
+ranks that do nothing for S seconds or half an hour, whichever is longer. By default, from the first step
+on, ranks that do nothing for 20 times the longest pause between steps so far, and at least a minute."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -66,7 +66,7 @@ def main(words: Sequence[str]) -> int:
         given = _checked(parser().parse_args(words))
         server = _server(given)
     except HoldfastError as error:
-        say(f"error: {error}")
+        _say(f"error: {error}")
         return 2 if isinstance(error, UsageError) else 1
     if server.worker is not None:
         return _be_a_worker(server)
@@ -80,7 +80,7 @@ def main(words: Sequence[str]) -> int:
         spares=given.spares,
         nproc_min=given.nproc_min,
         hang_s=given.hang_s,
-        say=say,
+        say=_say,
     )
     try:
         status = _run(given, launch)
@@ -93,24 +93,24 @@ def main(words: Sequence[str]) -> int:
 
 
 def _limit_threads(words: Sequence[str]) -> None:
-    """Have each of several ranks compute in one thread, as torchrun does, unless the user has set a number.
+    """Set OMP_NUM_THREADS to 1 for several ranks, as torchrun does, unless the user has set it.
 
-    torch and numpy read it when they are imported, and before torch is, nobody can read its options.
+    torch and numpy read it at import, and torchrun's options cannot be parsed before torch is imported.
     """
     if "OMP_NUM_THREADS" not in os.environ and _num_ranks(words) > 1:
         os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def _num_ranks(words: Sequence[str]) -> int:
-    """Return with how many ranks this node is to begin; 1 for what torch will refuse."""
+    """Return the number of ranks with which this node begins; 1 for a value that torch will refuse."""
     given = os.environ.get("PET_NPROC_PER_NODE", "1")
     for word, value in zip(words, [*words[1:], ""]):
         if word.endswith(".py") or word in ("-m", "--module"):
-            break  # what follows is the script's
+            break  # the rest are the script's arguments
         if found := NPROC.fullmatch(word):
             given = value if found[1] is None else found[1]
     if not given.isdecimal():  # `gpu`, `cpu` and the like, which torch counts
-        command = [sys.executable, "-c", COUNT, given]
+        command = [sys.executable, "-c", _COUNT_RANKS, given]
         given = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     return int(given) if given.isdecimal() else 1
 
@@ -124,7 +124,7 @@ def _run(given: argparse.Namespace, launch: Launch) -> int:
 
     from holdfast.launch.agent import in_place_of_torchs
 
-    raise_limit()  # of the launcher alone: workers are forked by the server
+    raise_limit()  # for the launcher alone: the fork server forks the workers
     try:
         with _log_dir(given), in_place_of_torchs(launch):
             _check_by_torch(given)
@@ -134,46 +134,50 @@ def _run(given: argparse.Namespace, launch: Launch) -> int:
         print(error, file=sys.stderr)
         return 1
     except RendezvousClosedError:
-        say("the run has ended on another node, whose launcher says why")
+        _say("the run has ended on another node; the launcher there says why")
         return 1
     except RendezvousError as error:
         why = str(error.__cause__ or error).partition("\n")[0] or type(error).__name__
-        say(f"error: the nodes do not meet: {why}\n  hint: {_hint_for_hosts(given)}")
+        _say(f"error: the nodes do not meet: {why}\n  hint: {_hint_for_hosts(given)}")
         return 1
     except UsageError as error:
-        say(f"error: {error}")
+        _say(f"error: {error}")
         return 2
     except SignalException as error:
-        say(f"ended by {error.sigval.name}")
+        _say(f"ended by {error.sigval.name}")
         return 128 + int(error.sigval)
     except HoldfastError as error:
-        say(f"error: {error}")
+        _say(f"error: {error}")
         return 1
     return 0
 
 
 def _meet_anew(given: argparse.Namespace) -> None:
-    """Have one node meet by c10d, as torchrun does unless a port is given: the `static` rendezvous has one
-    store for all attempts, and the next would find the keys of the last."""
+    """Have a single node meet by c10d, as torchrun does without a port.
+
+    The `static` rendezvous has one store for all attempts: an attempt would find the keys of the last one.
+    """
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
     if given.rdzv_backend == "static" and given.nnodes in ("1", "1:1") and not given.standalone:
         if given.rdzv_endpoint or given.master_port is not None:
             host, _ = parse_rendezvous_endpoint(given.rdzv_endpoint, default_port=-1)
-            # which ranks are told
+            # the address that ranks get as MASTER_ADDR
             given.local_addr = given.local_addr or (
                 host if given.rdzv_endpoint else given.master_addr
             )
         usual = None if "PET_MASTER_PORT" in os.environ else parser().get_default("master_port")
         if given.master_port not in (None, usual):
-            say(f"MASTER_PORT is not {given.master_port}: each attempt of one node has a free port")
+            _say(
+                f"MASTER_PORT is not {given.master_port}: each attempt of one node has a free port"
+            )
         given.rdzv_backend, given.rdzv_endpoint = "c10d", "localhost:0"
         given.rdzv_id = str(uuid.uuid4())
 
 
 def _hint_for_hosts(given: argparse.Namespace) -> str:
-    """Return what to do where the rendezvous is lost or too few nodes have come."""
-    hint = f"look whether --nnodes={given.nnodes} nodes can reach {given.rdzv_endpoint}"
+    """Return the hint for a lost rendezvous, or for too few nodes."""
+    hint = f"check that --nnodes={given.nnodes} nodes can reach {given.rdzv_endpoint}"
     if given.rdzv_backend == "c10d":
         hint += "; --rdzv-backend=etcd-v2 outlives its host"
     return hint
@@ -181,9 +185,9 @@ def _hint_for_hosts(given: argparse.Namespace) -> str:
 
 @contextmanager
 def _log_dir(given: argparse.Namespace) -> Iterator[None]:
-    """Have a folder for the errors and logs of ranks, and keep it where somebody may look for them.
+    """Make a folder for the errors and logs of ranks, and delete it at the end if nobody needs it.
 
-    torch would leave one for each run.
+    torch would leave one behind for each run.
     """
     if given.log_dir is not None:
         yield
@@ -195,13 +199,13 @@ def _log_dir(given: argparse.Namespace) -> Iterator[None]:
         is_kept = given.redirects != "0" or given.tee != "0"
     finally:
         if is_kept and any(path.is_file() for path in Path(given.log_dir).rglob("*")):
-            say(f"what ranks have logged is in {given.log_dir}")
+            _say(f"the logs of the ranks are in {given.log_dir}")
         else:
             shutil.rmtree(given.log_dir, ignore_errors=True)
 
 
 def parser() -> argparse.ArgumentParser:
-    """torchrun's options, with more restarts and quicker looks, and ours."""
+    """Return the parser of torchrun's options, with more restarts, shorter pauses, and our own options."""
     from torch.distributed.run import get_args_parser
 
     found: argparse.ArgumentParser = get_args_parser()
@@ -210,7 +214,7 @@ def parser() -> argparse.ArgumentParser:
     found.error = partial(_refuse, found)  # type: ignore[method-assign]
     found.description = "Run a script on several ranks, as torchrun does, and recover it in place."
     for name, value in (("max_restarts", RESTARTS), ("monitor_interval", 0.02)):
-        if f"PET_{name.upper()}" not in os.environ:  # else torch has taken it from there
+        if f"PET_{name.upper()}" not in os.environ:  # else torch has read that variable
             found.set_defaults(**{name: value})
     ours = found.add_argument_group("holdfast")
     ours.add_argument("--spares", type=int, default=0, metavar="N", help=SPARES)
@@ -221,7 +225,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _refuse(found: argparse.ArgumentParser, message: str) -> NoReturn:
-    """Raise what argparse has to say as a UsageError."""
+    """Raise argparse's message as a UsageError."""
     hint = "`holdfast run --help` shows what it takes"
     unknown = message.partition("unrecognized arguments: ")[2].split()
     if unknown:
@@ -235,7 +239,8 @@ def _refuse(found: argparse.ArgumentParser, message: str) -> NoReturn:
 
 
 def _check_by_torch(given: argparse.Namespace) -> None:
-    """UsageError for what torch refuses; after the fork server has begun, since this may touch CUDA."""
+    """UsageError for values that torch refuses; after the fork server has begun, since this may touch
+    CUDA."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import Std
 
@@ -260,7 +265,7 @@ def _check_by_torch(given: argparse.Namespace) -> None:
 
 
 def _checked(given: argparse.Namespace) -> argparse.Namespace:
-    """UsageError for what cannot be."""
+    """UsageError for options that `holdfast run` cannot honour."""
     if given.no_python or given.run_path:
         raise UsageError(
             "workers of `holdfast run` are forked from Python: it takes a script or `-m MODULE`",
@@ -308,7 +313,7 @@ def _checked(given: argparse.Namespace) -> argparse.Namespace:
 
 
 def _compile(path: str) -> None:
-    """UsageError if the script is none, rather than once for each rank."""
+    """UsageError if the script does not compile, once instead of on each rank."""
     if path.endswith((".zip", ".pyz")):
         return
     try:
@@ -319,7 +324,7 @@ def _compile(path: str) -> None:
 
 
 def _server(given: argparse.Namespace) -> ForkServer:
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # the other way spoils forks
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else the check initialises CUDA
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages; torch reads it once
     for name in (*PRELOAD, *given.preload):
         try:
@@ -327,13 +332,13 @@ def _server(given: argparse.Namespace) -> ForkServer:
         except ImportError as error:
             raise UsageError(f"--preload {name}: {error}") from error
     gc.collect()
-    gc.freeze()  # the collector of a worker would copy all that memory
+    gc.freeze()  # else the garbage collector of each worker would copy the shared memory
     handled = getattr(given, "signals_to_handle", "")  # older torch has no such option
     return ForkServer([name.strip() for name in handled.split(",")])
 
 
 def _be_a_worker(server: ForkServer) -> int:
-    from holdfast.launch.worker import become, fail
+    from holdfast.launch.worker import become, show_failure
 
     assert server.worker is not None
     try:
@@ -341,10 +346,10 @@ def _be_a_worker(server: ForkServer) -> int:
     except SystemExit:
         raise
     except BaseException as error:
-        fail(error)
+        show_failure(error)
         return 1
     return 0
 
 
-def say(text: str) -> None:
+def _say(text: str) -> None:
     print(f"holdfast run: {text}", file=sys.stderr, flush=True)

@@ -1,14 +1,13 @@
 """Cutting this process's connections to its peers: whatever is blocked in a collective fails at once.
 
-A gloo rank whose neighbours in the ring are alive is never told that another rank died, and neither
-`abort()` of the group nor its end changes that: meshes and DTensors hold it.  What does is to shut down its
-sockets.  Groups on devices are aborted as torch's `_abort_process_group` does, but that their registers are
-left to whoever ends them.
+A gloo rank whose neighbours in the ring are alive never learns that another rank died.  Neither `abort()`
+of the group nor its deletion helps, since meshes and DTensors hold it; shutting down its sockets does.
+Groups on devices are aborted as by torch's `_abort_process_group`, but their registers stay (`registers`
+empties them).
 
-Only connections to other ranks are cut.  The other end of one tells whose it is: on this node by the
-process that has it.  On another node it is a rank's if the kernel has chosen both ports, as it does for
-gloo and NCCL: an object store or a database that runs there has a port that somebody chose.  The store of
-the job is spared as well.
+Only connections to other ranks are cut, found by their other end.  On this node: a process that is a rank
+has it.  On another node: the kernel has chosen both ports, as it does for gloo and NCCL; an object store or
+a database has a port that somebody chose.  The connection to the job's store is left alone.
 """
 
 from __future__ import annotations
@@ -26,28 +25,28 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-Address = tuple[str, int]
+_Address = tuple[str, int]
 ABORT_S = 5.0
-"""Seconds for which aborts are waited for; after twice that the launcher ends a rank."""
+"""Seconds to wait for aborts; after twice that time the launcher kills the rank."""
 LISTENS = "0A"
-"""The state of a socket that listens, as the kernel lists it."""
+"""The kernel's code for a listening socket."""
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
     """A TCP connection as the kernel lists it."""
 
-    local: Address
-    remote: Address
+    local: _Address
+    remote: _Address
     inode: int
 
 
-def cut(pids: Iterable[int], hosts: Iterable[str], store_port: int) -> int:
-    """Shut down the connections to ranks: processes `pids` of this node, and those on other `hosts`.
+def cut_connections(pids: Iterable[int], hosts: Iterable[str], store_port: int) -> int:
+    """Shut down the connections to ranks: processes `pids` of this node, and ranks on other `hosts`.
 
-    Returns how many there were.  Thread-safe; what waits for them fails within milliseconds.
+    Returns their number.  Thread-safe; calls that wait for these connections fail within milliseconds.
     """
-    with suppress(Exception):  # whatever it says, the connections are to be gone
+    with suppress(Exception):  # the connections must be cut even if an abort fails
         abort_on_devices()
     known = {(c.local, c.remote): c.inode for c in connections()}
     of_ranks = {inode for pid in pids for _, inode in sockets(pid)}
@@ -67,7 +66,7 @@ def cut(pids: Iterable[int], hosts: Iterable[str], store_port: int) -> int:
 
 
 def cut_store(port: int) -> int:
-    """Shut down the connections to the store of the job: whoever waits for a key there fails.
+    """Shut down the connections to the store of the job, so that waits for its keys fail.
 
     For a rank that does not leave otherwise.  The next attempt has another store.  Returns their number.
     """
@@ -77,9 +76,9 @@ def cut_store(port: int) -> int:
 
 
 def on_devices() -> list[Any]:
-    """Return the NCCL backends, or others for devices, of all process groups.
+    """Return the backends of all process groups that work on devices, such as NCCL's.
 
-    The name of a group's backend does not tell: it may be "undefined", or "cpu:gloo,cuda:nccl".
+    The name of a group's backend does not say: it may be "undefined" or "cpu:gloo,cuda:nccl".
     """
     found = []
     names = dict(c10d._world.pg_names) if dist.is_available() else {}
@@ -95,10 +94,10 @@ def on_devices() -> list[Any]:
 
 
 def abort_on_devices() -> None:
-    """Abort what runs there: kernels of collectives end, and a thread that waits for them goes on.
+    """Abort the collectives on devices: their kernels end, and threads that wait for them go on.
 
-    All at once, each on a thread of its own: one may not end before the others have begun to, and what
-    torch has to group NCCL's is of the calling thread, not of those that abort.  Blocks for `ABORT_S`.
+    Each backend is aborted on its own thread, all at the same time: an abort may not end before the others
+    have begun, and NCCL's group calls work for the calling thread only.  Blocks for up to `ABORT_S`.
     """
     threads = [
         threading.Thread(target=_abort, args=(backend,), name="holdfast-abort", daemon=True)
@@ -112,12 +111,12 @@ def abort_on_devices() -> None:
 
 
 def _abort(backend: Any) -> None:
-    with suppress(Exception):  # whatever it says, there is nothing else to be done
+    with suppress(Exception):  # nothing else can be done about a failed abort
         backend.abort()
 
 
 def first_free_port() -> int:
-    """Return the lowest port that the kernel gives to who does not ask for one."""
+    """Return the lowest port that the kernel chooses by itself."""
     with suppress(OSError, ValueError):
         return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     return 0
@@ -131,7 +130,7 @@ def _shut(fd: int) -> bool:
 
 
 def sockets(pid: int) -> Iterator[tuple[int, int]]:
-    """Yield descriptor and inode of every socket of a process; none if it is gone or somebody else's."""
+    """Yield descriptor and inode of every socket of a process; none if it is gone or of another user."""
     with suppress(OSError):
         for name in os.listdir(f"/proc/{pid}/fd"):
             with suppress(OSError):
@@ -141,7 +140,7 @@ def sockets(pid: int) -> Iterator[tuple[int, int]]:
 
 
 def connections() -> Iterator[Connection]:
-    """Yield every TCP connection in this network namespace; sockets that listen are none."""
+    """Yield every TCP connection in this network namespace, without listening sockets."""
     for table in ("tcp", "tcp6"):
         with suppress(OSError), open(f"/proc/self/net/{table}") as lines:
             next(lines)
@@ -151,8 +150,8 @@ def connections() -> Iterator[Connection]:
                     yield Connection(_address(fields[1]), _address(fields[2]), int(fields[9]))
 
 
-def _address(text: str) -> Address:
-    """Return host and port of `0100007F:1F90`; an IPv4 address within IPv6 as the former."""
+def _address(text: str) -> _Address:
+    """Return host and port of `0100007F:1F90`; an IPv4 address mapped into IPv6 as IPv4."""
     host, _, port = text.partition(":")
     data = b"".join(bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, len(host), 8))
     if len(data) == 16 and data.startswith(bytes(10) + b"\xff\xff"):

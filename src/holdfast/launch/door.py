@@ -1,21 +1,21 @@
-"""The door of a launcher: a port whose connections end with it, so that its neighbour knows at once.
+"""The door of a launcher: a port by which its neighbour notices at once that the launcher has ended.
 
-A node whose processes are gone is struck off only after some seconds without a sign of life.  But its
-kernel tells sooner: the connection to a process that has ended breaks, and the next one is refused.  In a
-round each launcher keeps one connection, to the next one of the ring.
+The rendezvous strikes off a node only after some seconds without a sign of life.  The kernel is quicker:
+when a process ends, its connections break and new ones are refused.  So in a round each launcher keeps a
+connection to the next launcher of the ring.
 
-A visitor says who it is: the secret of the door, and its number among the nodes.
+A visitor introduces itself by the secret of the door and its number among the nodes.
 
     launcher 1                          door of launcher 2
       secret of door 2, node 1 ───────►   one connection is kept for each node, the newest
     stranger
-      anything else ──────────────────►   closed at once; who says nothing is let wait, but not for long,
-                                          and there is room for few
+      anything else ──────────────────►   closed at once
+      nothing ────────────────────────►   closed after `INTRODUCTION_S`, or when `NUM_SILENT` others wait
 
-The secret is in the introduction of a node, in the store where the nodes meet.  So it keeps out who finds
-the port, and not who reads the store, or the network.
+The secret is in the introduction of a node, in the store where the nodes meet.  So it keeps out strangers
+who find the port, but not those who read the store or the network.
 
-A node that is cut off says nothing, here as elsewhere.
+The door does not notice a node that is cut off from the network.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from holdfast.launch.nodes import Introduction
-from holdfast.launch.sockets import listener, readable
+from holdfast.launch.sockets import listener, wait_readable
 
 KNOCK_S = 0.5
-SILENT_S = 5.0
-"""Seconds that a visitor may take to say who it is."""
+INTRODUCTION_S = 5.0
+"""Seconds that a visitor may take to introduce itself."""
 NUM_SILENT = 32
-"""Visitors that may be about to do so; of more, those that came first go."""
+"""Visitors that may be silent at a time; beyond that, the oldest are closed."""
 NUMBER_BYTES = 4
 
 
@@ -44,22 +44,22 @@ class Door:
     """A listening port, to which the launcher before this one in the ring connects."""
 
     def __init__(self, num_nodes: int, host: str | None = None) -> None:
-        """`num_nodes`: the most that there may be; `host`: this node, as others know it."""
+        """`num_nodes`: the largest number of nodes; `host`: this node's name for the others."""
         self._num_nodes = num_nodes
         self.secret = secrets.token_hex(16)
         self._socket = listener(host)
         self._socket.setblocking(False)
         self._visitors: dict[int, socket.socket] = {}
-        """The connection of each node, by its number among them."""
+        """The connection of each node, by the node's number."""
         self._silent: dict[socket.socket, float] = {}
-        """Visitors that have not said who they are, and when they came: the first one first."""
+        """Visitors that have not introduced themselves yet, and when they came, oldest first."""
 
     @property
     def port(self) -> int:
         return int(self._socket.getsockname()[1])
 
     def visitors(self) -> list[socket.socket]:
-        """Let in who has knocked and says who it is, let go who has left; return who is there."""
+        """Accept visitors, close those that are late or gone, and return the visitors inside."""
         with suppress(OSError):
             for _ in range(NUM_SILENT):
                 visitor = self._socket.accept()[0]
@@ -68,18 +68,18 @@ class Door:
         for visitor in list(self._silent):
             self._hear(visitor)
         oldest = list(self._silent)[: max(len(self._silent) - NUM_SILENT, 0)]
-        late = [v for v, at in self._silent.items() if time.monotonic() - at > SILENT_S]
+        late = [v for v, at in self._silent.items() if time.monotonic() - at > INTRODUCTION_S]
         for visitor in {*oldest, *late}:
             del self._silent[visitor]
             visitor.close()
-        gone = readable(self._visitors.values())
+        gone = wait_readable(self._visitors.values())
         for number, visitor in list(self._visitors.items()):
             if visitor.fileno() in gone:
                 self._visitors.pop(number).close()
         return list(self._visitors.values())
 
     def _hear(self, visitor: socket.socket) -> None:
-        """Let a visitor in, or go, by what it says; nothing, if it has not said it yet."""
+        """Admit or close a visitor by its introduction; do nothing if that has not arrived yet."""
         try:
             said = visitor.recv(len(self.secret) + NUMBER_BYTES)
         except BlockingIOError:
@@ -101,7 +101,7 @@ class Door:
 
 
 def knock(place: tuple[str, int], secret: str, number: int) -> socket.socket:
-    """Return a connection to a door, to which this node has said who it is.  OSError."""
+    """Return a connection to a door, on which this node has introduced itself.  OSError."""
     connection = socket.create_connection(place, KNOCK_S)
     try:
         connection.sendall(secret.encode() + number.to_bytes(NUMBER_BYTES, "big"))
@@ -123,21 +123,21 @@ class Neighbour:
 
     @classmethod
     def of(cls, nodes: Sequence[Introduction], me: int) -> Neighbour | None:
-        """Return the neighbour of node `me`; None if its door cannot be reached, or if there is none."""
+        """Return the neighbour of node `me`; None if there is none or its door cannot be reached."""
         number = (me + 1) % len(nodes)
-        next_one = nodes[number]
+        neighbour = nodes[number]
         own = set(nodes[me].addresses)
-        addresses = [a for a in next_one.addresses if a not in own]
+        addresses = [a for a in neighbour.addresses if a not in own]
         for address in sorted(addresses, key=lambda a: ipaddress.ip_address(a).version)[:2]:
-            place, secret = (address, next_one.door), next_one.secret
+            place, secret = (address, neighbour.door), neighbour.secret
             with suppress(OSError):
                 if number != me:
                     return cls(number, me, place, secret, knock(place, secret, me))
         return None
 
     def is_gone(self) -> bool:
-        """Tell whether that launcher has ended.  A connection that broke for another reason is renewed."""
-        if self._connection is None or not readable([self._connection]):
+        """Tell whether the neighbour has ended.  A connection that broke for another reason is renewed."""
+        if self._connection is None or not wait_readable([self._connection]):
             return False
         self.close()
         try:

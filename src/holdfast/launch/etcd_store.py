@@ -1,11 +1,11 @@
-"""torch's store in etcd, whose errors are those of a lost connection.
+"""torch's store in etcd, with every error of etcd's client as a lost connection.
 
-torch raises what etcd's client raises: it knows of each member that was lost, of each election, and of
-answers that came too late, by classes of its own.  To a launcher all these are one thing: nobody knows
-whether the store has done what it was asked, and it is to be asked again.
+etcd's client has an error class for each lost member, election and late answer, and torch passes them on.
+For a launcher they all mean the same: nobody knows whether the store has done the operation, so it must be
+asked again.
 
-One store serves as long as its launcher.  It is given the client of a new connection, so that whoever has
-got it, torch's agent for one, asks over that one, too.
+A launcher keeps one store object for its whole life.  After a reconnect it gets the new client, so that
+everyone who holds the store, such as torch's agent, uses the new connection.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import etcd
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore
 
-WAIT_S = 10.0
-"""Seconds that a value is waited for: the node that was to put it there may have begun anew."""
-PAUSE_S = 0.05
+_VALUE_S = 10.0
+"""Seconds to wait for a value: the node that should put it may have begun a new round instead."""
+_POLL_S = 0.05
 
 
 class LosableEtcdStore(EtcdStore):  # type: ignore[misc]
-    """The store of a handler of torch, made of its `torchs`; `asked` is the context of each question.
+    """The store of torch's handler `torchs`; each request runs in the context `asked`.
 
-    A single key is read by itself: torch reads all keys that there are, those of earlier runs included.
+    It reads single keys by themselves; torch would read all keys, those of earlier runs included.
     """
 
     def __init__(
@@ -42,24 +42,24 @@ class LosableEtcdStore(EtcdStore):  # type: ignore[misc]
             super().set(key, value)
 
     def get(self, key: str) -> bytes:
-        """Return a value, looking for it: torch's watch fails only after four times its timeout."""
-        until = time.monotonic() + WAIT_S
+        """Return a value, by polling: torch's watch fails only after four times its timeout."""
+        until = time.monotonic() + _VALUE_S
         while True:
             value = self._value(key)
             if value is not None:
                 return value
             if time.monotonic() > until:
-                raise RendezvousConnectionError(f"nobody has put {key} there")
-            time.sleep(PAUSE_S)
+                raise RendezvousConnectionError(f"no node has put {key} within {_VALUE_S:g} s")
+            time.sleep(_POLL_S)
 
     def add(self, key: str, num: int) -> int:
         with self._asked():
             return int(super().add(key, num))
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Put a value where there is none, which `expected` is to say; return the one that is there."""
+        """Put a value if the key is absent; `expected` must be empty.  Return the value of the key."""
         if expected:
-            raise NotImplementedError("compare_set() of a value that is there")
+            raise NotImplementedError("compare_set() with an expected value")
         with self._asked():
             try:
                 self.client.write(self._path(key), self._encode(desired), prevExist=False)

@@ -1,11 +1,11 @@
-"""The fork server: a process with one thread that has imported what every worker needs, and forks them.
+"""The fork server: a process with one thread that has imported torch, and forks the workers.
 
 Python and torch take seconds to import, on each rank and at each restart.  A fork of a process that has
 imported them takes some milliseconds, and shares their memory.  The server is itself a fork of the
-launcher, made before anything has begun a thread (those of OpenBLAS and of OpenMP mind forks themselves).
+launcher, made before any thread has begun (the threads of OpenBLAS and OpenMP handle forks themselves).
 
-The two talk over a socket of packets: a `Start` with the worker's files, answered by `Started`; and `Ended`
-for every worker that is over, as soon as it is.
+Launcher and server talk over a socket of packets: a `Start` with the worker's files, answered by `Started`;
+and `Ended` as soon as a worker has ended.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ import msgspec
 
 from holdfast.base.errors import AgentError
 from holdfast.base.wire import decode_json
-from holdfast.launch.sockets import readable
+from holdfast.launch.sockets import wait_readable
 
-PACKET = 1 << 20
-"""Bytes that a packet may have: the environment of a worker, above all."""
-ANSWER_S = 60.0
+_PACKET_BYTES = 1 << 20
+"""Largest packet; most of it is the environment of a worker."""
+_FORK_S = 60.0
 """Seconds that a fork may take."""
 _PR_SET_PDEATHSIG = 1
 _CUDA_NOT_INITIALIZED = 3
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""The signals upon which the launcher ends the workers.  Slurm sends them to all processes of a step, and
-workers need their server until they have saved."""
+"""Signals upon which the launcher ends the workers.  The server ignores them: Slurm sends them to all
+processes of a step, and workers need their server until they have saved."""
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
     """A worker to be forked.
 
-    `environment`: what it has besides the server's.  `stdout`, `stderr`: files to which it appends; empty:
-    those of the launcher.
+    `environment`: its variables besides those of the server.  `stdout`, `stderr`: files to which it
+    appends; empty: the streams of the launcher.
     """
 
     words: list[str]
@@ -56,7 +56,7 @@ class Started(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """A worker is over; `status` as of `subprocess`: the exit status, or less than 0 for a signal."""
+    """A worker has ended; `status` as in `subprocess`: the exit status, or negative for a signal."""
 
     pid: int
     status: int
@@ -66,7 +66,7 @@ class ForkServer:
     """The launcher's side."""
 
     def __init__(self, handled: Iterable[str] = ()) -> None:
-        """Fork the server.  In the child it serves, and `worker` is what a forked worker is to do.
+        """Fork the server.  In a forked worker this returns too, with its task in `worker`.
 
         `handled`: names of further signals upon which the launcher ends the workers.
         """
@@ -84,7 +84,7 @@ class ForkServer:
         self.worker: tuple[Start, socket.socket, int] | None = None
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (ours, its):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, PACKET)
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _PACKET_BYTES)
         launcher = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
@@ -96,10 +96,8 @@ class ForkServer:
             self._ended: dict[int, int] = {}
 
     def start(self, worker: Start, channel: socket.socket, stacks: int) -> int:
-        """Fork a worker that has the other end of `channel`, and the file `stacks`; return its process.
-
-        AgentError.
-        """
+        """Fork a worker with the other end of `channel` and the file `stacks`; return its pid.
+        AgentError."""
         try:
             fds = [channel.fileno(), stacks]
             socket.send_fds(self._socket, [msgspec.json.encode(worker)], fds)
@@ -110,9 +108,10 @@ class ForkServer:
         return answer.pid
 
     def ended(self) -> dict[int, int]:
-        """Return the exit status of every worker that is over, by process, once each.  AgentError."""
+        """Return the exit status of every worker that has ended since the last call, by pid.
+        AgentError."""
         try:
-            while readable([self._socket]):
+            while wait_readable([self._socket]):
                 answer = self._receive()
                 if isinstance(answer, Ended):
                     self._ended[answer.pid] = answer.status
@@ -127,19 +126,19 @@ class ForkServer:
     def _gone(self, error: OSError) -> AgentError:
         return AgentError(
             f"the fork server, process {self.pid}, from which all workers of this node are forked: {error}",
-            hint="who killed it? the workers have ended with it; start the run again",
+            hint="something has killed it, and the workers have ended with it; start the run again",
         )
 
     def _receive(self) -> Started | Ended:
-        if not readable([self._socket], ANSWER_S):
-            raise OSError(f"it has not answered for {ANSWER_S:g} s")
-        packet = self._socket.recv(PACKET)
+        if not wait_readable([self._socket], _FORK_S):
+            raise OSError(f"it has not answered for {_FORK_S:g} s")
+        packet = self._socket.recv(_PACKET_BYTES)
         if not packet:
             raise OSError("it has ended")
         return decode_json(packet, Started | Ended)
 
     def close(self) -> None:
-        """End the server, and every worker that is left."""
+        """End the server and all its workers."""
         self._socket.close()
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGCONT)  # it may be stopped
@@ -148,7 +147,7 @@ class ForkServer:
 
 
 def cuda_has_begun() -> bool:
-    """Has this process initialised CUDA's driver?  Its forks could not use it then."""
+    """Tell whether this process has initialised CUDA's driver: its forks could not use CUDA then."""
     try:
         if "libcuda.so" not in Path("/proc/self/maps").read_text():
             return False
@@ -160,7 +159,7 @@ def cuda_has_begun() -> bool:
 
 
 def _ignored(names: Iterable[str]) -> set[signal.Signals]:
-    """Return the signals that the server ignores; torch warns of names that are none."""
+    """Return the signals that the server ignores; torch warns of unknown names."""
     known = {signal.Signals[name] for name in names if name in signal.Signals.__members__}
     return {*_ENDING, *known} - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}
 
@@ -168,7 +167,7 @@ def _ignored(names: Iterable[str]) -> set[signal.Signals]:
 def _serve(
     launcher: socket.socket, parent: int, ignored: Iterable[signal.Signals]
 ) -> tuple[Start, socket.socket, int]:
-    """Serve until the launcher is gone.  Return in a forked worker alone, with what that is to do."""
+    """Serve until the launcher is gone.  Returns only in a forked worker, with its task."""
     _die_with(parent)
     os.setsid()  # Ctrl-C reaches the launcher, which ends the workers
     before = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
@@ -179,13 +178,13 @@ def _serve(
     signal.signal(signal.SIGCHLD, lambda *_: None)
     workers: set[int] = set()
     while True:
-        ready = readable([launcher, wakes], None)
+        ready = wait_readable([launcher, wakes], None)
         if wakes in ready:
             with suppress(BlockingIOError):
                 os.read(wakes, 4096)
             _tell_ended(launcher, workers)
         if launcher.fileno() in ready:
-            packet, fds, _, _ = socket.recv_fds(launcher, PACKET, 2)
+            packet, fds, _, _ = socket.recv_fds(launcher, _PACKET_BYTES, 2)
             if not packet:
                 _end_all(workers)
             start = decode_json(packet, Start)
@@ -220,7 +219,7 @@ def _tell_ended(launcher: socket.socket, workers: set[int]) -> None:
 
 
 def _end_all(workers: Iterable[int]) -> None:
-    """The launcher is gone: so is everything that it began."""
+    """The launcher is gone: kill all workers and end the server."""
     for pid in workers:
         with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
@@ -228,7 +227,7 @@ def _end_all(workers: Iterable[int]) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent is gone, however that ended."""
+    """Have the kernel kill this process when its parent ends, in whatever way."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was gone before
+    if os.getppid() != parent:  # the parent had ended before
         os._exit(1)

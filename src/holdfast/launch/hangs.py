@@ -1,17 +1,16 @@
-"""Hangs: ranks that make no progress, by what their launcher hears of them.
+"""Hangs: ranks that make no progress, judged by their messages to the launcher.
 
-A rank says which steps it has done (`Checkpointer.step`); where it does none for a while, it says that it
-moves: its main thread is elsewhere in the script than before, holdfast reads and writes, or processes that
-it has begun compute.  So an evaluation, or a save that training waits for, is none that hangs, however long
-the steps are not.  A rank that hangs neither steps nor moves, and soon no other does: all wait for it in a
-collective.
+A rank reports its steps (`Checkpointer.step`).  Without a step for a while, it reports that it moves: its
+main thread is at another place in the script than before, holdfast reads or writes, or its child processes
+compute.  So a long evaluation, or a save that training waits for, is no hang.  A rank that hangs neither
+steps nor moves, and soon no other rank does, since all wait for it in a collective.
 
-How long is too long, the run itself shows: so many times the longest that all were still between steps so
-far.  What comes before the first step of an attempt, a restore above all, has a measure of its own, for it
-is no step.
+The limit is a multiple of the longest pause between steps in this run so far.  The time before the first
+step of an attempt, mostly a restore, is measured separately, since it is no step.
 
-Ranks that are alike, none stopped and none behind, may also wait for something that this cannot see, such
-as an upload.  After such a hang the limit doubles, until it is so long that there is no doubt.
+If no rank is stopped and none is behind the others, they may also wait for something that the launcher
+cannot see, such as an upload.  After such a doubtful hang the limit doubles, until it is so long that there
+is no doubt.
 """
 
 from __future__ import annotations
@@ -21,26 +20,27 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 HANG_STEPS = 20
-"""Ranks hang that are still for so many times the longest that they were between steps so far."""
+"""The limit, as a multiple of the longest pause between steps so far."""
 OPEN_STEPS = 5
-"""The same, of what they were still since the newest step: it may be a part of the hang."""
+"""The limit, as a multiple of the longest pause since the newest step: that may be part of the hang."""
 LEAST_HANG_S = 60.0
 SURE_S = 1800.0
-"""Ranks that do nothing for so long hang, though they are alike, or have never done a step."""
+"""Ranks that do nothing for this long hang without doubt, even if none is behind or none has done a
+step."""
 
 
 @dataclass
-class Progress:
+class RankProgress:
     """The progress of one rank."""
 
     since: float
-    """When it was heard to have done its last step, or entered."""
+    """When the rank reported its last step, or entered the attempt."""
     step: int = 0
-    """The last step that it has done, in this attempt or in one before."""
+    """The last step that the rank has done, in this attempt or an earlier one."""
     moved: float = 0.0
-    """When it was heard last to be at something else than before, without having done a step."""
+    """When the rank last reported movement without a step."""
     has_stepped: bool = False
-    """It has done a step in this attempt."""
+    """The rank has done a step in this attempt."""
 
     def enter(self, now: float) -> None:
         """Begin an attempt."""
@@ -48,7 +48,7 @@ class Progress:
 
     @property
     def reached(self) -> int:
-        """The last step that it has done in this attempt; 0 before the first."""
+        """The last step of this attempt; 0 before the first."""
         return self.step if self.has_stepped else 0
 
 
@@ -56,31 +56,31 @@ class StepPace:
     """The time that steps of a run take."""
 
     def __init__(self, asked_s: float | None) -> None:
-        """`asked_s`: the limit that the user has set; it is on steps alone, once there are some."""
+        """`asked_s`: the user's limit; from the first step on it counts steps alone, not movement."""
         self.asked_s = asked_s
         self._still_s = 0.0
-        """The longest that all ranks were still before one that is at its steps was heard, up to the newest
-        step: only that shows that they did not hang."""
+        """The longest time without a message from a rank that has stepped, up to the newest step: a step
+        proves that the pause before it was no hang."""
         self._since_step_s = 0.0
-        """The same since then."""
+        """The longest such time since the newest step."""
         self._start_s = 0.0
-        """The longest from entering to the first step."""
+        """The longest time from entering to the first step."""
         self._is_measured = False
-        """Some step was done after the first of an attempt."""
+        """A rank has done at least two steps in one attempt."""
         self._heard = -math.inf
-        """When any rank was heard last."""
+        """When the last message of any rank came."""
         self._least_s = LEAST_HANG_S
         self._is_measuring = True
 
     def rest(self) -> None:
-        """Measure nothing from now on: ranks leave, or hang, and nodes wait for each other."""
+        """Stop measuring: ranks leave or hang, and nodes wait for each other."""
         self._is_measuring = False
 
     def go_on(self, now: float) -> None:
         """Measure again: an attempt has begun."""
         self._is_measuring, self._heard, self._since_step_s = True, now, 0.0
 
-    def stepped(self, progress: Progress, step: int, now: float) -> None:
+    def stepped(self, progress: RankProgress, step: int, now: float) -> None:
         """Note that a rank has done a step."""
         self._hear(progress, now)
         if progress.has_stepped:
@@ -90,31 +90,32 @@ class StepPace:
             self._start_s = max(self._start_s, now - progress.since)
         progress.step, progress.since, progress.has_stepped = step, now, True
 
-    def moved(self, progress: Progress, now: float) -> None:
-        """Note that a rank is at something else than before."""
+    def moved(self, progress: RankProgress, now: float) -> None:
+        """Note that a rank has moved."""
         self._hear(progress, now)
         progress.moved = now
 
-    def _hear(self, progress: Progress, now: float) -> None:
-        """Note how long nobody was heard: an evaluation on one rank is no long step of the others."""
+    def _hear(self, progress: RankProgress, now: float) -> None:
+        """Note the time since any rank's last message: while one rank evaluates, the others do not hang."""
         if progress.has_stepped and self._is_measuring:
             self._since_step_s = max(self._since_step_s, now - self._heard)
         self._heard = now
 
     def is_sure(self, limit_s: float) -> bool:
-        """Tell whether ranks that are alike, and were still for `limit_s`, hung without a doubt."""
+        """Tell whether ranks hung without doubt that did nothing for `limit_s`, none of them behind."""
         return self.asked_s is not None or limit_s >= SURE_S
 
     def doubt(self, limit_s: float) -> float:
-        """Double a limit that ranks have exceeded that may have been at work; return the new one."""
+        """Double the limit `limit_s`, since ranks that exceeded it may have been at work; return the new
+        one."""
         self._least_s = max(self._least_s, 2 * limit_s)
         return self._least_s
 
-    def limit_s(self, progress: Progress) -> float:
-        """Return the seconds without progress that are too long for a rank.
+    def limit_s(self, progress: RankProgress) -> float:
+        """Return the limit in seconds without progress for a rank.
 
-        Before the first step of the run, of which nobody knows yet what it takes, there is a limit only
-        where the user has asked for one.
+        Before the first step of the run nobody knows how long a step takes: there is a limit only if the
+        user has set one.
         """
         if self.asked_s is not None:
             if progress.has_stepped:
@@ -127,15 +128,15 @@ class StepPace:
         longest_s = self._still_s if is_measured else max(self._start_s, self._still_s)
         return max(self._least_s, HANG_STEPS * longest_s, OPEN_STEPS * self._since_step_s)
 
-    def exceeded_s(self, running: Collection[Progress], now: float) -> float | None:
-        """Return the limit that all ranks that are at work have exceeded; None if some has not."""
+    def exceeded_s(self, running: Collection[RankProgress], now: float) -> float | None:
+        """Return the limit that all running ranks have exceeded; None if any of them has not."""
         if not running:
             return None
         limit_s = max(map(self.limit_s, running))
         last = max(map(self._last, running))
         return limit_s if now - last > limit_s else None
 
-    def _last(self, progress: Progress) -> float:
-        """Return when a rank was heard last, of what counts for its limit."""
+    def _last(self, progress: RankProgress) -> float:
+        """Return when a rank last made the progress that its limit counts."""
         is_on_steps = self.asked_s is not None and progress.has_stepped
         return progress.since if is_on_steps else max(progress.since, progress.moved)

@@ -1,15 +1,17 @@
-"""Traces that a function leaves in its process beside its variables, and how they are removed.
+"""Traces that an attempt leaves in its process besides local variables, and how they are removed.
 
-A rank that goes on in its process has to compute what a new process would: the two work together in the
+A rank that stays in its process must compute exactly what a new process would: both work together in the
 next attempt.  So before the function is entered again,
 
-* settings of torch and of Python, and the generators of random numbers, are what they were when it was
-  entered first (`Settings`).  An exception that arrives between the two halves of a `with` leaves one half;
-* registers and caches that know process groups, meshes or ranks of the attempt before are emptied
+* settings of torch and Python, and the random generators, get the values of the first entry (`Settings`):
+an
+  exception between the two halves of a `with` leaves a setting changed;
+* registers and caches that know process groups, meshes or ranks of the last attempt are emptied
   (`registers.py`);
-* processes that it began by `multiprocessing`, such as those of a DataLoader, are ended (`end_children`).
+* processes begun by `multiprocessing`, such as DataLoader workers, are ended (`end_children`).
 
-Module globals of the script are its own: what of the attempt before they still hold is told (`Globals`).
+Module globals belong to the script: holdfast only reports those that still hold objects of the last attempt
+(`Globals`).
 """
 
 from __future__ import annotations
@@ -31,49 +33,50 @@ from torch.optim import optimizer as optimizers
 from torch.utils import _device
 from torch.utils import _python_dispatch as dispatch
 
-from holdfast.launch.registers import say
+from holdfast.launch.registers import say_on_rank
 
 T = TypeVar("T")
 Setting = tuple[Callable[[], Any], Callable[[Any], object]]
-"""How it is read and written."""
+"""The functions that read and write a setting."""
 
 END_S = 1.0
-"""Seconds that processes have to end, before they are killed."""
+"""Seconds for processes to end before they are killed."""
 
 
 class Leftovers:
-    """The process as it is before its function is entered first."""
+    """The state of the process before its function is first entered."""
 
     def __init__(self) -> None:
         self._settings = Settings()
         self._globals = Globals()
-        self._children = children()
+        self._children = child_processes()
 
     def keep(self, load: Callable[[], T]) -> T:
-        """Load something; processes that it begins by `multiprocessing` are not ended with an attempt."""
-        before = children()
+        """Return `load()`; processes that it begins by `multiprocessing` survive attempts."""
+        before = child_processes()
         loaded = load()
-        self._children |= children() - before
+        self._children |= child_processes() - before
         return loaded
 
     def end(self) -> None:
-        """After an attempt, and after its variables are gone: end its processes, tell what is left."""
+        """After an attempt, when its variables are gone: end its processes, and report remaining
+        globals."""
         end_children(but=self._children)
         self._globals.tell()
 
     def put_back(self) -> None:
-        """Before an attempt: make settings and random numbers what they were."""
+        """Before an attempt: put settings and random numbers back."""
         self._settings.put_back()
 
 
-def children() -> set[BaseProcess]:
-    """Processes that this one has begun by `multiprocessing`."""
+def child_processes() -> set[BaseProcess]:
+    """Return the running processes that this process has begun by `multiprocessing`."""
     return set(multiprocessing.active_children())
 
 
 def end_children(but: Iterable[BaseProcess]) -> None:
-    """End those that run, but for some: what they were begun for is gone."""
-    begun = children() - set(but)
+    """End the child processes except `but`: the attempt that they worked for is over."""
+    begun = child_processes() - set(but)
     for process in begun:
         process.terminate()
     for process in begun:
@@ -83,7 +86,7 @@ def end_children(but: Iterable[BaseProcess]) -> None:
 
 
 class Settings:
-    """Settings of torch and of Python, and random numbers, as they are when this is made."""
+    """Settings of torch and Python, and states of random generators, recorded when this object is made."""
 
     def __init__(self) -> None:
         self._settings = [(read, write, read()) for read, write in _settings()]
@@ -96,7 +99,7 @@ class Settings:
         self._numpy = numpy.random.get_state() if numpy is not None else None
 
     def put_back(self) -> None:
-        """Make them that again."""
+        """Put the recorded settings back."""
         for hooks, before in self._hooks:
             if hooks != before:
                 hooks.clear()
@@ -117,7 +120,7 @@ class Settings:
         self._put_random_numbers_back()
 
     def _put_random_numbers_back(self) -> None:
-        """A script that is started again draws the same numbers until it seeds: torch's first are fixed."""
+        """Put random generators back: a newly started script draws the same numbers until it seeds."""
         random.setstate(self._python)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
@@ -145,8 +148,8 @@ def _settings() -> Iterator[Setting]:
     for name in ("enabled", "benchmark", "deterministic"):
         yield _attribute(torch.backends.cudnn, name)
     yield _attribute(torch.utils.deterministic, "fill_uninitialized_memory")
-    yield _attribute(torch.nn.functional, "linear")  # ZeRO-3 puts its own in that place
-    yield _attribute(sys, "excepthook")  # every process group puts its own before the last one's
+    yield _attribute(torch.nn.functional, "linear")  # ZeRO-3 replaces it
+    yield _attribute(sys, "excepthook")  # every process group wraps it once more
     yield os.getcwd, os.chdir
     yield _start_method, lambda it: multiprocessing.set_start_method(it, force=True)
 
@@ -171,7 +174,7 @@ def _anomaly() -> tuple[bool, bool]:
 
 
 def _autocast_nesting() -> int:
-    """Depth of autocast blocks.  One too many, and casts of weights would be kept over steps."""
+    """Return the depth of autocast blocks.  If it were too large, casts of weights would stay cached."""
     torch.autocast_increment_nesting()
     return int(torch.autocast_decrement_nesting())
 
@@ -186,7 +189,7 @@ def _start_method() -> str | None:
 
 
 def _global_hooks() -> Iterator[dict[int, Any]]:
-    """Yield registers of hooks that are called for every module, or for every optimizer."""
+    """Yield torch's registers of hooks for all modules and for all optimizers."""
     for owner in (modules, optimizers):
         for name, value in vars(owner).items():
             if name.startswith("_global_") and isinstance(value, dict):
@@ -194,20 +197,20 @@ def _global_hooks() -> Iterator[dict[int, Any]]:
 
 
 class Globals:
-    """Module globals of the script that hold something of an attempt: groups, meshes, models, tensors."""
+    """Module globals of the script that hold groups, meshes, models or tensors of an attempt."""
 
     def __init__(self) -> None:
         self._before = {(module, name): id(value) for module, name, value in _held()}
         self._told: set[tuple[str, str]] = set()
 
     def tell(self) -> None:
-        """Say, once each, what was not there before the first attempt."""
+        """Report each global, once, whose value is newer than the first attempt."""
         for module, name, value in _held():
             key = module, name
             if key in self._told or self._before.get(key) == id(value):
                 continue
             self._told.add(key)
-            say(
+            say_on_rank(
                 f"the global `{name}` of {module} still holds a {type(value).__name__} of the attempt that "
                 "has ended: its memory is free when it is set anew, and a group or mesh must be made anew"
             )
@@ -230,7 +233,7 @@ def _kinds() -> tuple[type, ...]:
 
 
 def _of_the_script() -> Iterator[ModuleType]:
-    """Yield the script, and modules that lie where it does."""
+    """Yield the script's module, and the modules in its folder."""
     root = os.path.join(sys.path[0] or os.getcwd(), "")
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""

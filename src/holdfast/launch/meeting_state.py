@@ -1,12 +1,11 @@
-"""The state of torch's rendezvous as JSON, in which nodes read what others have written as data.
+"""The state of torch's rendezvous as JSON, so that nodes read each other's state as data.
 
-torch keeps that state as a pickle, in a store that asks nobody for a password; and who reads a pickle runs
-what it says.  So the store gets JSON here, of these fields and no others, and torch gets a pickle that this
-process has made itself:
+torch keeps that state as a pickle in a store without a password, and reading a pickle can run code.  So
+here the store gets JSON with these fields and no others, and torch gets a pickle made by its own process:
 
     torch ── pickle ──► as_json ──► store ──► as_pickle ── another pickle ──► torch
 
-A stranger who reaches the store can still end a run, or take part in it.  He runs nothing.
+A stranger who reaches the store can still end a run or take part in it, but cannot run code.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError, dynamic_r
 
 from holdfast.base.wire import decode_json
 
-RUN = "holdfast_run"
-"""An attribute of the state of torch's rendezvous: which run it is, of all that had its name."""
+RUN_ATTRIBUTE = "holdfast_run"
+"""The attribute of torch's state that tells runs with the same rendezvous id apart."""
 
 Node = tuple[str, int, int]
-"""Address, process and number, by which torch knows a node."""
+"""Address, pid and number by which torch identifies a node."""
 Instant = Annotated[datetime, msgspec.Meta(tz=True)]
 
 
@@ -43,7 +42,7 @@ class MeetingState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def as_json(state: bytes) -> bytes:
-    """Return the JSON of a pickle that torch has made in this process."""
+    """Return the JSON for a pickle that torch has made in this process."""
     torchs = pickle.loads(state)
     return msgspec.json.encode(
         MeetingState(
@@ -55,19 +54,19 @@ def as_json(state: bytes) -> bytes:
             wait_list=[_named(n) for n in torchs.wait_list],
             redundancy_list=[_named(n) for n in torchs.redundancy_list],
             last_heartbeats=[(_named(n), at) for n, at in torchs.last_heartbeats.items()],
-            run=getattr(torchs, RUN, ""),
+            run=getattr(torchs, RUN_ATTRIBUTE, ""),
         )
     )
 
 
 def as_pickle(data: bytes) -> bytes:
-    """Return the pickle of a state that some node has put into the store.  RendezvousStateError."""
+    """Return the pickle for a state that a node has put into the store.  RendezvousStateError."""
     try:
         state: MeetingState = decode_json(data, MeetingState)
     except (msgspec.MsgspecError, ValueError) as error:
         raise RendezvousStateError(
-            f"the state there is not of `holdfast run` ({error}): torchrun, another version of holdfast "
-            "or a stranger has written it; give this run an --rdzv-id, or a port, of its own"
+            f"the state of the rendezvous is not of `holdfast run` ({error}): torchrun, another version of "
+            "holdfast or a stranger has written it; give this run its own --rdzv-id or port"
         ) from None
     node, torchs = dynamic_rendezvous._NodeDesc, dynamic_rendezvous._RendezvousState()
     torchs.round, torchs.complete, torchs.closed = state.round, state.complete, state.closed
@@ -77,7 +76,7 @@ def as_pickle(data: bytes) -> bytes:
     torchs.redundancy_list = {node(*n) for n in state.redundancy_list}
     torchs.last_heartbeats = {node(*n): at for n, at in state.last_heartbeats}
     if state.run:
-        setattr(torchs, RUN, state.run)
+        setattr(torchs, RUN_ATTRIBUTE, state.run)
     return pickle.dumps(torchs)
 
 

@@ -1,4 +1,4 @@
-"""Agents of several nodes tell each other what failed, and find what was to blame.
+"""Agents of several nodes exchange their failures, and find the failure to blame.
 
     node A                              node B
     rank 1 is killed
@@ -6,11 +6,11 @@
     card: rank 1 was killed ──────────► card: rank 2 lost a connection
     both know: A's rank 1 is to blame.  It costs A a restart, and B none
 
-A round is the time from one rendezvous to the next.  Whoever sees a reason for its end says so, and then
-every agent has its ranks leave and lays down a card with what failed at its node.  From the same cards all
-of them find the same failure to blame.  The errors of ranks whose peers are gone are of no account, nor is
-any failure where a node is lost.  A round may also end for no failure, since a node joins: then ranks fail
-by nothing but the end of it, and that must cost nobody a restart.
+A round is the time from one rendezvous to the next.  An agent that sees a reason to end it says so.  Then
+every agent has its ranks leave, and publishes a card with the failures of its node.  From the same cards
+all agents find the same failure to blame.  Errors of ranks that lost a peer do not count, and no failure
+counts if a node is lost.  A round also ends when a node joins: ranks then fail only because the round ends,
+and that costs no restart.
 """
 
 from __future__ import annotations
@@ -32,43 +32,43 @@ _OF_A_PEER = re.compile(
 
 
 class Introduction(msgspec.Struct, frozen=True):
-    """An agent to the others, at the beginning of a round."""
+    """An agent introduces itself to the others at the beginning of a round."""
 
     host: str
     num_ranks: int
     addresses: list[str]
     door: int = 0
-    """Port at which nobody is refused while the agent lives."""
+    """Port that accepts connections as long as the agent lives."""
     secret: str = ""
-    """With this a visitor of the door begins."""
+    """The first bytes that a visitor of the door must send."""
     role: str = ""
 
 
 class RankFailure(msgspec.Struct, frozen=True):
-    """A rank that failed; `how` in a line, `error` its traceback if there is one."""
+    """A rank that failed; `how` is one line, `error` the traceback if there is one."""
 
     rank: int
     pid: int
     step: int
     how: str
     is_sure: bool
-    """True if no loss of a peer can be behind it."""
+    """True if the loss of a peer cannot be the cause."""
     is_of_script: bool = False
-    """The script has raised or ended: any rank may be the first to do so."""
+    """The script itself raised or exited; any rank may be the first to do so."""
     error: str = ""
     is_late: bool = False
-    """It was seen when the round was over, and may be nothing but a consequence of that."""
+    """The failure was seen after the round had ended, and may be a consequence of that."""
     doubtful_s: float = 0.0
-    """For how long it was still, like all ranks of its node, when it was taken to hang: it may have been at
-    work.  0: there is no such doubt."""
+    """For a doubtful hang: seconds for which all ranks of the node did nothing, though they may have been
+    at work.  0: no doubt."""
 
 
 class EndOfRound(msgspec.Struct, frozen=True):
-    """An agent lays this card down when its ranks have left: the round is over for them."""
+    """The card that an agent publishes when its ranks have left."""
 
     failures: list[RankFailure]
     is_first: bool = False
-    """It was the one to say that the round ends."""
+    """This agent was the first to end the round."""
 
 
 def blamed(cards: Mapping[int, EndOfRound], lost: Sequence[int]) -> tuple[int, RankFailure] | None:
@@ -89,24 +89,27 @@ def blamed(cards: Mapping[int, EndOfRound], lost: Sequence[int]) -> tuple[int, R
 
 
 def _ended_by_a_failure(cards: Mapping[int, EndOfRound]) -> bool:
-    """Tell whether who ended the round had seen a failure; else a node joins, or a process is ready."""
+    """Tell whether a failure ended the round; otherwise a node joins, or a process is ready."""
     first = [card for card in cards.values() if card.is_first] or list(cards.values())
     return any(not failure.is_late for card in first for failure in card.failures)
 
 
 def _is_of_no_end(failure: RankFailure) -> bool:
-    """Tell whether a rank would have failed without the end of its round: what was still there then may
-    have been cut off, or killed since it did not leave, unless the script itself raised or ended."""
+    """Tell whether a rank would have failed even without the end of the round.
+
+    A late failure may be a cut connection, or a kill since the rank did not leave; but not if the script
+    itself raised or exited.
+    """
     return failure.is_sure and (failure.is_of_script or not failure.is_late)
 
 
 def may_be_of_a_peer(how: str) -> bool:
-    """Tell whether an error may be nothing but a connection to a peer that failed first."""
+    """Tell whether an error may only be the lost connection to a peer that failed first."""
     return _OF_A_PEER.search(how) is not None
 
 
 def first_ranks(nodes: Sequence[Introduction]) -> list[int]:
-    """Return the first global rank of every node, and at the end the number of all ranks."""
+    """Return the first global rank of every node, followed by the number of all ranks."""
     firsts = [0]
     for node in nodes:
         firsts.append(firsts[-1] + node.num_ranks)
@@ -114,19 +117,19 @@ def first_ranks(nodes: Sequence[Introduction]) -> list[int]:
 
 
 def addresses() -> list[str]:
-    """Return every address of this node by which another one may see it."""
+    """Return every address by which other nodes may see this node."""
     found = {*_ipv4(), *_ipv6()}
     return sorted(a for a in found if not ipaddress.ip_address(a).is_loopback)
 
 
 def of_others(nodes: Sequence[Introduction], me: int) -> list[str]:
-    """Return the addresses of all nodes but this one: those that this one has, too, are no node's."""
+    """Return the addresses of the other nodes, without those that this node has as well."""
     mine = set(nodes[me].addresses)
     return sorted({a for node in nodes for a in node.addresses} - mine)
 
 
 def _ipv4() -> list[str]:
-    """The kernel's table of routes names each address of this network once as `32 host LOCAL`."""
+    """Return this node's IPv4 addresses: the kernel's table of routes lists each as `32 host LOCAL`."""
     found, last = [], ""
     with suppress(OSError):
         for line in Path("/proc/net/fib_trie").read_text().splitlines():

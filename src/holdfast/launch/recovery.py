@@ -5,8 +5,9 @@
         dist.init_process_group()
         ...
 
-Under python or torchrun that is a plain call.  Under `holdfast run` a rank whose peer is lost leaves the
-function by an exception, drops what it held, and enters it again with a rank that the launcher gives it.
+Under python or torchrun the decorator does nothing.  Under `holdfast run` a rank whose peer is lost leaves
+the function by an exception, drops its tensors and groups, and enters the function again with a rank from
+the launcher.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from holdfast.base import events
 from holdfast.base.arguments import function_of, text_of, unfit
 from holdfast.base.errors import HoldfastError, UsageError
 from holdfast.launch.channel import (
-    LONGEST,
+    TRACEBACK_CHARS,
     Beat,
     Done,
     End,
@@ -51,51 +52,52 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-PATIENCE_S = 0.2
-"""Seconds that a rank may take to find that its collectives have failed, before it is interrupted."""
-DEAF_S = 0.3
-"""Seconds after which an interrupt has not been heard: the main thread is in a call of torch."""
-AGAIN_S = 1.0
-"""Seconds between further interrupts, where one was lost: in a destructor, or to a script's own handler."""
+UNASKED_S = 0.2
+"""Seconds that a rank may take to notice that its collectives have failed, before it is interrupted."""
+UNHEARD_S = 0.3
+"""Seconds after which an interrupt counts as unheard: the main thread is inside a call of torch."""
+REPEAT_S = 1.0
+"""Seconds between interrupts: one may be lost in a destructor, or in a handler of the script."""
 IDLE = 0.1
-"""Share of a core below which a process does not compute; its threads that beat and poll take little."""
+"""Share of a core below which a process counts as idle; our own threads take less."""
 CLEANUP_S = 3.0
-"""Seconds that a rank may handle an error of its own, before it is interrupted in that."""
+"""Seconds for a rank to handle its own error before an interrupt breaks in."""
 DROP_S = 10.0
-"""Seconds within which a rank drops what it held; after that its process is replaced."""
+"""Seconds for a rank to drop its tensors and groups; after that its process is replaced."""
 BEAT_S = 0.25
 MOVES_S = 1.0
-"""Seconds between words of a rank that does no step, and moves."""
+"""Seconds between `Moved` messages of a rank that moves without a step."""
 M_ARENA_MAX = -8
 """glibc's name for the number of heaps that threads share."""
 INTERRUPT = signal.SIGRTMAX - 4
 """The signal with which a worker's own thread interrupts its main thread."""
 
 WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-"""Unless this variable is 0, NCCL's watchdog ends a process whose peer is gone before it can leave its
-function.  torch's agent sets it for every rank: what a rank finds there need not be the user's choice."""
+"""Unless this variable is 0, NCCL's watchdog ends a process whose peer is gone before the process can leave
+its function.  torch's agent sets the variable for every rank, so its value need not be the user's
+choice."""
 
 
 class PeerLost(BaseException):
-    """Another rank is lost: this one leaves its recoverable function, wherever it is.
+    """Another rank is lost: raised in the main thread, so that this rank leaves its recoverable function.
 
-    No Exception, so that a script that catches those does not go on by itself.
+    A BaseException, so that a script that catches Exception does not swallow it.
     """
 
 
 _launched: _Launched | None = None
-"""The launcher's word to this process; None under python or torchrun."""
+"""This process as a worker of `holdfast run`; None under python or torchrun."""
 _kept: dict[str, Any] = {}
 
 
 def recoverable(function: Callable[P, T]) -> Callable[P, T]:
     """Mark the function that trains, so that `holdfast run` can recover it in place.
 
-    It is called without a process group, makes one, and restores its state: `Checkpointer.restore` says at
-    which step it goes on.  It may be entered many times in one process; what it holds in local variables is
-    dropped between, and a Checkpointer that it leaves open is ended.  A function that it calls, and one
-    that is called after it has returned, is plain.  Exceptions of its own are recovered from as lost ranks
-    are, up to `--max-restarts`; SystemExit ends the process.
+    The function is called without a process group, makes one, and restores its state:
+    `Checkpointer.restore` returns the step to go on from.  It may be entered many times in one process.
+    Between two entries its local variables are dropped, and a Checkpointer that it left open is closed.  A
+    recoverable function called inside it, or after it has returned, is a plain call.  Its own exceptions
+    are recovered from like lost ranks, up to `--max-restarts`; SystemExit ends the process.
     """
 
     if not callable(function):
@@ -116,9 +118,9 @@ def recoverable(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def kept(name: str, load: Callable[[], T]) -> T:
-    """Return what `load()` returned when this process asked for `name` first.
+    """Return the result of `load()`, called only when this process first asks for `name`.
 
-    For what is dear to load and does not depend on the rank or on the step: a tokenizer, an index of data.
+    For objects that take long to load and depend on neither rank nor step: a tokenizer, an index of data.
     """
     name = text_of(name, "kept", "name")
     function_of(load, "kept", "load", "without arguments", 0)
@@ -129,7 +131,7 @@ def kept(name: str, load: Callable[[], T]) -> T:
 
 
 def listen_to(end: WorkerEnd) -> None:
-    """From now on this process is a worker of `holdfast run`, whose environment it has."""
+    """Make this process a worker of `holdfast run`; its environment is set already."""
     global _launched
     _launched = _Launched(end)
 
@@ -142,35 +144,35 @@ class _Launched:
 
     def __init__(self, end: WorkerEnd) -> None:
         self.has_begun = False
-        """The function has been called: what it calls, and what comes after it, is plain."""
+        """The function has been called; every later call of a recoverable function is plain."""
         self.is_over = False
-        """It has come to its end."""
+        """The function has ended for good."""
         self._end = end
         self._words: SimpleQueue[Enter | End] = SimpleQueue()
         self._attempt = 0
         self._runs = 0
-        """The attempt whose function the main thread is in; 0: in none."""
+        """The attempt whose function the main thread is in; 0: none."""
         self._is_out = threading.Event()
-        """It has left the function of the newest attempt that it was told to enter."""
+        """The main thread is out of the function of the newest attempt."""
         self._over = 0
-        """The newest attempt that it was told to leave, maybe before it had entered."""
+        """The newest attempt to be left; the `Leave` may come before the attempt is entered."""
         self._told_to_leave = 0.0
         self._was_heard = threading.Event()
         """The main thread has heard the last interrupt."""
         self._heard_any = False
-        """It has heard one since it was told to leave, so that it is on its way out."""
+        """The main thread has heard an interrupt since the last `Leave`, so it is on its way out."""
         self._cutting = threading.Lock()
-        """Held while connections are cut and groups aborted: none is ended then."""
+        """Held while connections are cut and groups aborted, so that no group is destroyed meanwhile."""
         self._before: Leftovers | None = None
         self._watchdog = os.environ.get(WATCHDOG, "0")
-        """The user's choice: it stands in the launcher's own environment."""
+        """The user's choice, from the launcher's own environment."""
 
     def keep(self, load: Callable[[], T]) -> T:
-        """Load something; processes that it begins are kept with it."""
+        """Return `load()`; processes that it begins survive attempts."""
         return load() if self._before is None else self._before.keep(load)
 
     def run(self, function: Callable[[], T]) -> T:
-        """Call the function, again and again until all ranks are done; return what it returned."""
+        """Call the function again and again until all ranks are done; return its last result."""
         from holdfast.launch.leftovers import Leftovers
         from holdfast.launch.registers import name_groups_otherwise
 
@@ -185,7 +187,7 @@ class _Launched:
         if self._end.is_spare:
             warm_up()
         gc.collect()
-        gc.freeze()  # what was imported stays: `drop` need not look through it
+        gc.freeze()  # imported modules stay: `drop_groups` need not search them
         result: T | Left = _NEVER_ENTERED
         first = int(os.environ.get("HOLDFAST_ATTEMPT", "1"))
         word = self._words.get() if self._end.is_spare else Enter(first, {})
@@ -202,9 +204,9 @@ class _Launched:
                 with _ends_within(DROP_S):
                     with self._cutting:
                         pass
-                    forget(error)
+                    clear_error(error)
                     del error
-                    drop()
+                    drop_groups()
                     before.end()
                     end_if_device_is_lost(left)
                 self._end.say(left)
@@ -213,7 +215,7 @@ class _Launched:
             if isinstance(word, Enter) and not isinstance(result, Left):
                 with _ends_within(DROP_S):
                     end_checkpointers(PeerLost("another rank was lost when this one was done"))
-                    drop()
+                    drop_groups()
                     before.end()
         self.is_over = True
         name_groups_otherwise()
@@ -246,7 +248,7 @@ class _Launched:
         error.__traceback__ = of_script(error.__traceback__)
         kind = "".join(traceback.format_exception_only(error)).strip()
         text = "".join(traceback.format_exception(error))
-        return Left(self._attempt, kind[:500], text[-LONGEST:], is_own, events.last_step)
+        return Left(self._attempt, kind[:500], text[-TRACEBACK_CHARS:], is_own, events.last_step)
 
     # -- on threads of their own ------------------------------------------------------------------
 
@@ -263,9 +265,9 @@ class _Launched:
                 return
 
     def _leave(self, word: Leave) -> None:
-        """Have the main thread leave the function, if it is in that attempt's."""
+        """Have the main thread leave the function, if it runs that attempt."""
         from holdfast.core.group.line import lose_all
-        from holdfast.launch.cutting import cut, cut_store, on_devices
+        from holdfast.launch.cutting import cut_connections, cut_store, on_devices
 
         self._over, self._told_to_leave = word.attempt, time.monotonic()
         self._heard_any = False
@@ -276,32 +278,32 @@ class _Launched:
             if on_devices() and self._runs == word.attempt:
                 # A wait for an aborted collective returns as if all were well: it must be the last line.
                 signal.pthread_kill(main, INTERRUPT)
-            cut(word.pids, word.hosts, store_port)
-        patience_s, pulse = PATIENCE_S, _Pulse(main)
+            cut_connections(word.pids, word.hosts, store_port)
+        patience_s, pulse = UNASKED_S, _Pulse(main)
         while not self._is_out.wait(patience_s):
-            patience_s = AGAIN_S
+            patience_s = REPEAT_S
             if self._runs != word.attempt:
-                continue  # it is about to enter, and will find that there is no use
+                continue  # it is about to enter, and will see that the attempt is over
             self._was_heard.clear()
             signal.pthread_kill(main, INTERRUPT)
-            if self._was_heard.wait(DEAF_S):
+            if self._was_heard.wait(UNHEARD_S):
                 continue
-            with self._cutting:  # a connection may have come about meanwhile
-                cut(word.pids, word.hosts, store_port)
-            cut_store(store_port)  # it may wait there for a key of the lost rank
-            if pulse.has_stopped() and not self._is_out.wait(DEAF_S) and not self._heard_any:
+            with self._cutting:  # a connection may have been made meanwhile
+                cut_connections(word.pids, word.hosts, store_port)
+            cut_store(store_port)  # the main thread may wait for a key of the lost rank
+            if pulse.has_stopped() and not self._is_out.wait(UNHEARD_S) and not self._heard_any:
                 self._end.say(Stuck(word.attempt))
 
     def _interrupt(self, *_: object) -> None:
-        """Leave the function, unless the main thread, which this is, is on its way out already."""
+        """Raise PeerLost in the main thread, where this runs, unless it is leaving the function already."""
         self._was_heard.set()
         self._heard_any = True
         if self._runs and not self._is_leaving(sys.exc_info()[1]):
             raise PeerLost("another rank is lost")
 
     def _is_leaving(self, handled: BaseException | None) -> bool:
-        """True if the error that is being handled leads out of the function: an interrupt before, or,
-        for a while, any other, such as that of a collective that has failed."""
+        """Tell whether the handled error leads out of the function: an earlier interrupt, or, for
+        `CLEANUP_S`, any other error, such as that of a failed collective."""
         if handled is None:
             return False
         is_early = time.monotonic() - self._told_to_leave < CLEANUP_S
@@ -311,7 +313,7 @@ class _Launched:
         return before is not None or is_early
 
     def _beat(self) -> None:
-        """Say which steps are done and saved; and where none is, now and then, that this process moves."""
+        """Report steps and commits; without a step for a while, report whether this process moves."""
         said, said_at, has_saved = Beat(0, 0), 0.0, threading.Event()
         commits, movement = Commits(), Movement()
 
@@ -340,8 +342,8 @@ class _Launched:
 class _Pulse:
     """The pulse of a collective: whether it still does anything.
 
-    gloo does not wake who waits for the rest of a message, or to be connected to, when the other rank is
-    killed: no connection is left that could be cut, and nothing within the process ends the wait.
+    When the other rank is killed, gloo does not wake a thread that waits for the rest of a message, or for
+    a connection: no connection is left to cut, and nothing within the process ends the wait.
     """
 
     def __init__(self, main: int) -> None:
@@ -349,9 +351,9 @@ class _Pulse:
         self._before: tuple[float, float] | None = None
 
     def has_stopped(self) -> bool:
-        """True if the main thread is in a collective and this process has not computed since the last call.
+        """Tell whether the main thread is in a collective and this process was idle since the last call.
 
-        Never where there are devices: kernels may run for which a thread waits in the same way.
+        Always False with devices: a thread waits for a running kernel in the same way.
         """
         import torch
 
@@ -366,7 +368,8 @@ class _Pulse:
 
 
 def _is_in_collective(thread: int) -> bool:
-    """True if a thread is in a call of torch.distributed, but for reading and writing checkpoints."""
+    """Tell whether a thread is in a call of torch.distributed, other than reading or writing
+    checkpoints."""
     import torch
     import torch.distributed as dist
 
@@ -385,7 +388,7 @@ def _is_in_collective(thread: int) -> bool:
 
 @contextmanager
 def _ends_within(limit_s: float) -> Iterator[None]:
-    """End this process, so that another takes its rank, if the block takes longer."""
+    """End this process if the block takes longer, so that another process takes its rank."""
 
     def give_up() -> None:
         text = (
@@ -405,12 +408,12 @@ def _ends_within(limit_s: float) -> Iterator[None]:
 
 
 def of_script(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without the frames between the launcher and the script, which tell nothing."""
+    """Return a traceback without the frames of the launcher."""
     first = _next_of_script(trace)
-    one = first
-    while one is not None:
-        one.tb_next = _next_of_script(one.tb_next)
-        one = one.tb_next
+    frame = first
+    while frame is not None:
+        frame.tb_next = _next_of_script(frame.tb_next)
+        frame = frame.tb_next
     return first
 
 
@@ -422,40 +425,39 @@ def _next_of_script(trace: TracebackType | None) -> TracebackType | None:
 
 
 def share_heaps() -> None:
-    """Have new threads share two heaps of glibc, unless the user has set a number: each attempt starts
-    dozens of threads, and in the heap of each one something small would stay and keep its page."""
+    """Have new threads share two heaps of glibc, unless the user has set a number.
+
+    Each attempt starts dozens of threads; with a heap for each thread, small remains would hold pages.
+    """
     if "MALLOC_ARENA_MAX" in os.environ or "arena_max" in os.environ.get("GLIBC_TUNABLES", ""):
         return
     with suppress(AttributeError):  # not of glibc
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, 2)
 
 
-def forget(error: BaseException) -> None:
-    """Clear the frames that an error and those before it have left, with all that their variables held."""
-    one: BaseException | None = error
-    while one is not None:
-        traceback.clear_frames(one.__traceback__)
-        before = one.__cause__ or one.__context__
-        one.__traceback__ = one.__context__ = one.__cause__ = None
-        one = before
+def clear_error(error: BaseException) -> None:
+    """Clear the variables of all frames of an error and its causes."""
+    current: BaseException | None = error
+    while current is not None:
+        traceback.clear_frames(current.__traceback__)
+        before = current.__cause__ or current.__context__
+        current.__traceback__ = current.__context__ = current.__cause__ = None
+        current = before
 
 
 def end_checkpointers(error: BaseException) -> None:
-    """End the Checkpointers that the function leaves open, as a `with` that the error leaves would: they
-    hold the root, threads and sockets."""
+    """Close the Checkpointers that the function left open, as a `with` would: they hold root, threads,
+    sockets."""
     ending = sys.modules.get("holdfast.session.ending")
     for checkpointer in () if ending is None else list(ending.opened):
         try:
             checkpointer.__exit__(type(error), error, error.__traceback__)
-        except HoldfastError as failed:  # what has become of saves is told
+        except HoldfastError as failed:  # the fate of saves is reported
             events.emit("close.failed", error=str(failed))
 
 
-def drop() -> None:
-    """Let go of what the function left behind: process groups, meshes, and cycles with tensors.
-
-    DTensor remembers what it has planned, with the meshes of then, whose groups are gone.
-    """
+def drop_groups() -> None:
+    """Drop process groups, meshes, and reference cycles with tensors that the function left behind."""
     if "torch" not in sys.modules:
         return
     from holdfast.launch.registers import forget_groups
@@ -463,12 +465,14 @@ def drop() -> None:
     forget_groups()
     gc.collect()
     with suppress(AttributeError):  # not of glibc
-        ctypes.CDLL(None).malloc_trim(0)  # else what every attempt frees would lie about in pieces
+        ctypes.CDLL(None).malloc_trim(0)  # else the memory that attempts free would fragment
 
 
 def end_if_device_is_lost(left: Left) -> None:
-    """End this process if its device does not compute any more, so that another takes its rank: an illegal
-    access, say, is an error for as long as the process lives."""
+    """End this process if its device no longer computes, so that another process takes its rank.
+
+    After an illegal access, for example, every later call fails until the process ends.
+    """
     import torch
 
     if not torch.cuda.is_initialized():
@@ -491,8 +495,8 @@ def end_if_device_is_lost(left: Left) -> None:
 
 
 def write_to(stdout: str, stderr: str) -> None:
-    """Append what this process prints from now on to these files; where one is empty, or cannot be opened,
-    it goes where it went."""
+    """Append the output of this process to these files from now on; a stream whose path is empty, or cannot
+    be opened, stays as it is."""
     for stream in (sys.stdout, sys.__stdout__, sys.stderr, sys.__stderr__):
         with suppress(Exception):  # whatever a script has put there, or nothing
             stream.flush()  # type: ignore[union-attr]
@@ -507,20 +511,20 @@ def write_to(stdout: str, stderr: str) -> None:
 
 
 def refuse_a_group() -> None:
-    """UsageError if there is a process group already: the next attempt needs another."""
+    """UsageError if there is a process group already: the next attempt needs a new one."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
         raise UsageError(
             "a process group was made before the recoverable function was called",
-            hint="call init_process_group, and what makes meshes and models, inside of it",
+            hint="call init_process_group, and make meshes and models, inside that function",
         )
 
 
 def warm_up() -> None:
-    """Take a step of our own: the first is slow, whatever the model is.
+    """Train a tiny model for one step, since the first step of a process is slow.
 
-    Not as the script has set torch, which may compute no gradients, or on a device that is a rank's.
+    Regardless of the script's settings: these may turn gradients off, or use the device of another rank.
     """
     import torch
 
@@ -531,7 +535,7 @@ def warm_up() -> None:
             model(torch.ones(1, 8)).sum().backward()
             optimizer.step()
     except Exception as error:
-        text = f"the first step of a spare will be slow, for one ahead of it failed: {error!r}"
+        text = f"the first step of this spare will be slow, since its warm-up failed: {error!r}"
         print(f"holdfast: {text}", file=sys.stderr, flush=True)
     try:
         import torch.distributed.fsdp

@@ -1,11 +1,10 @@
-"""Registers and caches of torch and of frameworks that know an attempt, and how each is emptied.
+"""Registers and caches of torch and frameworks that hold objects of an attempt, and how each is emptied.
 
-Process groups, meshes and ranks of the attempt before are of no use to the next one, and do harm: its
-groups have the same names, its meshes compare equal, but ranks may have changed.  `REGISTERS` has one line
-for each, with the reason.  Only modules that have been imported are looked at.  Where a library has a call
-for it, the line names that call.  Where it has none the name is of its inside, and may be missing in
-another version: what is not there needs no reset.  `CHECKED` says which versions the table was compared
-with; a test does so with those that are installed.
+Process groups, meshes and ranks of the last attempt harm the next one: new groups have the same names, new
+meshes compare equal, but ranks may have changed.  `REGISTERS` has one line for each register, with the
+reason.  Only imported modules are touched.  A line names the library's own call where there is one.
+Elsewhere it names a private attribute, which may be missing in another version and then needs no reset.
+`CHECKED` says which versions the table was compared with; a test compares it with the installed versions.
 """
 
 from __future__ import annotations
@@ -20,46 +19,46 @@ from typing import Any, NamedTuple
 from holdfast.launch.cutting import abort_on_devices
 
 _counts = count(1000, 1000)
-"""More than a function makes groups."""
+"""First numbers for groups; the steps are larger than the number of groups in any function."""
 
 Reset = Callable[[Any, str], object]
 """Resets an attribute, given its owner and its name."""
 
 
-def called(owner: Any, name: str) -> None:
-    """The register is a function that empties something."""
+def call(owner: Any, name: str) -> None:
+    """Call the register, a function that empties something."""
     getattr(owner, name)()
 
 
-def called_with_none(owner: Any, name: str) -> None:
-    """The register is a function that sets something, which is to be None."""
+def call_with_none(owner: Any, name: str) -> None:
+    """Call the register, a function that sets something, with None."""
     getattr(owner, name)(None)
 
 
-def emptied(owner: Any, name: str) -> None:
-    """The register is a container."""
+def clear(owner: Any, name: str) -> None:
+    """Empty the register, a container."""
     getattr(owner, name).clear()
 
 
-def uncached(owner: Any, name: str) -> None:
-    """The register is a function that keeps its results."""
+def clear_cache(owner: Any, name: str) -> None:
+    """Clear the cached results of the register, a function."""
     getattr(owner, name).cache_clear()
 
 
-def uncached_by_threads(owner: Any, name: str) -> None:
-    """The register is a function that keeps its results for each thread, so that it is made anew."""
+def rebuild_cache(owner: Any, name: str) -> None:
+    """Make the register anew: a function that caches its results for each thread."""
     setattr(owner, name, type(getattr(owner, name))(getattr(owner, f"{name}_non_cached")))
 
 
-def numbered_anew(owner: Any, name: str) -> None:
-    """The register is a function that counts in a list, its default argument."""
+def restart_numbers(owner: Any, name: str) -> None:
+    """Restart the register, a function that counts in a list, its default argument."""
     for default in inspect.unwrap(getattr(owner, name)).__defaults__ or ():
         if isinstance(default, list):
             default[:] = [0]
 
 
-def put(value: Any) -> Reset:
-    """The register is a variable that has this value in a new process."""
+def assign(value: Any) -> Reset:
+    """Return the reset of a variable to `value`, its value in a new process."""
     return lambda owner, name: setattr(owner, name, value)
 
 
@@ -68,11 +67,11 @@ class Register(NamedTuple):
 
     module: str
     path: str
-    """Names that lead there from the module."""
+    """Attribute names that lead from the module to the register."""
     reset: Reset
     reason: str
     older: str = ""
-    """A version that has it, if the one in `CHECKED` has it no more."""
+    """A version that has the register, if the version in `CHECKED` no longer has it."""
 
 
 CHECKED = {"torch": "2.13", "accelerate": "1.15", "deepspeed": "0.19", "megatron-core": "0.16"}
@@ -91,92 +90,92 @@ _MEGATRON = "megatron.core"
 # fmt: off
 REGISTERS = (
     # destroy_process_group() does the same, but not for a world whose making was broken off
-    Register(_C10D, "_update_default_pg", called_with_none, "the world"),
-    Register(_C10D, "_world.pg_map", emptied, "backend and store of each group"),
-    Register(_C10D, "_world.pg_names", emptied, "names that are taken"),
-    Register(_C10D, "_world.pg_group_ranks", emptied, "ranks of each group"),
-    Register(_C10D, "_world.pg_backend_config", emptied, "backends of each group by device"),
-    Register(_C10D, "_world.pg_to_tag", emptied, "the tag of each group"),
-    Register(_C10D, "_world.tags_to_pg", emptied, "groups by tag, which are taken for new ones"),
-    Register(_C10D, "_world.pg_coalesce_state", emptied, "collectives that were to go together"),
-    Register(_C10D, "_unregister_all_process_groups", called, "groups by name, for compiled code"),
-    Register(_C10D, "_world.group_count", put(0), "a new process names its groups from 0 on"),
+    Register(_C10D, "_update_default_pg", call_with_none, "the world"),
+    Register(_C10D, "_world.pg_map", clear, "backend and store of each group"),
+    Register(_C10D, "_world.pg_names", clear, "names that are taken"),
+    Register(_C10D, "_world.pg_group_ranks", clear, "ranks of each group"),
+    Register(_C10D, "_world.pg_backend_config", clear, "backends of each group by device"),
+    Register(_C10D, "_world.pg_to_tag", clear, "the tag of each group"),
+    Register(_C10D, "_world.tags_to_pg", clear, "groups by tag, which are taken for new ones"),
+    Register(_C10D, "_world.pg_coalesce_state", clear, "collectives that were to go together"),
+    Register(_C10D, "_unregister_all_process_groups", call, "groups by name, for compiled code"),
+    Register(_C10D, "_world.group_count", assign(0), "a new process names its groups from 0 on"),
 
-    Register("torch", "clear_autocast_cache", called, "weights of the attempt before, in 16 bits"),
-    Register("torch._dynamo", "reset", called, "compiled code has rank and size of the world in it"),
-    Register("torch._subclasses.fake_tensor", "FakeTensorMode.cache_clear", called,
+    Register("torch", "clear_autocast_cache", call, "weights of the attempt before, in 16 bits"),
+    Register("torch._dynamo", "reset", call, "compiled code has rank and size of the world in it"),
+    Register("torch._subclasses.fake_tensor", "FakeTensorMode.cache_clear", call,
           "DTensor's answers about shapes, which would pile up"),
-    Register("torch._C", "_clear_DTensor_sharding_propagator_cache", called, "rules with a mesh"),
-    Register(f"{_TENSOR}._api", f"{_SHARDING}.propagate_op_sharding", uncached_by_threads,
+    Register("torch._C", "_clear_DTensor_sharding_propagator_cache", call, "rules with a mesh"),
+    Register(f"{_TENSOR}._api", f"{_SHARDING}.propagate_op_sharding", rebuild_cache,
           "rules with a mesh, as they were applied in each thread"),
-    Register(f"{_TENSOR}._api", f"{_SHARDING}._propagate_tensor_meta_cached", uncached,
+    Register(f"{_TENSOR}._api", f"{_SHARDING}._propagate_tensor_meta_cached", clear_cache,
           "shapes with a mesh"),
-    Register(f"{_TENSOR}._redistribute", "_gen_transform_infos", uncached, "plans with a mesh"),
-    Register(f"{_TENSOR}._redistribute", "clear_redistribute_planner_cache", called,
+    Register(f"{_TENSOR}._redistribute", "_gen_transform_infos", clear_cache, "plans with a mesh"),
+    Register(f"{_TENSOR}._redistribute", "clear_redistribute_planner_cache", call,
           "planners with a mesh"),
-    Register(f"{_TENSOR}._collective_utils", "MeshTopoInfo.build_from_mesh", uncached,
+    Register(f"{_TENSOR}._collective_utils", "MeshTopoInfo.build_from_mesh", clear_cache,
           "the hosts of a mesh"),
-    Register(f"{_TENSOR}._random", "_rng_tracker", put(None), "random numbers by place in a mesh"),
-    Register(_MESH, "_mesh_resources.mesh_stack", emptied, "a `with mesh:` that was broken off"),
-    Register(_MESH, "_mesh_resources.child_to_root_mapping", emptied,
+    Register(f"{_TENSOR}._random", "_rng_tracker", assign(None), "random numbers by place in a mesh"),
+    Register(_MESH, "_mesh_resources.mesh_stack", clear, "a `with mesh:` that was broken off"),
+    Register(_MESH, "_mesh_resources.child_to_root_mapping", clear,
           "meshes, which compare equal to new ones", older="2.6"),
-    Register(_MESH, "_mesh_resources.root_to_flatten_mapping", emptied,
+    Register(_MESH, "_mesh_resources.root_to_flatten_mapping", clear,
           "flat meshes, with groups of before", older="2.6"),
-    Register(_MESH, "_mesh_resources.flatten_name_to_root_dims", emptied,
+    Register(_MESH, "_mesh_resources.flatten_name_to_root_dims", clear,
           "names of flat meshes that are taken", older="2.6"),
-    Register(_SYMMETRIC, "_group_name_to_store", emptied, "stores, by names that come again"),
-    Register(_SYMMETRIC, "_group_name_to_workspace_tensor", emptied,
+    Register(_SYMMETRIC, "_group_name_to_store", clear, "stores, by names that come again"),
+    Register(_SYMMETRIC, "_group_name_to_workspace_tensor", clear,
           "memory shared with ranks of before, by names that come again"),
-    Register("torch.nn.parallel.distributed", "DistributedDataParallel._active_ddp_module", put(None),
+    Register("torch.nn.parallel.distributed", "DistributedDataParallel._active_ddp_module", assign(None),
           "the module of a forward pass that was broken off"),
 
     # accelerate has no public call for it
-    Register("accelerate.state", "AcceleratorState._reset_state", called, "mixed precision, plugins"),
-    Register("accelerate.state", "GradientState._reset_state", called, "loaders, steps of a batch"),
-    Register("accelerate.state", "PartialState._reset_state", called, "rank, device and backend"),
+    Register("accelerate.state", "AcceleratorState._reset_state", call, "mixed precision, plugins"),
+    Register("accelerate.state", "GradientState._reset_state", call, "loaders, steps of a batch"),
+    Register("accelerate.state", "PartialState._reset_state", call, "rank, device and backend"),
 
     # deepspeed.comm.destroy_process_group() needs groups that still work
-    Register("deepspeed.utils.groups", "_release_process_group_references", called, "its own groups"),
-    Register(_COMM, "cdb", put(None), "the backend in use, with its groups"),
-    Register(_COMM, "nccl_backend", put(None), "a backend that is taken again"),
-    Register(_COMM, "mpi_backend", put(None), "a backend that is taken again"),
-    Register(_COMM, "ccl_backend", put(None), "a backend that is taken again"),
-    Register(_COMM, "hccl_backend", put(None), "a backend that is taken again"),
-    Register(_ZERO, "zero_init_context", put(0), "depth of `zero.Init`, which may be broken off"),
-    Register(_ZERO, "top_level_context", put(None), "the outermost `zero.Init`"),
-    Register(_ZERO, "Init.param_id", put(0), "numbers of parameters, which ranks compare"),
-    Register(_ZERO, "Init.num_persisted_parameters", put(0), "how many stay whole"),
-    Register(_ZERO, "Init.num_persisted_elements", put(0), "how much stays whole, up to a limit"),
-    Register(_ZERO, "Init.apply_param_persistence", put(False), "whether any may stay whole"),
-    Register(_OFFLOAD, "FWD_MODULE_STACK", emptied, "modules of a forward pass that was broken off"),
-    Register(_OFFLOAD, "DeepSpeedZeRoOffload._register_deepspeed_module", numbered_anew,
+    Register("deepspeed.utils.groups", "_release_process_group_references", call, "its own groups"),
+    Register(_COMM, "cdb", assign(None), "the backend in use, with its groups"),
+    Register(_COMM, "nccl_backend", assign(None), "a backend that is taken again"),
+    Register(_COMM, "mpi_backend", assign(None), "a backend that is taken again"),
+    Register(_COMM, "ccl_backend", assign(None), "a backend that is taken again"),
+    Register(_COMM, "hccl_backend", assign(None), "a backend that is taken again"),
+    Register(_ZERO, "zero_init_context", assign(0), "depth of `zero.Init`, which may be broken off"),
+    Register(_ZERO, "top_level_context", assign(None), "the outermost `zero.Init`"),
+    Register(_ZERO, "Init.param_id", assign(0), "numbers of parameters, which ranks compare"),
+    Register(_ZERO, "Init.num_persisted_parameters", assign(0), "how many stay whole"),
+    Register(_ZERO, "Init.num_persisted_elements", assign(0), "how much stays whole, up to a limit"),
+    Register(_ZERO, "Init.apply_param_persistence", assign(False), "whether any may stay whole"),
+    Register(_OFFLOAD, "FWD_MODULE_STACK", clear, "modules of a forward pass that was broken off"),
+    Register(_OFFLOAD, "DeepSpeedZeRoOffload._register_deepspeed_module", restart_numbers,
           "numbers of modules, which ranks compare"),
 
-    Register(f"{_MEGATRON}.parallel_state", "destroy_model_parallel", called, "all of its groups"),
-    Register(f"{_MEGATRON}.num_microbatches_calculator", "unset_num_microbatches_calculator", called,
+    Register(f"{_MEGATRON}.parallel_state", "destroy_model_parallel", call, "all of its groups"),
+    Register(f"{_MEGATRON}.num_microbatches_calculator", "unset_num_microbatches_calculator", call,
           "it has the number of ranks, and cannot be made twice"),
-    Register(f"{_MEGATRON}.rerun_state_machine", "destroy_rerun_state_machine", called,
+    Register(f"{_MEGATRON}.rerun_state_machine", "destroy_rerun_state_machine", call,
           "steps of before that it would compare with"),
 )
 # fmt: on
 
 
 def forget_groups() -> None:
-    """End all process groups, and empty what knows of them, of meshes and of ranks."""
+    """Destroy all process groups, and empty the registers of groups, meshes and ranks."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
         try:
-            abort_on_devices()  # what is under way there may wait for a rank that is gone
+            abort_on_devices()  # collectives under way may wait for a lost rank
             dist.destroy_process_group()
         except Exception as error:
-            say(f"{error} while the process group was ended")
+            say_on_rank(f"{error} while the process group was ended")
     for register in REGISTERS:
         _reset(register)
 
 
 def owner_of(register: Register) -> Any:
-    """What has the register as an attribute, under the last name of the path; None if it is not there."""
+    """Return the object whose attribute is the register; None if there is no such register."""
     owner: Any = sys.modules.get(register.module)
     *outer, last = register.path.split(".")
     for name in outer:
@@ -191,16 +190,15 @@ def _reset(register: Register) -> None:
     try:
         register.reset(owner, register.path.rpartition(".")[2])
     except Exception as error:
-        say(f"{register.module}.{register.path} could not be reset: {error!r}")
+        say_on_rank(f"{register.module}.{register.path} could not be reset: {error!r}")
 
 
 def name_groups_otherwise() -> None:
-    """Give groups that are made from now on names that none has had: the function has returned, and may be
-    called again.
+    """Give groups made from now on new names: the function has returned, and may be called again.
 
-    torch counts them from 0 once the ones before are destroyed.  A group of the same name finds the keys of
-    the one before in the attempt's store: its ranks connect to where the others are no more, and some wait
-    for ever.
+    torch numbers groups from 0 again after all were destroyed.  A new group of an old name would find the
+    old group's keys in the attempt's store: its ranks would connect to old addresses, and some wait for
+    ever.
     """
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
@@ -210,6 +208,6 @@ def name_groups_otherwise() -> None:
             c10d._world.group_count = next(_counts)
 
 
-def say(text: str) -> None:
-    """Tell the user, beside what the ranks print."""
+def say_on_rank(text: str) -> None:
+    """Print a message of holdfast on this rank's stderr."""
     print(f"holdfast: {text}", file=sys.stderr, flush=True)

@@ -1,16 +1,16 @@
-"""The rendezvous of several nodes: torch's dynamic one, watched from a thread of its own.
+"""The rendezvous of several nodes: torch's dynamic rendezvous, asked by its own thread.
 
-torch's agent asks its rendezvous once in a while, and waits for the answer: while the host of the
-rendezvous is silent, it sees nothing of its own ranks.  Here one thread asks, whatever it takes; the agent
+torch's agent asks the rendezvous from time to time and waits for the answer: while the host of the
+rendezvous is silent, the agent does not watch its own ranks.  Here a separate thread asks, and the agent
 reads the last `RoundView`.
 
-torch begins a new round when the last node has left the one before, and it strikes off a node that has sent
-no sign of life for a while.  Its nodes look once in a second; these look as often as `pause_s` says.  The
-first round waits long for nodes that begin later, as torch's does.  Later ones begin as soon as all are
-there that lived when the one before ended.
+torch begins a new round when the last node has left the previous round, and strikes off a node without a
+sign of life for a while.  torch's nodes poll once a second; these poll every `pause_s` seconds.  The first
+round waits long for late nodes, as torch's does.  A later round begins as soon as all nodes have come that
+were alive when the last round ended.
 
-A connection that fails, or is silent while the nodes are to meet, is replaced by a new one, and the
-node stays the same to the others: see `torch_rendezvous`.  What nodes say to each other is in `round`.
+A connection that fails, or is silent while the nodes should meet, is replaced, and the node stays the same
+for the others: see `torch_rendezvous`.  The messages between nodes are in `round`.
 """
 
 from __future__ import annotations
@@ -57,24 +57,24 @@ T = TypeVar("T")
 SLICE_S = 0.2
 """Seconds for which a signal to the launcher may wait."""
 KEEP_ALIVE_S, KEEP_ALIVES = 1, 5
-"""How often a node gives a sign of life, and how many of them may fail, if `--rdzv-conf` does not say."""
+"""Seconds between a node's signs of life, and how many may fail, unless `--rdzv-conf` sets them."""
 KEEP_ALIVES_OF_SEVERAL = 10
-"""Signs of life that may fail where nodes may have to move to another endpoint."""
-AGAIN_S = 1.0
+"""Signs of life that may fail if there are several endpoints: moving to another takes time."""
+_RETRY_S = 1.0
 CARDS_S = 60.0
-"""Seconds that a node may take to say what became of its ranks."""
+"""Seconds that a node may take to publish its card."""
 TOLD_S = 2.0
-"""Seconds after which a node says that it waits."""
+"""Seconds after which a node reports that it waits."""
 ALONE_S = 30.0
-"""Seconds that ranks that are done wait for the others, where the rendezvous is lost."""
+"""Seconds that finished ranks wait for the other nodes when the rendezvous is lost."""
 THREAD = "holdfast-rendezvous"
 WELL = "holdfast/well"
-"""A key of all rounds, set when the run has ended well, so that nodes that still wait may end well, too."""
+"""A key for all rounds, set when the run has ended well, so that waiting nodes end well too."""
 _LOST = (RendezvousConnectionError, RendezvousStateError, dist.DistError, OSError)
 
 
 def pause_s(num_nodes: int) -> float:
-    """Return the seconds between two looks: so many nodes ask one store."""
+    """Return the seconds between two polls; more nodes poll less often, since they ask one store."""
     return min(max(0.02, 0.001 * num_nodes), 1.0)
 
 
@@ -91,15 +91,15 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
         self.view = RoundView()
         self.round: Round | None = None
         self.is_left = False
-        """This node goes, and the others stay: the rendezvous is not to be closed."""
+        """This node leaves and the others stay: the rendezvous must not be closed."""
         self._say = say
         self._pause_s = pause_s(given.max_nodes)
         self._waits_since = 0.0
         self._lost_since: float | None = None
-        """Since when the rendezvous cannot be asked; None: it can be."""
+        """Since when the rendezvous does not answer; None: it does."""
         self._has_ended_well = False
-        """The others are still to be told so."""
-        is_of_node = given.backend == "c10d"  # who meets at loopback then is here
+        """The run has ended well, and the others must still be told."""
+        is_of_node = given.backend == "c10d"  # nodes that meet at loopback are on this host then
         meets_at = given.endpoint.rpartition(":")[0].strip("[]") if is_of_node else None
         self._door = Door(given.max_nodes, given.local_addr or meets_at)
         self._neighbour: Neighbour | None = None
@@ -107,7 +107,7 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
         self._begin()
 
     def check(self) -> None:
-        """Move to another endpoint, if there is one, where this one is silent."""
+        """Move to another endpoint, if there is one and this one is silent."""
         if self._torchs.can_move and self._torchs.is_silent:
             self._complain(self._given_up())
 
@@ -115,13 +115,13 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
 
     @property
     def current(self) -> Round:
-        """The round, when the nodes have met."""
+        """The round; an error before the nodes have met."""
         if self.round is None:
             raise RuntimeError("the nodes have not met")
         return self.round
 
     def end_round(self, *, is_calm: bool) -> Callable[[], bool]:
-        """Say that the round is over; what is returned tells later if nobody had said so before."""
+        """End the round; the returned function tells later whether this node was the first to end it."""
         of = self.current
         of.ends_calmly = is_calm
         self._asked(of.put)
@@ -130,7 +130,7 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
     def are_all(self, what: str) -> bool:
         """Say that the ranks of this node are `done`, or `out`; return whether those of all nodes are.
 
-        Where the rendezvous is lost, the others are taken to be so after a while.
+        If the rendezvous is lost, the other nodes count as done after `ALONE_S`.
         """
         self.say(what)
         since = (
@@ -140,14 +140,14 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
         return is_alone or (self.view.are_done if what == "done" else self.view.are_out)
 
     def say(self, what: str, value: bytes = b"1") -> None:
-        """Say something of this node to the others of the round: they hear it when the store has it."""
+        """Tell the other nodes of the round something, through the store."""
         of = self.current
         if what not in of.said:
             of.said[what], of.last_said_at = value, time.monotonic()
             self._asked(of.put)
 
     def cards(self) -> tuple[dict[int, EndOfRound], list[int]]:
-        """Wait for the cards of all nodes that are not lost; return them, and the lost ones."""
+        """Wait for the cards of all nodes that are not lost; return the cards, and the lost nodes."""
         of = self.current
         until = time.monotonic() + CARDS_S
         while True:
@@ -165,19 +165,19 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
 
     @property
     def least(self) -> int:
-        """Number of nodes without which there is no round."""
+        """Least number of nodes in a round."""
         return self._torchs.least
 
     @property
     def num_others(self) -> int:
-        """Number of nodes that there are without this one: those that wait included, and those on their way
-        from the round that has ended to the next."""
+        """Number of other nodes, including those that wait, and those between the last round and the
+        next."""
         state = self._torchs.state
         there = len({*state.participants, *state.wait_list, *state.redundancy_list})
         return max(there, self._torchs.expected) - 1
 
     def is_new(self, cause: str) -> bool:
-        """Note why something is left out; False if it was noted before, by any node."""
+        """Note the cause for leaving something out; False if any node has noted this cause before."""
         text = f"{self.get_run_id()} {cause}"
         key, mine = f"holdfast/left-out/{zlib.crc32(text.encode()):08x}", uuid4().hex
         until = time.monotonic() + SILENT_S
@@ -187,11 +187,14 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
                 return bytes(result_of(answer, SILENT_S, TimeoutError)) == mine.encode()
             if time.monotonic() > until or not self._torchs.outlives_nodes:
                 return False
-            time.sleep(AGAIN_S)
+            time.sleep(_RETRY_S)
 
     def say_it_ended_well(self) -> None:
-        """Say so to nodes that wait, before the rendezvous is closed.  A node that has not heard from the
-        others does not know it, and leaves alone: where all do, a node that waits begins to train again."""
+        """Tell waiting nodes that the run has ended well, before the rendezvous is closed.
+
+        A node that has not heard from the others leaves alone; if all nodes do, a waiting node would begin
+        to train again.
+        """
         if self.view.are_out:
             self._has_ended_well = True
             self._asked(self._tell_that_it_ended_well)
@@ -199,7 +202,7 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
             self.is_left = True
 
     def leave(self) -> None:
-        """Leave the others at once, who go on: nobody need find out."""
+        """Leave the rendezvous at once; the others go on, and need not wait for a missing sign of life."""
         self.is_left = True
         if self.round is None:  # the thread waits for others
             self._torchs.give_up_thread(self._thread)
@@ -223,10 +226,10 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
                 if self.is_left or time.monotonic() > until:
                     raise
                 self._complain(error)
-                time.sleep(AGAIN_S)
+                time.sleep(_RETRY_S)
 
     def _met(self) -> tuple[RendezvousInfo, Round] | None:
-        """Meet the others, and exchange introductions; None if one was lost before that."""
+        """Meet the others, and exchange introductions; None if a node was lost before that."""
         if self._lost_since is not None:
             self._reconnect()
             self._answers()
@@ -263,7 +266,7 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
         return info, of
 
     def num_nodes_waiting(self) -> int:
-        """None for torch, which would begin anew at once: the agent sees to them."""
+        """Return 0, whatever is true: torch would restart at once, but the agent decides when."""
         return 0
 
     def get_backend(self) -> str:
@@ -303,7 +306,7 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
                     if time.monotonic() > until or not self._torchs.outlives_nodes:
                         return False
                     self._complain(error)
-                    time.sleep(AGAIN_S)
+                    time.sleep(_RETRY_S)
             return True
         finally:
             self._end()
@@ -328,14 +331,14 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
         self._thread.start()
 
     def _end(self) -> None:
-        """End the thread: torch ends a process in which one is inside it when Python is gone."""
+        """End the thread: torch aborts the process if a thread is inside torch when Python ends."""
         self._words = SimpleQueue()
         self._torchs.give_up_thread(self._thread)
         self._thread.join(SILENT_S)
-        self._torchs.renew_heartbeats(begin=False)  # last: the thread may have begun them anew
+        self._torchs.renew_heartbeats(begin=False)  # last: the thread may have restarted them
 
     def _asked(self, work: Callable[[], T]) -> Future[T]:
-        """Have the thread do something; the future has what came of it."""
+        """Have the thread do `work`; the future gets its result or its error."""
         answer: Future[T] = Future()
 
         def do() -> None:
@@ -360,8 +363,8 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
                     self._look()
                     self._answers()
                     pause = self._pause_s
-                except Exception as error:  # the run would stand still without this thread
-                    pause = AGAIN_S
+                except Exception as error:  # without this thread the run would stop
+                    pause = _RETRY_S
                     if words is self._words:
                         self._complain(error)
 
@@ -383,7 +386,7 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
     # -- the connection ---------------------------------------------------------------------------
 
     def _reconnect(self) -> None:
-        """Go on over a new connection, as the same node."""
+        """Make a new connection, as the same node."""
         self._torchs.reconnect()
         of = self.round
         if of is not None:
@@ -406,34 +409,31 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
         self._say(f"the rendezvous at {self._torchs.endpoint} does not answer: {why}")
 
     def _while_it_waits(self) -> None:
-        """Say once that this node is not needed now; give up a connection that is silent, with the thread
-        that waits for it."""
+        """Report once that this node is not needed now; give up a silent connection, and its thread."""
         now = time.monotonic()
         if not self._torchs.is_waiting:
             self._waits_since = now
         elif self._waits_since + TOLD_S < now:
             self._waits_since = math.inf
-            self._say("this node waits: the others train, and it takes part when it is needed")
+            self._say("this node waits: the other nodes train, and it joins them when they need it")
         if self._torchs.is_silent:
             raise self._given_up()
 
     def _given_up(self) -> RendezvousConnectionError:
-        """Give up a connection, with the thread that waits for it; return the error."""
+        """Give up the connection, and the thread that waits for it; return the error to raise."""
         error = self._torchs.give_up(self._thread)
         self._begin()
         return error
 
 
 def is_inside() -> bool:
-    """Tell whether a thread waits inside torch for a rendezvous that does not answer.
-
-    torch would end the process by SIGABRT when Python ends.
-    """
+    """Tell whether a thread waits inside torch for a silent rendezvous: torch would abort at Python's
+    end."""
     return any(thread.name.startswith((THREAD, TIMER)) for thread in threading.enumerate())
 
 
 def _awaited(answer: Future[T], check: Callable[[], None] = lambda: None) -> T:
-    """Return the answer, whatever it takes; signals reach this thread meanwhile."""
+    """Wait for the answer in short slices, so that signals reach this thread."""
     while True:
         with suppress(TimeoutError):
             return result_of(answer, SLICE_S, TimeoutError)
@@ -460,7 +460,7 @@ def watched(
 
 @contextmanager
 def quick(say: Callable[[str], None]) -> Iterator[None]:
-    """In this block torch's rendezvous looks every `pause_s` seconds, where it would once a second."""
+    """In this block torch's rendezvous polls every `pause_s` seconds instead of once a second."""
     delay, create = dynamic_rendezvous._delay, registry.get_rendezvous_handler
     pause = 1.0
 

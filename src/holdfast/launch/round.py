@@ -1,13 +1,13 @@
-"""One round of the nodes, and what they say in it, by keys of the round's store.
+"""One round of the nodes, and their messages: keys of the round's store.
 
-    holdfast/done/N     the ranks of node N have done what there was to do
-    holdfast/out/N      they have ended, too
-    holdfast/ends       the node that was the first to say that the round is over
-    holdfast/calm       it is so for no failure: a node joins, or a process is ready
-    holdfast/card/N     what failed at node N, put there when its ranks have left
+    holdfast/done/N     the ranks of node N have finished their work
+    holdfast/out/N      the ranks of node N have ended
+    holdfast/ends       the round is over; the value is the first node to say so
+    holdfast/calm       the round ends without a failure: a node joins, or a process is ready
+    holdfast/card/N     the failures of node N, put when its ranks have left
 
-A node says a thing once in a round.  What it has said is kept here, too, and is put into the store until
-that has confirmed it, and once more over a new connection, whose host may know nothing of it.
+A node sends each message once in a round.  It also keeps its messages here: it puts them into the store
+until the store confirms them, and again after a reconnect, since the new host may not have them.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ ENDS, CALM = "holdfast/ends", "holdfast/calm"
 
 @dataclass(frozen=True, slots=True)
 class RoundView:
-    """The rendezvous as it was when it was looked at last."""
+    """The rendezvous at the last poll."""
 
     at_s: float = 0.0
     waiting: int = 0
-    """Nodes that wait to be taken in."""
+    """Number of nodes that wait to be taken in."""
     members: frozenset[Any] = frozenset()
     ends: bool = False
-    """Some node has said that the round is over."""
+    """A node has said that the round is over."""
     is_calm: bool = False
-    """It has said so for no failure."""
+    """The round ends without a failure."""
     are_done: bool = False
-    """The ranks of all nodes have done what there was to do."""
+    """The ranks of all nodes have finished their work."""
     are_out: bool = False
-    """They have ended, too, or their node was lost after that."""
+    """The ranks of all nodes have ended, or their node was lost after they were done."""
     cards: dict[int, EndOfRound] = field(default_factory=dict)
 
 
@@ -51,18 +51,18 @@ class Round:
     members: list[Any]
     nodes: list[Introduction]
     said: dict[str, bytes] = field(default_factory=dict)
-    """What this node has said of itself: `done`, `out`, and its card."""
+    """This node's messages: `done`, `out`, and its card."""
     last_said_at: float = 0.0
-    """When it said the last of it."""
+    """Time of the last message."""
     ends_calmly: bool | None = None
-    """This node has said that the round is over, and whether that is for no failure; None: it has not."""
+    """Whether this node ended the round without a failure; None: it has not ended the round."""
     is_first: bool = False
-    """Nobody had said so before."""
+    """This node was the first to end the round."""
     confirmed: set[str] = field(default_factory=set)
-    """The store has confirmed these of them, by name."""
+    """Names of the messages that the store has confirmed."""
 
     def lost(self, view: RoundView) -> list[int]:
-        """Return the nodes that were struck off without a word."""
+        """Return the nodes that were struck off without a card."""
         if view.at_s == 0:
             return []
         return [
@@ -74,29 +74,29 @@ class Round:
     def named(self, numbers: list[int]) -> str:
         return ", ".join(self.nodes[n].host for n in numbers)
 
-    # -- in the store: each waits for its answer --------------------------------------------------
+    # -- in the store: each call waits for the answer ---------------------------------------------
 
     def put(self) -> None:
-        """Put what this node has said into the store, but for what that has confirmed."""
+        """Put the messages of this node into the store that it has not confirmed."""
         if self.ends_calmly is not None and ENDS not in self.confirmed:
             if self.ends_calmly:
                 self.store.set(CALM, b"1")
             mine = str(self.me)
             self.is_first = self.store.compare_set(ENDS, "", mine) == mine.encode()
             self.confirmed.add(ENDS)
-        for what in list(self.said):  # more may be said meanwhile
+        for what in list(self.said):  # another thread may add messages
             if what not in self.confirmed:
                 self.store.set(f"holdfast/{what}/{self.me}", self.said[what])
                 self.confirmed.add(what)
 
     def go_on(self, store: Any) -> None:
-        """Go on in the store of a new connection, and say there what this node has said."""
+        """Go on with the store of a new connection, and repeat this node's messages there."""
         self.store = store
         self.confirmed &= {ENDS}
         self.put()
 
     def look(self, members: frozenset[Any], waiting: int) -> RoundView:
-        """Return what is known now: `members` and `waiting` by torch, the rest from the store."""
+        """Return the present view: `members` and `waiting` come from torch, the rest from the store."""
         everyone = range(len(self.members))
         alive = [n for n in everyone if self.members[n] in members]
         are_done = self._have_said("done", everyone)
@@ -112,7 +112,7 @@ class Round:
         )
 
     def _have_said(self, what: str, nodes: Sequence[int]) -> bool:
-        """Tell whether these nodes have said it, and this one."""
+        """Tell whether all these nodes, and this node, have sent a message."""
         keys = [f"holdfast/{what}/{n}" for n in nodes]
         return what in self.said and bool(self.store.check(keys))
 

@@ -1,10 +1,9 @@
-"""Signs of life of a worker: saves that are complete, and whether it moves though it does no step.
+"""Signs of life of a worker: its commits, and movement without a step.
 
-A worker moves if its main thread is elsewhere in its code than at the last look, if work of holdfast has
-gone on, or if processes below it compute: a script may wait for an evaluation that it has begun as a
-process.  Its own processor time says nothing, for who waits in a collective may spin; nor do processes that
-only look now and then whether there is something to do, as idle workers of a DataLoader: these take less
-than `BUSY` of a core.
+A worker moves if its main thread is at another place in its code than at the last check, if holdfast has
+read or written, or if its child processes compute: a script may wait for an evaluation in a child process.
+The worker's own processor time proves nothing, since a wait in a collective may spin.  Nor do children that
+only poll for work, such as idle DataLoader workers: they use less than `BUSY` of a core.
 """
 
 from __future__ import annotations
@@ -21,35 +20,38 @@ from pathlib import Path
 from holdfast.base import events
 
 BUSY = 0.05
-"""Share of a core from which on the processes below a worker compute."""
-LONGEST_S = 7200.0
-"""Seconds for which that counts while the worker itself is still: a monitor may compute for ever."""
+"""Share of a core from which on the child processes of a worker count as computing."""
+_BUSY_LIMIT_S = 7200.0
+"""Seconds for which computing children count while the worker itself is still: a monitor may run for
+ever."""
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass
 class Commits:
-    """The saves, in memory or in storage, that have brought a run further."""
+    """Counts commits, in memory or in storage, of steps newer than all before."""
 
     number: int = 0
     _saved: int = 0
-    """The newest step that is complete, since training has gone back last."""
+    """The newest committed step since training last went back."""
     _at: tuple[int, int] = (0, 0)
 
     def at(self, attempt: int, step: int) -> None:
-        """Note where training is.  In a new attempt, or where it has gone back, older steps count anew."""
+        """Note the attempt and step of training.  In a new attempt, or after going back, older steps count
+        again."""
         if attempt != self._at[0] or step < self._at[1]:
             self._saved = 0
         self._at = attempt, step
 
     def note(self, step: int) -> None:
-        """Note that a step is complete: nothing, if a newer one was before, as a snapshot is."""
+        """Note that a step is committed; a step no newer than the last commit, such as a snapshot's, is
+        ignored."""
         if step > self._saved:
             self._saved, self.number = step, self.number + 1
 
 
 class Movement:
-    """The movement of this process, from one look to the next."""
+    """The movement of this process between two checks."""
 
     def __init__(self) -> None:
         self._place = 0
@@ -63,18 +65,17 @@ class Movement:
         if self._place != before:
             self._moved_at = time.monotonic()
             return True
-        return self._have_computed() and time.monotonic() - self._moved_at < LONGEST_S
+        return self._have_computed() and time.monotonic() - self._moved_at < _BUSY_LIMIT_S
 
     def _have_computed(self) -> bool:
-        """Tell whether the processes below this one have computed since the last call."""
+        """Tell whether the child processes have computed since the last call."""
         before, since = self._used_s, self._looked_at
         self._used_s, self._looked_at = used_below_s(), time.monotonic()
         return self._used_s - before >= BUSY * (self._looked_at - since)
 
 
 def _place() -> int:
-    """Return a number that is another one when the main thread is elsewhere in its code, or work of
-    holdfast, such as reading and writing, has gone on."""
+    """Return a number that changes when the main thread moves in its code, or holdfast reads or writes."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     places: list[object] = [sum(tuple(events.counters.values()))]
     while frame is not None:
@@ -84,8 +85,8 @@ def _place() -> int:
 
 
 def used_below_s() -> float:
-    """Return the processor time, in seconds, of all processes below this one: of those that run, and of
-    those that have ended and were waited for."""
+    """Return the processor time, in seconds, of all descendants of this process: running ones, and those
+    that ended and were waited for."""
     ended = os.times()
     used_s = ended.children_user + ended.children_system
     parents, seen = [os.getpid()], set[int]()
@@ -99,7 +100,7 @@ def used_below_s() -> float:
 
 
 def _children(pid: int) -> Iterator[int]:
-    """Yield the processes that the threads of a process have begun."""
+    """Yield the pids of the children of a process."""
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with suppress(OSError):
@@ -108,7 +109,7 @@ def _children(pid: int) -> Iterator[int]:
 
 
 def _used_s(pid: int) -> float:
-    """Return the processor time of a process and of those that it has waited for; 0 if it is gone."""
+    """Return the processor time of a process and its reaped children; 0 if the process is gone."""
     with suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
         return sum(map(int, fields[11:15])) / _TICKS

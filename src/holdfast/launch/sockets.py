@@ -1,9 +1,9 @@
-"""Sockets of a launcher, and its descriptors: strangers who knock find little, and take nothing.
+"""Sockets and file descriptors of a launcher, safe against strangers who connect to its ports.
 
-Who is told an address of loopback is on this node: a socket for him listens at loopback alone.  What other
-nodes have to reach listens everywhere.  A stranger who opens connections there by the thousand takes the
-descriptors of the process: so the limit on these is as high as the system allows, some are held back for
-what a recovery needs, and sockets are looked at by `poll`, since `select` knows no descriptor above 1,023.
+A socket whose clients get a loopback address listens at loopback only, since these clients are on this
+node.  A socket for other nodes listens at every address.  A stranger who opens thousands of connections
+there uses up the descriptors of the process.  So their limit is as high as the system allows, some are held
+back for a recovery, and sockets are polled with `poll`, since `select` knows no descriptor above 1,023.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 NUM_SPARE = 128
-"""Descriptors that are held back: for sockets of workers that are forked, and a store and its clients."""
+"""Descriptors held back: for the sockets of new workers, and for a store and its clients."""
 
 
 class HasFileno(Protocol):
     def fileno(self) -> int: ...
 
 
-def readable(sockets: Iterable[int | HasFileno], limit_s: float | None = 0.0) -> set[int]:
-    """Wait until one of these can be read, or has ended, but no longer than `limit_s`, if it is given;
-    return the descriptors of those that can, or have."""
+def wait_readable(sockets: Iterable[int | HasFileno], limit_s: float | None = 0.0) -> set[int]:
+    """Wait until a socket can be read or has ended, for at most `limit_s` seconds (None: no limit); return
+    the descriptors of those sockets."""
     poll = select.poll()
-    for one in sockets:
-        poll.register(one, select.POLLIN)
+    for each in sockets:
+        poll.register(each, select.POLLIN)
     return {number for number, _ in poll.poll(None if limit_s is None else 1000 * limit_s)}
 
 
 def loopback_of(host: str | None) -> str:
-    """Return the address of loopback that a host is said to have, if it is one for certain; else nothing: a
-    name may be of loopback here, and of something else on other nodes."""
+    """Return the loopback address of a host, or an empty text if it is not certainly loopback: a name may
+    mean loopback on this node and something else on others."""
     if host == "localhost":
         with suppress(OSError), socket.socket(socket.AF_INET6) as trial:
             found = {str(one[4][0]) for one in socket.getaddrinfo(host, 0, socket.AF_INET6)}
@@ -52,7 +52,7 @@ def loopback_of(host: str | None) -> str:
 
 
 def listener(host: str | None, port: int = 0) -> socket.socket:
-    """Return a socket that listens at loopback if `host` is of it, else at every address.  OSError."""
+    """Return a socket that listens at loopback if `host` is loopback, else at every address.  OSError."""
     place = loopback_of(host)
     if place:
         family = socket.AF_INET6 if ":" in place else socket.AF_INET
@@ -63,11 +63,12 @@ def listener(host: str | None, port: int = 0) -> socket.socket:
 
 
 def store_at(host: str, port: int, is_master: bool = False, **known: Any) -> TCPStore:
-    """Return torch's store.  One that is served from here, and reached at loopback, listens there alone."""
+    """Return torch's store.  If this process serves it and `host` is loopback, it listens at loopback
+    only."""
     from torch.distributed import TCPStore
 
     if is_master and loopback_of(host):
-        with suppress(OSError):  # this process serves one there, or another: torch finds out
+        with suppress(OSError):  # the port is taken, maybe by this process: torch handles that
             listening = listener(host, port)
             port = listening.getsockname()[1]
             known["master_listen_fd"] = listening.detach()
@@ -75,20 +76,20 @@ def store_at(host: str, port: int, is_master: bool = False, **known: Any) -> TCP
 
 
 def raise_limit() -> None:
-    """Let this process have as many descriptors as the system allows it."""
+    """Raise this process's limit of descriptors as far as the system allows."""
     with suppress(OSError, ValueError):
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class SpareFiles:
-    """Descriptors that are held back until something needs them."""
+    """Descriptors held back until a recovery needs them."""
 
     def __init__(self) -> None:
         self._held: list[int] = []
 
     def hold(self) -> None:
-        """Hold back as many as there are, up to the number."""
+        """Hold back up to `NUM_SPARE` descriptors."""
         with suppress(OSError):
             while len(self._held) < NUM_SPARE:
                 self._held.append(os.open(os.devnull, os.O_RDONLY))

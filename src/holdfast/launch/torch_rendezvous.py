@@ -1,16 +1,16 @@
 """torch's dynamic rendezvous, over a connection that can be replaced.
 
-torch makes a handler for one connection.  When that fails, the handler is of no use any more, and a
-new handler would be a new node to the others.  Here the handler is kept, and is given the store and
-the backend of a new connection: to the next of several endpoints, if there are several.
+torch makes a handler for one connection.  When that fails, the handler is useless, and a new handler would
+be a new node for the others.  So the handler is kept here, and gets the store and the backend of a new
+connection, to the next endpoint if there are several.
 
-etcd forgets the state of a rendezvous after two hours, and no key of its store.  A later run of the same
-name counts its rounds from 0 again, and would find what was said in those of the earlier one.  So the first
-node of a run puts an identifier into the state, which all others take from there, and it is part of each
-key.  The first of a round is the first of a run, too, unless one comes after it that was in a round before.
+etcd forgets the state of a rendezvous after two hours, but keeps the keys of its store.  A later run of the
+same name would count its rounds from 0 again and find the earlier run's messages.  So the first node of a
+run puts an identifier into the state, and every key begins with it.  The first node of a round counts as
+the first of a run, unless a node comes after it that was in an earlier round.
 
-`Rendezvous` leaves the private parts of torch's handler to this file.  A method that asks the host
-blocks until it answers: `Rendezvous` calls it from a thread of its own.
+Only this file touches the private parts of torch's handler.  A method that asks the host blocks until it
+answers:  `Rendezvous` calls it from a separate thread.
 """
 
 from __future__ import annotations
@@ -42,26 +42,27 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     create_handler,
 )
 
-from holdfast.launch.meeting_state import RUN, as_json, as_pickle
+from holdfast.launch.meeting_state import RUN_ATTRIBUTE, as_json, as_pickle
 from holdfast.launch.sockets import store_at
 
 T = TypeVar("T")
 
 LATER_CALL_S = 3.0
-"""Seconds that a later round with at least MIN nodes waits for those that lived when the last one ended."""
+"""Seconds that a later round with at least MIN nodes waits for the nodes that were alive when the last
+ended."""
 SILENT_S = 10.0
-"""Seconds without an answer after which a connection is given up, while the nodes are to meet."""
+"""Seconds without an answer after which a connection is given up, while the nodes should meet."""
 MOVE_S = 2.0
-"""The same where there is another endpoint, and at any time."""
+"""The same if there is another endpoint, at any time."""
 STORE_OF_RANKS = partial(store_at, is_master=True, multi_tenant=True)
-"""The store at MASTER_ADDR, as torch makes it, but for where it listens."""
+"""Makes the store at MASTER_ADDR as torch does, except for the address at which it listens."""
 TIMER = "RendezvousKeepAliveTimer"
-"""The names of torch's threads that give signs of life begin so."""
+"""Beginning of the names of torch's threads that give signs of life."""
 
 
 @contextmanager
 def as_lost_connection() -> Iterator[None]:
-    """In this block whatever a client of the host raises is the error of a lost connection."""
+    """In this block every error of the host's client becomes that of a lost connection."""
     try:
         yield
     except (RendezvousError, SignalException):
@@ -71,7 +72,7 @@ def as_lost_connection() -> Iterator[None]:
 
 
 class _Calls(RendezvousTimeout):  # type: ignore[misc]
-    """torch's limits, with a last call that depends on the round."""
+    """torch's time limits, with a last call that depends on the round."""
 
     def __init__(self, known: RendezvousTimeout, round_number: Callable[[], int]) -> None:
         super().__init__(known.join, known.last_call, known.close, known.heartbeat)
@@ -83,7 +84,7 @@ class _Calls(RendezvousTimeout):  # type: ignore[misc]
 
 
 def _leave(asked: Any, deadline: float) -> Any:
-    """torch's operation of leaving a round, for a node that waits, too."""
+    """torch's operation of leaving a round, extended to waiting nodes."""
     state, actions = asked.state, dynamic_rendezvous._Action
     for there, action in (
         (state.participants, actions.REMOVE_FROM_PARTICIPANTS),
@@ -96,9 +97,9 @@ def _leave(asked: Any, deadline: float) -> Any:
 
 
 class _Backend:
-    """torch's backend, whose questions are `asked` in a context, and which can be given up.
+    """torch's backend, with each request in the context `asked`; it can be given up.
 
-    The state is JSON to it, and a pickle to torch.
+    The wrapped backend sees the state as JSON, torch sees it as a pickle.
     """
 
     def __init__(self, backend: Any, asked: Callable[[], AbstractContextManager[None]]) -> None:
@@ -127,7 +128,7 @@ class _Backend:
 
 
 def alone(given: RendezvousParameters) -> DynamicRendezvousHandler:
-    """Return the rendezvous of one node, which meets nobody: its store is in this process, at no port."""
+    """Return the rendezvous of a single node: its store is in this process, without a port."""
     given.local_addr = given.local_addr or "127.0.0.1"  # where the ranks meet
     store = dist.HashStore()
     handler = create_handler(store, C10dRendezvousBackend(store, given.run_id), given)
@@ -136,7 +137,7 @@ def alone(given: RendezvousParameters) -> DynamicRendezvousHandler:
 
 
 class TorchRendezvous:
-    """torch's handler, as which the others know this node, and the connection that it asks over."""
+    """torch's handler, which is this node for the others, and its present connection."""
 
     def __init__(
         self,
@@ -149,12 +150,12 @@ class TorchRendezvous:
         self.expected = 0
         """Number of nodes with which the next round is complete; 0: not known."""
         self.turned_at = time.monotonic()
-        """When the thread that asks last had no question open."""
+        """When the asking thread last had no request open."""
         self.answered_at = self.turned_at
         self._given_up: WeakSet[threading.Thread] = WeakSet()
-        """Threads that were given up: they may not go on over a new connection."""
+        """Threads that were given up: they must not use a new connection."""
         self._met: tuple[str, int] | None = None
-        """The run, and its round in which the nodes met last; None: this node has met nobody."""
+        """The run and the round of the last meeting; None: this node has met nobody yet."""
         self.is_connecting = False
         self.handler = self._connected()
         self._settle(pause_s)
@@ -163,7 +164,7 @@ class TorchRendezvous:
 
     @property
     def state(self) -> Any:
-        """The state of torch's rendezvous, as it was when the host was asked last."""
+        """The state of torch's rendezvous at the last request to the host."""
         return self.handler._state_holder.state
 
     @property
@@ -173,14 +174,14 @@ class TorchRendezvous:
 
     @property
     def store_of_round(self) -> Any:
-        """The part of it in which the keys of the round are in which the nodes met last."""
+        """The part of the store with the keys of the last round."""
         run, number = self._met or ("", 0)
         return dist.PrefixStore(f"{run}/{number}", self.handler._store)
 
     @property
     def _run(self) -> str:
-        """The run, in keys; empty before its first node has come."""
-        return str(getattr(self.state, RUN, ""))
+        """The run's identifier, with which keys begin; empty before the first node has come."""
+        return str(getattr(self.state, RUN_ATTRIBUTE, ""))
 
     @property
     def node(self) -> Any:
@@ -195,24 +196,24 @@ class TorchRendezvous:
 
     @property
     def least(self) -> int:
-        """Number of nodes without which there is no round."""
+        """Least number of nodes in a round."""
         return int(self._given.min_nodes)
 
     @property
     def outlives_nodes(self) -> bool:
-        """The host is no node of the run: it may answer again, whichever nodes are lost."""
+        """The host is not a node of the run: it may answer again whichever nodes are lost."""
         return bool(self._given.backend != "c10d")
 
     @property
     def endpoint(self) -> str:
-        """The endpoint to which a connection was made, or tried, last."""
+        """The endpoint of the last connection that was made or tried."""
         return str(self._given.endpoint)
 
     # -- taking part ------------------------------------------------------------------------------
 
     def meet(self) -> RendezvousInfo | None:
         """Meet the others; None if they train, and this node still waits to be taken in."""
-        self.renew_heartbeats(begin=False)  # torch would wait for the thread of the timer
+        self.renew_heartbeats(begin=False)  # torch would wait for the timer's thread
         try:
             info = self.handler.next_rendezvous()
             self.end_if_given_up()
@@ -224,7 +225,7 @@ class TorchRendezvous:
         return info
 
     def strike(self, member: Any) -> None:
-        """Strike off a node whose launcher has ended, as if it had been silent for long."""
+        """Strike off a node whose launcher has ended, as if its last sign of life were old."""
         holder = self.handler._state_holder
         with self.handler._heartbeat_lock:
             while True:
@@ -241,7 +242,7 @@ class TorchRendezvous:
         self.handler._op_executor.run(_leave, deadline)
 
     def close(self) -> None:
-        """Close the rendezvous, unless this node is out of it, and the others can go on."""
+        """Close the rendezvous, unless this node is out of it and the others can go on."""
         self.renew_heartbeats(begin=False)
         self.handler.num_nodes_waiting()
         state, me = self.state, self.node
@@ -250,7 +251,7 @@ class TorchRendezvous:
             self.handler.set_closed()
 
     def _settle(self, pause_s: float) -> None:
-        """Have the handler look often, and wait for nobody who will not come."""
+        """Have the handler poll often, and not wait for nodes that will not come."""
         handler = self.handler
         holder = handler._state_holder
         holder._cache_duration = pause_s
@@ -261,10 +262,10 @@ class TorchRendezvous:
         def add_and_begin() -> None:
             state = holder.state
             if self._met is not None and self._met[1] < state.round:
-                # one that is new may have been the first to come, and have taken itself for a run's first
-                setattr(state, RUN, self._met[0])
+                # a new node may have come first, and have taken itself for the first of a run
+                setattr(state, RUN_ATTRIBUTE, self._met[0])
             elif not self._run or not state.participants:
-                setattr(state, RUN, uuid4().hex)
+                setattr(state, RUN_ATTRIBUTE, uuid4().hex)
             add()
             count = len(state.participants)
             if not state.complete and self._given.min_nodes <= self.expected <= count:
@@ -272,7 +273,7 @@ class TorchRendezvous:
 
         def store_of_new_round() -> Any:
             for name in ("_shared_tcp_store_server", "_bootstrap_store_info"):
-                setattr(handler, name, None)  # else this round's ranks would see the last one's
+                setattr(handler, name, None)  # else this round's ranks would get the last round's
             self._met = self._run, int(holder.state.round)
             return self.store_of_round
 
@@ -287,23 +288,23 @@ class TorchRendezvous:
 
     @property
     def can_move(self) -> bool:
-        """There is another endpoint."""
+        """Whether there is another endpoint."""
         return len(self._endpoints) > 1
 
     @property
     def silent_s(self) -> float:
-        """Seconds for which a question has had no answer; 0 while a connection is made."""
+        """Seconds for which a request has had no answer; 0 while a connection is made."""
         last = max(self.answered_at, self.turned_at)
         return 0.0 if self.is_connecting else time.monotonic() - last
 
     @property
     def is_silent(self) -> bool:
-        """The host has been silent for so long that the connection is to be given up."""
+        """Whether the host has been silent for too long, so that the connection must be given up."""
         return self.silent_s > (MOVE_S if self.can_move else SILENT_S)
 
     @contextmanager
     def asked(self) -> Iterator[None]:
-        """In this block the host is asked something, by a thread that is not given up."""
+        """The context of a request to the host, by a thread that was not given up."""
         self.end_if_given_up()
         with as_lost_connection():
             yield
@@ -316,19 +317,19 @@ class TorchRendezvous:
             raise RendezvousConnectionError("this thread was given up")
 
     def give_up(self, thread: threading.Thread) -> RendezvousConnectionError:
-        """Give up the connection, and the thread that waits for it: neither asks anything more.  Return the
-        error that says so."""
+        """Give up the connection and the thread that waits for it: neither sends another request.  Return
+        the error to raise."""
         silent_s = self.silent_s
         self.give_up_thread(thread)
         self._backend.is_given_up = True
         return RendezvousConnectionError(f"no answer for {silent_s:.0f} s")
 
     def give_up_thread(self, thread: threading.Thread) -> None:
-        """Give up a thread: it asks nothing more, and no answer that it waits for is taken over."""
+        """Give up a thread: it sends no more requests, and the answer that it waits for is dropped."""
         self._given_up.add(thread)
 
     def reconnect(self) -> None:
-        """Ask over a new connection from now on, as the same node."""
+        """Use a new connection from now on, as the same node."""
         self._turn()
         with as_lost_connection():
             fresh, handler = self._connected(), self.handler
@@ -339,20 +340,21 @@ class TorchRendezvous:
         self._ask_over(fresh._state_holder._backend)
 
     def renew_heartbeats(self, *, begin: bool) -> None:
-        """Stop the timer that gives signs of life, whose thread may wait for an answer; `begin` another."""
+        """Stop the timer for signs of life, whose thread may wait for an answer; `begin`: start a new
+        timer."""
         timer, self.handler._keep_alive_timer = self.handler._keep_alive_timer, None
         if timer is not None:
             timer._ctx.stop_event.set()
             timer._finalizer.detach()  # it would wait for that thread
             self.give_up_thread(timer._thread)
-        self.handler._heartbeat_lock = threading.Lock()  # who was given up may hold the one before
+        self.handler._heartbeat_lock = threading.Lock()  # a thread given up may hold the old lock
         if begin:
-            self.handler._keep_alive()  # the first of a timer comes late
+            self.handler._keep_alive()  # a new timer gives its first sign late
             self.end_if_given_up()
             self.handler._start_heartbeats()
 
     def _connected(self) -> DynamicRendezvousHandler:
-        """Return a handler with a new connection, to the first endpoint that answers."""
+        """Return a handler with a new connection to the first endpoint that answers."""
         self.is_connecting = True
         try:
             for _ in self._endpoints[1:]:
@@ -374,10 +376,10 @@ class TorchRendezvous:
         return handler
 
     def _turn(self) -> None:
-        """Have the next endpoint be the first."""
+        """Make the next endpoint the first."""
         self._endpoints = [*self._endpoints[1:], self._endpoints[0]]
 
     def _ask_over(self, backend: Any) -> None:
-        """Have the handler ask over this backend, of the newest connection."""
+        """Have the handler use this backend, of the newest connection."""
         self._backend = self.handler._state_holder._backend = _Backend(backend, self.asked)
         self.answered_at = time.monotonic()

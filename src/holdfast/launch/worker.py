@@ -1,4 +1,4 @@
-"""A worker: a process forked from the fork server, which becomes what `python SCRIPT` would start."""
+"""A worker: a process forked from the fork server, which runs the script like `python SCRIPT`."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from contextlib import suppress
 from types import ModuleType
 
 from holdfast.launch import recovery
-from holdfast.launch.channel import LONGEST, WorkerEnd
+from holdfast.launch.channel import TRACEBACK_CHARS, WorkerEnd
 from holdfast.launch.forkserver import Start
 
 STACKS = signal.SIGRTMAX - 3
-"""The signal upon which a worker writes the stacks of its threads to a file that the launcher reads."""
+"""Upon this signal a worker writes the stacks of its threads to a file that the launcher reads."""
 
 _OF_A_RANK = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT"),
 )
-"""Variables that say which rank a process is.  A spare is none yet: what the launcher's environment has of
-them is another's, such as the RANK of a node, which Kubernetes' operators set."""
+"""Environment variables of a rank.  A spare has no rank yet: the launcher's own values mean something else,
+such as the RANK of a node, which Kubernetes' operators set."""
 
 
 def become(start: Start, end: socket.socket, stacks: int) -> None:
-    """Run the script; it raises what the script raises.  `stacks`: a file for the stacks of its threads."""
+    """Run the script, and raise its errors.  `stacks`: a file for the stacks of its threads."""
     os.setsid()
     recovery.listen_to(WorkerEnd(end, is_spare=start.is_spare))
     recovery.write_to(start.stdout, start.stderr)
@@ -51,31 +51,31 @@ def become(start: Start, end: socket.socket, stacks: int) -> None:
         _run_script(name, arguments)
 
 
-def fail(error: BaseException) -> None:
-    """Show what the script has raised, as Python would, and write it where torch looks for it."""
+def show_failure(error: BaseException) -> None:
+    """Print the script's error as Python would, and write it to the file that torch reads."""
     error.__traceback__ = recovery.of_script(error.__traceback__)
     sys.excepthook(type(error), error, error.__traceback__)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
-    if path and not os.path.exists(path):  # else torch's own `record` was there before
+    if path and not os.path.exists(path):  # else torch's `record` has written it
         text = "".join(traceback.format_exception(error))
-        about = {"py_callstack": text[-LONGEST:], "timestamp": str(int(time.time()))}
+        about = {"py_callstack": text[-TRACEBACK_CHARS:], "timestamp": str(int(time.time()))}
         kind = "".join(traceback.format_exception_only(error)).strip()
         with suppress(OSError), open(path, "w") as file:
             json.dump({"message": {"message": kind[-500:], "extraInfo": about}}, file)
 
 
 def _write_lines() -> None:
-    """Have each line that is printed go out at once, and whole, so that lines of ranks do not mix.
+    """Write each printed line at once and whole, so that lines of ranks do not mix.
 
-    Torchrun's `python -u` writes a line and its end one after the other.
+    torchrun's `python -u` writes a line and its newline separately.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # else there is none, or a preloaded module's
+        if isinstance(stream, io.TextIOWrapper):  # else there is none, or a module replaced it
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _reseed() -> None:
-    """Python gives every fork numbers of its own; numpy, where it was imported, does not."""
+    """Reseed numpy, if imported: forks would draw equal numbers.  Python reseeds itself at a fork."""
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
 

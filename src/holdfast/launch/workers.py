@@ -1,7 +1,7 @@
 """The workers of one node: forked, told to leave and to enter, watched, replaced.
 
-`Workers` is what torch's elastic agent takes for a set of processes.  It outlives an attempt, and so do the
-workers that leave their recoverable function when they are told to.
+For torch's elastic agent, `Workers` is a set of processes.  It outlives an attempt, and so do workers that
+leave their recoverable function upon a `Leave`.
 """
 
 from __future__ import annotations
@@ -36,80 +36,82 @@ from holdfast.launch.channel import (
     Stuck,
 )
 from holdfast.launch.forkserver import ForkServer, Start
-from holdfast.launch.hangs import SURE_S, Progress, StepPace
+from holdfast.launch.hangs import SURE_S, RankProgress, StepPace
 from holdfast.launch.nodes import may_be_of_a_peer
-from holdfast.launch.sockets import SpareFiles, readable
+from holdfast.launch.sockets import SpareFiles, wait_readable
 from holdfast.launch.worker import STACKS
 
 GRACE_S = 0.25
-"""Seconds that an error of a rank is looked at before it counts: a peer's end may be behind it."""
+"""Seconds before an error of a rank counts: the end of a peer may be its cause."""
 SETTLE_S = 5.0
 """Seconds after an attempt has begun before a new spare is forked."""
+LEAVE_S = 10.0
+"""Seconds for workers to leave their function before they are killed."""
 STACKS_S = 2.0
 """Seconds that a process may take to write its stacks."""
 SAVE_S = 30.0
-"""Seconds that a script that is not marked may take upon SIGTERM, when a node joins; torch's, too."""
+"""Seconds for an unmarked script to save upon SIGTERM when a node joins; torch's limit as well."""
 UNMARKED_S = 60.0
-"""Seconds after which a script that has not called a marked function may have none."""
+"""Seconds without a call of a recoverable function before options that need one are complained about."""
 UNSTEPPED_S = 600.0
-"""Seconds after which a marked script that has told no step may tell none."""
+"""Seconds without a step of a marked script before --hang-s is complained about."""
 BAD_SPARES = 3
-"""Number of spares that may end without having had a rank, until no more are forked."""
+"""Number of spares that may end without a rank before no more are forked."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The script of every worker of this node, and the rules by which workers are looked after."""
+    """The script of every worker of this node, and the options for managing workers."""
 
     server: ForkServer
     words: list[str]
     is_module: bool
     spares: int = 0
     nproc_min: int | None = None
-    """With how many ranks this node goes on while processes for the others are made; None: with all."""
+    """Least number of ranks with which this node goes on while processes for the others start; None:
+    all."""
     hang_s: float | None = None
-    leave_s: float = 10.0
     say: Callable[[str], None] = print
     spare_files: SpareFiles = field(default_factory=SpareFiles)
 
 
 @dataclass
 class RankProcess:
-    """One process."""
+    """The process of a rank or a spare."""
 
     pid: int
     end: LauncherEnd
     attempt: int
-    """The one for which it was forked."""
+    """The attempt for which the process was forked."""
     is_spare: bool = False
-    """It waits, or will, for a rank to be lost."""
+    """The process has no rank, and waits to replace a lost one."""
     is_marked: bool = False
-    """It has come to its recoverable function."""
+    """The process has reached its recoverable function."""
     left: Left | None = None
     is_done: bool = False
     is_ending: bool = False
-    """It was told that the run is over, and hears no more."""
+    """The process was told that the run is over, and hears nothing more."""
     is_put_down: bool = False
-    """It was killed for no fault of its own: it is not recoverable in place, or nothing wakes it."""
+    """The process was killed without being at fault: it cannot recover in place, or nothing wakes it."""
     is_stuck: bool = False
-    """It was told to leave, and waits in a collective that nothing ends."""
+    """The process was told to leave, but waits in a collective that nothing ends."""
     status: int | None = None
-    """Its exit status; None while it runs."""
-    progress: Progress = field(default_factory=lambda: Progress(time.monotonic()))
+    """The exit status; None while the process runs."""
+    progress: RankProgress = field(default_factory=lambda: RankProgress(time.monotonic()))
     left_at: float = 0.0
     commits: int = 0
-    """Number of times that it has known of a newer step that is complete, in memory or in storage."""
+    """Number of commits of a newer step that the process has reported, in memory or in storage."""
     doubtful_s: float = 0.0
-    """For how long it was still when it was taken to hang, though it may have been at work."""
+    """For a doubtful hang: seconds without progress, though the process may have been at work."""
 
     @property
     def step(self) -> int:
-        """The last step that it has done."""
+        """The last step that the process has done."""
         return self.progress.step
 
     @property
     def is_out(self) -> bool:
-        """It waits for a word."""
+        """The process is out of its function, and waits for a message."""
         return (
             self.status is None and not self.is_ending and (self.left is not None or self.is_done)
         )
@@ -125,22 +127,22 @@ class Workers(PContext):  # type: ignore[misc]
         self.hosts: list[str] = []
         """Addresses of the other nodes."""
         self.may_end: Callable[[], bool] = lambda: True
-        """Asked when all workers are done: whether those of the other nodes are, too."""
+        """Called when all workers are done: tells whether the workers of all other nodes are done too."""
         self.slots = list(range(self.nprocs))
         """The slots that have a rank in this attempt, in the order of the local ranks."""
         self.left_out: set[int] = set()
-        """Slots that get no rank any more."""
+        """Slots that no longer get a rank."""
         self.has_saved = False
-        """Some worker has told that a step is complete, in memory or in storage."""
+        """A worker has reported a commit, in memory or in storage."""
         self._workers: dict[int, RankProcess] = {}
         self._spares: list[RankProcess] = []
         self._entered = time.monotonic()
         self._pace = StepPace(launch.hang_s)
         self._bad_spares = 0
-        self._has_ended = False
-        """All were done, and were told so, or the run is given up."""
+        self.has_ended = False
+        """All workers were told that the run has ended or failed."""
         self._complaints = set[str]()
-        """The complaints that were made already: each is made once."""
+        """Names of the complaints that were printed; each is printed once."""
 
     @property
     def everyone(self) -> list[RankProcess]:
@@ -171,9 +173,9 @@ class Workers(PContext):  # type: ignore[misc]
         return None
 
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
-        """End every worker by `death_sig`; those that are left after `timeout` seconds are killed."""
+        """End every worker by `death_sig`; kill those that remain after `timeout` seconds."""
         everyone = self.everyone
-        with suppress(AgentError):  # if the fork server is gone, what it forked is, too
+        with suppress(AgentError):  # if the fork server is gone, so are its workers
             for number, limit_s in ((death_sig, timeout), (signal.SIGKILL, 5.0)):
                 for worker in everyone:
                     self._kill(worker, number)
@@ -183,8 +185,8 @@ class Workers(PContext):  # type: ignore[misc]
         self._spares.clear()
 
     def _have_ended(self) -> bool:
-        """Tell whether every process has ended; let those go on that have saved and returned from their
-        function upon a signal, and wait for the others."""
+        """Tell whether every process has ended.  A process that waits for a message gets `End`: upon the
+        signal it has saved and returned from its function, or it is a spare."""
         for worker in self.everyone:
             is_waiting = worker.is_out or (worker.is_spare and worker.is_marked)
             if is_waiting and not worker.is_ending:
@@ -198,9 +200,9 @@ class Workers(PContext):  # type: ignore[misc]
         return self._workers[self.slots[rank]]
 
     def leave(self, *, is_calm: bool = False) -> None:
-        """Have every worker leave its function; those that cannot, or do not in time, are killed.
+        """Have every worker leave its function; kill workers that cannot leave, or not in time.
 
-        Where no rank has failed, `is_calm`, a script that is not marked may save first, as with torchrun.
+        If no rank has failed (`is_calm`), an unmarked script may save first, as with torchrun.
         """
         self._pace.rest()
         inside = [w for w in self._workers.values() if w.status is None and not w.is_out]
@@ -224,13 +226,13 @@ class Workers(PContext):  # type: ignore[misc]
                 self._kill(worker, signal.SIGKILL)
         self._until(
             lambda: all(w.is_out or w.is_stuck or w.status is not None for w in inside),
-            self.launch.leave_s,
+            LEAVE_S,
         )
         left = [w for w in inside if not w.is_out and w.status is None]
         stuck, late = [w for w in left if w.is_stuck], [w for w in left if not w.is_stuck]
         for those, why in (
-            (stuck, "wait in a collective that a lost rank left, and are not woken"),
-            (late, f"did not leave within {self.launch.leave_s:g} s"),
+            (stuck, "wait in a collective for a lost rank, and nothing wakes them"),
+            (late, f"did not leave within {LEAVE_S:g} s"),
         ):
             if those:
                 self.launch.say(f"killed, since they {why}: {', '.join(str(w.pid) for w in those)}")
@@ -241,7 +243,7 @@ class Workers(PContext):  # type: ignore[misc]
         self._until(lambda: all(w.is_out or w.status is not None for w in inside), 5.0)
 
     def failed(self) -> list[int]:
-        """Return the local ranks that have ended badly, or left their function by themselves."""
+        """Return the local ranks that ended badly, or left their function by their own error."""
         return [
             rank
             for rank, slot in enumerate(self.slots)
@@ -250,10 +252,10 @@ class Workers(PContext):  # type: ignore[misc]
         ]
 
     def choose_slots(self) -> int:
-        """Choose the slots that get a rank in the next attempt, and return how many.
+        """Choose the slots that get a rank in the next attempt, and return their number.
 
-        Those without a process get a spare; where none is ready, they are done without as long as
-        `nproc_min` allows it.
+        A slot without a process gets a spare.  If no spare is ready, the slot stays empty as long as
+        `nproc_min` allows.
         """
         fit = [slot for slot in range(self.nprocs) if slot not in self.left_out]
         vacant = [
@@ -273,7 +275,7 @@ class Workers(PContext):  # type: ignore[misc]
         return least is not None and self.nprocs - len(self.left_out | {slot}) >= least
 
     def failure(self, rank: int) -> ProcessFailure:
-        """Return what torch shall know of a rank that failed."""
+        """Return the failure of a rank, for torch."""
         worker = self.worker(rank)
         slot = self.slots[rank]
         if worker.left is not None:
@@ -287,29 +289,23 @@ class Workers(PContext):  # type: ignore[misc]
 
     @property
     def are_counting(self) -> bool:
-        """Some worker has told a step, or that one is saved: it has a Checkpointer, which will save."""
+        """Whether a worker has reported a step or a commit: it has a Checkpointer, which will save."""
         return self.has_saved or any(w.step > 0 for w in self._workers.values())
 
     @property
     def commits(self) -> int:
-        """Number of times that a newer step was complete, by the worker that has seen most of them.
-
-        It is of use within one attempt.
-        """
+        """Number of commits of a newer step, by the worker that reported most; comparable within an
+        attempt."""
         return max((w.commits for w in self._workers.values()), default=0)
 
     @property
     def is_marked(self) -> bool:
-        """Every worker has come to its recoverable function."""
+        """Whether every worker has reached its recoverable function."""
         return all(w.is_marked for w in self._workers.values())
 
     @property
-    def has_ended(self) -> bool:
-        return self._has_ended
-
-    @property
     def can_grow(self) -> bool:
-        """A process is ready for a slot that has no rank."""
+        """Whether a process is ready for a slot that has no rank."""
         return self._num_vacant > 0 and bool(self._ready())
 
     @property
@@ -317,11 +313,11 @@ class Workers(PContext):  # type: ignore[misc]
         return int(self.nprocs) - len(self.left_out) - len(self.slots)
 
     def enter(self, envs: dict[int, dict[str, str]]) -> None:
-        """Begin the next attempt, in processes that have left, spares, and new ones."""
-        self._listen()  # somebody may have ended meanwhile
+        """Begin the next attempt, in processes that have left, spares, and new processes."""
+        self._listen()  # a process may have ended meanwhile
         self.attempt += 1
         self.envs = envs
-        self._has_ended = False
+        self.has_ended = False
         self._bad_spares = 0
         self._entered = time.monotonic()
         for slot in [slot for slot in self._workers if slot not in self.slots]:
@@ -329,7 +325,7 @@ class Workers(PContext):  # type: ignore[misc]
         for rank in self.slots:
             with suppress(OSError):
                 if os.path.isfile(self.error_files[rank]):  # and not /dev/null
-                    os.unlink(self.error_files[rank])  # that of the attempt before
+                    os.unlink(self.error_files[rank])  # of the last attempt
             worker = self._workers.get(rank)
             while worker is None or not self._enters(worker, rank):
                 if worker is not None:
@@ -341,7 +337,7 @@ class Workers(PContext):  # type: ignore[misc]
         self._pace.go_on(time.monotonic())
 
     def _enters(self, worker: RankProcess, rank: int) -> bool:
-        """Have a process take a rank; False if it is none that can."""
+        """Have a process take a rank; False if it cannot."""
         if worker.status is not None or worker.is_ending:
             return False
         if worker.is_marked and (worker.is_out or worker.is_spare):
@@ -350,24 +346,24 @@ class Workers(PContext):  # type: ignore[misc]
         return not worker.is_marked and worker.attempt == self.attempt
 
     def _bury(self, worker: RankProcess) -> None:
-        """Let go of a process that has ended, and end what it began if it was killed."""
+        """Close the channel of an ended process; if it was killed, kill its child processes."""
         worker.end.close()
         if worker.status is not None and worker.status < 0:
             with suppress(ProcessLookupError):
                 os.killpg(worker.pid, signal.SIGKILL)
 
     def _dismiss(self, worker: RankProcess) -> None:
-        """End a worker whose slot has no rank any more."""
+        """Kill a worker whose slot no longer has a rank."""
         self._kill(worker, signal.SIGKILL)
         worker.end.close()
 
     def give_up(self) -> None:
-        """The run has failed: those that wait for a word end."""
+        """The run has failed: end the workers that wait for a message."""
         self._end(is_good=False)
 
     def _end(self, *, is_good: bool) -> None:
-        if not self._has_ended:
-            self._has_ended = True
+        if not self.has_ended:
+            self.has_ended = True
             for worker in self.everyone:
                 worker.end.say(End(is_good))
                 worker.is_ending = True
@@ -411,18 +407,18 @@ class Workers(PContext):  # type: ignore[misc]
         return None
 
     def _keep_spares(self) -> None:
-        """Fork spares, when training goes on: only where there is a recoverable function to wait at."""
+        """Fork missing spares while training goes on, if there is a recoverable function to wait at."""
         for worker in [w for w in self._spares if w.status is not None]:
             self._spares.remove(worker)
             self._tell_of_spare(worker)
         is_calm = time.monotonic() - self._entered > SETTLE_S or self.attempt == 1
         wanted = self.launch.spares * is_calm + self._num_vacant
         is_wanted = len(self._spares) < wanted and self._bad_spares < BAD_SPARES
-        if is_wanted and self.is_marked and not self._has_ended:
+        if is_wanted and self.is_marked and not self.has_ended:
             self._spares.append(self._fork(len(self._spares) % self.nprocs, is_spare=True))
 
     def _look_for_a_mark(self) -> None:
-        """Say once if options were given that do nothing for a script that is not marked."""
+        """Complain once about options that do nothing for an unmarked script."""
         given = {"--spares": self.launch.spares > 0, "--hang-s": self.launch.hang_s is not None}
         named = [option for option, is_given in given.items() if is_given]
         workers = self._workers.values()
@@ -432,32 +428,32 @@ class Workers(PContext):  # type: ignore[misc]
         self._complain(
             "mark",
             "no rank has called a function that is marked with @holdfast.recoverable: "
-            f"until one does, nothing comes of {' and '.join(named)}",
+            f"until then {' and '.join(named)} {'do' if len(named) > 1 else 'does'} nothing",
         )
 
     def _look_for_a_step(self) -> None:
-        """Say once that a limit on steps does nothing for a marked script that tells none."""
+        """Complain once about a limit on steps for a marked script that reports none."""
         asked_s, is_late = self.launch.hang_s, self.entered_s > UNSTEPPED_S
-        are_at_work = self.is_marked and not self._has_ended
+        are_at_work = self.is_marked and not self.has_ended
         have_stepped = any(w.step > 0 for w in self._workers.values())
         if asked_s is None or not is_late or not are_at_work or have_stepped:
             return
         self._complain(
             "step",
-            f"no rank has told a step by Checkpointer.step: --hang-s {asked_s:g} is on steps, and "
-            f"until there is one, ranks hang that do nothing for {max(asked_s, SURE_S):g} s",
+            f"no rank has called Checkpointer.step: --hang-s {asked_s:g} limits the time between steps; "
+            f"before the first step, ranks hang that do nothing for {max(asked_s, SURE_S):g} s",
         )
 
     def _complain(self, of: str, text: str) -> None:
-        """Say something once."""
+        """Print a complaint, once by its name."""
         if of not in self._complaints:
             self._complaints.add(of)
             self.launch.say(text)
 
     def _tell_of_spare(self, worker: RankProcess) -> None:
-        """Say that a spare has ended, and if so, that no more are forked."""
+        """Report the end of a spare, and that no more are forked if there were too many."""
         worker.end.close()
-        if self._has_ended:
+        if self.has_ended:
             return
         self._bad_spares += 1
         where = "waited for a rank" if worker.is_marked else "came to its recoverable function"
@@ -471,13 +467,13 @@ class Workers(PContext):  # type: ignore[misc]
             )
 
     def _tell_stacks(self, workers: list[RankProcess]) -> None:
-        """Say what the threads of workers are at."""
+        """Print the stacks of all threads of workers."""
         before = {w.pid: w.end.stacks_size() for w in workers}
         for worker in workers:
             with suppress(ProcessLookupError):
                 os.kill(worker.pid, STACKS)
         self._until(lambda: all(w.end.stacks_size() > before[w.pid] for w in workers), STACKS_S)
-        self._until(lambda: False, 0.1)  # it may be in the middle of it
+        self._until(lambda: False, 0.1)  # a worker may be in the middle of writing
         for worker in workers:
             rank = next((r for r, w in self._workers.items() if w is worker), None)
             text = worker.end.stacks_since(before[worker.pid]).strip()
@@ -488,27 +484,23 @@ class Workers(PContext):  # type: ignore[misc]
         if worker.status is not None:
             return
         numbers = [number] if number == signal.SIGKILL else [number, signal.SIGCONT]
-        for one in numbers:
+        for each in numbers:
             with suppress(ProcessLookupError):
                 try:
-                    os.killpg(worker.pid, one)
+                    os.killpg(worker.pid, each)
                 except ProcessLookupError:  # it was forked just now, and leads no group yet
-                    os.kill(worker.pid, one)
+                    os.kill(worker.pid, each)
 
     def _until(self, is_so: Callable[[], bool], limit_s: float) -> None:
         until = time.monotonic() + limit_s
         while not is_so() and (left := until - time.monotonic()) > 0:
-            self._wait(min(left, 0.05))
+            self.pause(min(left, 0.05))
             self._listen()
 
-    def _wait(self, limit_s: float) -> None:
-        """Wait until anybody says something."""
-        ends = [w.end for w in self.everyone if w.status is None]
-        readable([self.launch.server, *ends], limit_s)
-
     def pause(self, limit_s: float) -> None:
-        """Wait until a worker has ended or said something, but no longer than `limit_s`."""
-        self._wait(limit_s)
+        """Wait until a worker has ended or sent a message, for at most `limit_s`."""
+        ends = [w.end for w in self.everyone if w.status is None]
+        wait_readable([self.launch.server, *ends], limit_s)
 
     def _listen(self) -> None:
         ended = self.launch.server.ended()
@@ -566,12 +558,12 @@ class Workers(PContext):  # type: ignore[misc]
             Path(self.error_files[rank]).write_text(json.dumps(told))
 
     def _hung(self, now: float) -> Iterator[tuple[int, ProcessFailure]]:
-        """Ranks that make no progress: their stacks are told, and those to blame are killed.
+        """Yield ranks that make no progress; print their stacks, and kill the ranks to blame.
 
-        Those whose function has returned do not count: they wait for the others.
+        A rank whose function has returned does not count: it waits for the others.
         """
         running = {r: w for r, w in self._workers.items() if w.status is None and not w.is_out}
-        if not any(w.is_marked for w in running.values()) or self._has_ended:
+        if not any(w.is_marked for w in running.values()) or self.has_ended:
             return
         limit_s = self._pace.exceeded_s([w.progress for w in running.values()], now)
         if limit_s is None:
@@ -593,24 +585,26 @@ class Workers(PContext):  # type: ignore[misc]
     def _tell_of_a_hang(
         self, limit_s: float, running: dict[int, RankProcess], to_blame: set[int]
     ) -> None:
-        """Say that ranks hang, and note whether that is in doubt."""
+        """Report that ranks hang, and note whether that is in doubt."""
         whom = ", ".join(f"local rank {r}" for r in sorted(to_blame)) or "all"
         ahead = max(w.progress.reached for w in running.values())
-        when = f"after step {ahead}" if ahead else "before the first of this attempt"
+        when = f"after step {ahead}" if ahead else "before the first step of this attempt"
         self.launch.say(f"no rank has done a step for {limit_s:.0f} s ({when}; to blame: {whom})")
         is_sure = bool(to_blame) or self._pace.is_sure(limit_s)
         for worker in running.values():
             worker.doubtful_s = 0.0 if is_sure else limit_s
         self._complain(
             "hang",
-            "if the script was at work meanwhile, such as in an evaluation elsewhere or an upload "
-            "for which it waits, it needs a larger --hang-s",
+            "if the script was at work meanwhile, such as in an evaluation on another machine or in an "
+            "upload, it needs a larger --hang-s",
         )
 
     def doubt(self, limit_s: float) -> None:
-        """Give ranks more time from now on: those that were still for `limit_s` may have been at work."""
+        """Raise the limit, since ranks without progress for `limit_s` may have been at work."""
         longer_s = self._pace.doubt(limit_s)
-        self.launch.say(f"no rank is to blame: all may be still for {longer_s:.0f} s from now on")
+        self.launch.say(
+            f"no rank is to blame: from now on the limit without progress is {longer_s:.0f} s"
+        )
 
 
 def _is_stopped(pid: int) -> bool:
