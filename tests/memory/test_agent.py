@@ -609,6 +609,7 @@ def test_a_mute_peer_holds_up_nobody_else(root: Path) -> None:
     with agent(root) as client, socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         mute.listen(64)
+        mute.settimeout(120)
         hello(client)
         put(client, "0001-000001", DATA, commit=False)
         card = w.Card("other", f"127.0.0.1:{mute.getsockname()[1]}", "t")
@@ -620,9 +621,11 @@ def test_a_mute_peer_holds_up_nobody_else(root: Path) -> None:
                 JOB, lease.name, "0001-000001", rank, members, 1, 1, 3_000_128, 3_000_256
             )
             threading.Thread(target=_unheard, args=(client, order), daemon=True).start()
-        time.sleep(0.2)
+        reached = [mute.accept()[0] for _ in range(2)]
         take = w.Take(JOB, os.getpid(), "share", 7, "0001-000002", 2, 1_000_000)
         assert client.ask(take, w.Lease, timeout_s=20.0).capacity == 1_000_000
+        for line in reached:
+            line.close()
 
 
 def _unheard(client: Client, order: w.Protect) -> None:
@@ -727,8 +730,8 @@ def test_memory_that_waits_to_be_made_for_a_freed_job_is_not_made(root: Path, ag
 
 async def free_while_memory_is_made(root: Path, again: bool) -> None:
     one = Agent(Segments(root), "127.0.0.1", 1 << 30, stay=False)
-    gate, make = threading.Event(), one.segments.make
-    one.segments.make = lambda *args: (gate.wait(), make(*args))  # type: ignore[assignment, func-returns-value]
+    gate, make, making = threading.Event(), one.segments.make, threading.Semaphore(0)
+    one.segments.make = lambda *args: (making.release(), gate.wait(), make(*args))  # type: ignore[assignment, func-returns-value]
     mine = w.Hello(JOB, "file:///x", 1, 0, os.getpid(), "1")
 
     def take(rank: int) -> asyncio.Future[bytes]:
@@ -737,7 +740,10 @@ async def free_while_memory_is_made(root: Path, again: bool) -> None:
 
     await one.ask(mine)
     asked = [take(rank) for rank in range(2 * THREADS["memory"])]
-    await asyncio.sleep(0.1)
+    for _ in range(
+        THREADS["memory"]
+    ):  # all threads wait; the other half of what is asked for has none
+        assert await asyncio.to_thread(making.acquire, timeout=120)
     one.tell(w.Gone(JOB, (os.getpid(),)))
     await one.ask(w.Clean(JOB))
     if again:
