@@ -20,6 +20,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         (
             "address",
             "background",
+            "calls",
             "errors",
             "garbage",
             "host",

@@ -332,13 +332,13 @@ def test_a_thread_that_was_given_up_does_not_go_on(etcd: Etcd) -> None:
         return 0.0
 
     etcd.holds_s = holds_s
-    thread = first._thread
+    thread = first._calls.thread
     with ThreadPoolExecutor(2) as pool:
         late = pool.submit(first.next_rendezvous)
         until(lambda: bool(held), 30)
         other = pool.submit(second.next_rendezvous)
         late.result(300), other.result(300)
-    assert first._thread is not thread
+    assert first._calls.thread is not thread
     until(lambda: not thread.is_alive(), 30)
     nodes.look()
     assert not first.current.lost(first.view) and not second.current.lost(second.view)
@@ -352,7 +352,7 @@ def test_a_node_that_leaves_while_it_waits_for_others_is_gone_at_once(etcd: Etcd
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(first.next_rendezvous)
         until(lambda: first._torchs.node in first._torchs.state.participants, 30)
-        thread = first._thread
+        thread = first._calls.thread
         first.leave()
         with pytest.raises(RendezvousConnectionError):
             waiting.result(300)

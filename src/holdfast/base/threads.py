@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import mmap
 import os
-import queue
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
+from holdfast.base.calls import CallThread, is_done, result_of
 from holdfast.base.patience import ThreadWatch
 
 P = ParamSpec("P")
@@ -30,10 +28,8 @@ EXIT_S = 60.0
 """Seconds that work which was begun may go on when Python ends."""
 LOOK_S = 0.5
 
-Tasks = queue.Queue[Any]
-
-_workers: dict[threading.Thread, Tasks] = {}
-"""Workers, with their tasks, that Python waits for when it ends; there is one end of Python."""
+_unfinished: dict[Future[Any], threading.Thread] = {}
+"""Work that Python waits for when it ends, with the thread of its worker; there is one end of Python."""
 _before: list[Callable[[], None]] = []
 _endings: list[Callable[[float], None]] = []
 
@@ -51,19 +47,13 @@ class ThreadPages(threading.local):
 
 
 class Worker:
-    """One thread that does what it is given, in order.
+    """One thread that does what it is given, in order; Python waits for that when it ends.
 
     The thread ends with the object, or after `shutdown`, when it has done what it was given.
     """
 
     def __init__(self, name: str) -> None:
-        self._tasks: Tasks = queue.Queue()
-        self._thread = threading.Thread(target=_work, args=(self._tasks,), name=name, daemon=True)
-        self._thread.start()
-        _workers[self._thread] = self._tasks
-        self._is_shut = False
-        self._end = weakref.finalize(self, self._tasks.put, None)
-        self._end.atexit = False
+        self._calls = CallThread(name)
 
     def __enter__(self) -> Worker:
         return self
@@ -71,56 +61,30 @@ class Worker:
     def __exit__(self, *_: object) -> None:
         """Wait until all is done."""
         self.shutdown()
-        self._thread.join()
+        self._calls.thread.join()
 
     def submit(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Returns at once.  RuntimeError after `shutdown`."""
-        if self._is_shut:
-            raise RuntimeError(f"{self._thread.name} takes no more work")
-        future: Future[T] = Future()
-        self._tasks.put((future, work, args, kwargs))
+        future = self._calls.submit(work, *args, **kwargs)
+        _unfinished[future] = self._calls.thread
+        future.add_done_callback(_forget_one)
         return future
 
     def settle(self, limit_s: float | None) -> None:
         """Wait until all is done that it was given so far.  TimeoutError."""
-        if self._tasks.unfinished_tasks:
+        if self._calls.thread in tuple(_unfinished.values()):
             result_of(self.submit(lambda: None), limit_s, TimeoutError)
 
     def shutdown(self) -> None:
         """Take no more work.  What was given is done, but nobody waits for it when Python ends."""
-        self._is_shut = True
-        _workers.pop(self._thread, None)
-        self._end()
+        self._calls.end()
+        for future, thread in tuple(_unfinished.items()):
+            if thread is self._calls.thread:
+                _forget_one(future)
 
 
-def _work(tasks: Tasks) -> None:
-    while (task := tasks.get()) is not None:
-        future, work, args, kwargs = task
-        try:
-            result = work(*args, **kwargs)
-        except BaseException as error:
-            future.set_exception(error)
-            del error
-        else:
-            future.set_result(result)
-            del result
-        del task, future, work, args, kwargs
-        tasks.task_done()
-    _workers.pop(threading.current_thread(), None)
-    tasks.task_done()  # the end was one, too: `idle` may wait for it already
-
-
-def result_of(future: Future[T], limit_s: float | None, late: Callable[[], Exception]) -> T:
-    """Return or raise what a future does; raise `late()` if it is not done within `limit_s` seconds.
-
-    A TimeoutError that the work itself has raised is not mistaken for the end of the wait.
-    """
-    try:
-        return future.result(limit_s)
-    except (FutureTimeout, TimeoutError):  # two classes before Python 3.11
-        if not future.done():
-            raise late() from None
-    return future.result()
+def _forget_one(future: Future[Any]) -> None:
+    _unfinished.pop(future, None)
 
 
 # -- side by side ---------------------------------------------------------------------------------
@@ -228,16 +192,12 @@ def _listed(works: list[T], work: T) -> Callable[[], None]:
 def idle(limit_s: float) -> bool:
     """Wait until no worker has anything to do; True if that came within `limit_s`."""
     until = time.monotonic() + limit_s
-    while busy := [tasks for tasks in tuple(_workers.values()) if tasks.unfinished_tasks]:
-        for tasks in busy:
-            if not _is_done(tasks, until - time.monotonic()):
+    while unfinished := tuple(_unfinished):
+        for future in unfinished:
+            if not is_done(future, until - time.monotonic()):
                 return False
+            _forget_one(future)
     return True
-
-
-def _is_done(tasks: Tasks, limit_s: float) -> bool:
-    with tasks.all_tasks_done:
-        return tasks.all_tasks_done.wait_for(lambda: not tasks.unfinished_tasks, limit_s)
 
 
 def _when_python_ends() -> None:
@@ -255,8 +215,8 @@ def _when_python_ends() -> None:
 
 
 def _forget() -> None:
-    """Forget workers and endings: a forked child has none of its parent's threads."""
-    _workers.clear()
+    """Forget work and endings: a forked child has none of its parent's threads."""
+    _unfinished.clear()
     _endings.clear()
 
 

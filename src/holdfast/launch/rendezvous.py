@@ -23,7 +23,6 @@ import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from queue import Empty, SimpleQueue
 from typing import TypeVar
 from uuid import uuid4
 
@@ -44,7 +43,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-from holdfast.base.threads import result_of
+from holdfast.base.calls import CallThread, is_done, result_of
 from holdfast.base.wire import decode_json
 from holdfast.launch.door import Door, Neighbour
 from holdfast.launch.nodes import EndOfRound, Introduction
@@ -205,7 +204,7 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
         """Leave the rendezvous at once; the others go on, and need not wait for a missing sign of life."""
         self.is_left = True
         if self.round is None:  # the thread waits for others
-            self._torchs.give_up_thread(self._thread)
+            self._torchs.give_up_thread(self._calls.thread)
             self._begin()
         with suppress(TimeoutError, *_LOST):
             result_of(self._asked(self._torchs.leave), SILENT_S / 2, TimeoutError)
@@ -325,48 +324,47 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
     # -- the thread -------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        self._words: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        target, about = self._work, (self._words,)
-        self._thread = threading.Thread(target=target, args=about, name=THREAD, daemon=True)
-        self._thread.start()
+        self._calls = CallThread(THREAD, self._between, self._pause_s)
 
     def _end(self) -> None:
         """End the thread: torch aborts the process if a thread is inside torch when Python ends."""
-        self._words = SimpleQueue()
-        self._torchs.give_up_thread(self._thread)
-        self._thread.join(SILENT_S)
+        self._calls.end()
+        self._torchs.give_up_thread(self._calls.thread)
+        self._calls.thread.join(SILENT_S)
         self._torchs.renew_heartbeats(begin=False)  # last: the thread may have restarted them
 
     def _asked(self, work: Callable[[], T]) -> Future[T]:
         """Have the thread do `work`; the future gets its result or its error."""
-        answer: Future[T] = Future()
 
-        def do() -> None:
+        def ask() -> T:
+            self._torchs.end_if_given_up()
             try:
-                answer.set_result(work())
-            except BaseException as error:
-                answer.set_exception(error)
+                return work()
+            finally:
+                self._turned()
 
-        self._words.put(do)
-        return answer
+        return self._calls.submit(ask)
 
-    def _work(self, words: SimpleQueue[Callable[[], None]]) -> None:
-        pause = self._pause_s
-        while words is self._words:
+    def _turned(self) -> None:
+        """Note that the thread has no question open."""
+        if not self._torchs.is_given_up:
             self._torchs.turned_at = time.monotonic()
-            try:
-                words.get(timeout=pause)()
-            except Empty:
-                try:
-                    if self._lost_since is not None:
-                        self._reconnect()
-                    self._look()
-                    self._answers()
-                    pause = self._pause_s
-                except Exception as error:  # without this thread the run would stop
-                    pause = _RETRY_S
-                    if words is self._words:
-                        self._complain(error)
+
+    def _between(self) -> float:
+        """Look at the others; return the seconds until the next look."""
+        self._turned()
+        try:
+            if self._lost_since is not None:
+                self._reconnect()
+            self._look()
+            self._answers()
+            return self._pause_s
+        except Exception as error:  # the run would stand still without this thread
+            if not self._torchs.is_given_up:
+                self._complain(error)
+            return _RETRY_S
+        finally:
+            self._turned()
 
     def _look(self) -> None:
         of = self.round
@@ -421,7 +419,7 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
 
     def _given_up(self) -> RendezvousConnectionError:
         """Give up the connection, and the thread that waits for it; return the error to raise."""
-        error = self._torchs.give_up(self._thread)
+        error = self._torchs.give_up(self._calls.thread)
         self._begin()
         return error
 
@@ -434,12 +432,9 @@ def is_inside() -> bool:
 
 def _awaited(answer: Future[T], check: Callable[[], None] = lambda: None) -> T:
     """Wait for the answer in short slices, so that signals reach this thread."""
-    while True:
-        with suppress(TimeoutError):
-            return result_of(answer, SLICE_S, TimeoutError)
-        if answer.done():
-            return answer.result()
+    while not is_done(answer, SLICE_S):
         check()
+    return answer.result()
 
 
 def watched(

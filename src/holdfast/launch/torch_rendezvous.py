@@ -311,9 +311,14 @@ class TorchRendezvous:
         self.end_if_given_up()
         self.answered_at = time.monotonic()
 
+    @property
+    def is_given_up(self) -> bool:
+        """True in a thread that was given up."""
+        return threading.current_thread() in self._given_up
+
     def end_if_given_up(self) -> None:
         """RendezvousConnectionError in a thread that was given up."""
-        if threading.current_thread() in self._given_up:
+        if self.is_given_up:
             raise RendezvousConnectionError("this thread was given up")
 
     def give_up(self, thread: threading.Thread) -> RendezvousConnectionError:

@@ -14,9 +14,10 @@ from statistics import median
 
 import msgspec
 
+from holdfast.base.calls import result_of
 from holdfast.base.errors import HoldfastError
 from holdfast.base.events import emit
-from holdfast.base.threads import Worker, result_of
+from holdfast.base.threads import Worker
 from holdfast.base.wire import decode_json
 from holdfast.core.store import Store, get_small
 

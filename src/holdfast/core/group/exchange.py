@@ -15,10 +15,10 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from holdfast.base.calls import call_within
 from holdfast.base.errors import AgentError, Deadline
 from holdfast.base.wire import decode_error, encode_error
 from holdfast.core.group.gloo import Gloo, broadcast, gloo_of_torch
-from holdfast.core.group.line import bounded
 from holdfast.core.group.meeting import Meeting, Met, named
 
 SHARE_BYTES = 1 << 10
@@ -229,6 +229,6 @@ class Exchange:
         def late() -> Exception:
             return RuntimeError("not all ranks have connected to each other")
 
-        gloo = bounded(make, limit + CONNECT_S, late)
+        gloo = call_within(make, limit + CONNECT_S, late)
         meeting.held[self.deadline_s] = met.number, gloo
         return gloo

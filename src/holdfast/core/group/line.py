@@ -14,16 +14,14 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from holdfast.base.calls import CallThread, result_of
 from holdfast.base.errors import AgentError, Deadline
-from holdfast.base.threads import result_of
 
 T = TypeVar("T")
-_Question = tuple[Callable[[Any], Any], Future[Any]]
 
 EXIT_S = 1.0
 """Seconds that a store may take, when Python ends, for the questions before."""
@@ -41,11 +39,10 @@ class StoreLine:
         self.rank = rank
         self.lost = ""
         """Why nobody shall ask any more; empty: it may be asked."""
-        self._questions: SimpleQueue[_Question | None] = SimpleQueue()
-        self._connect: Callable[[], Any] | None = connect
+        self._connect = connect
+        self._asker: CallThread | None = None
+        self._store: Future[Any]
         self._starting = threading.Lock()
-        self._end = weakref.finalize(self, self._questions.put, None)
-        self._end.atexit = False
         _lines.add(self)
 
     def ask(self, what: str, question: Callable[[Any], T], limit_s: float) -> T:
@@ -81,45 +78,22 @@ class StoreLine:
 
     def _put(self, question: Callable[[Any], Any]) -> Future[Any]:
         with self._starting:
-            connect, self._connect = self._connect, None
-            if connect is not None:
-                target, about = _answer, (self._questions, connect)
-                threading.Thread(
-                    target=target, args=about, name="holdfast-line", daemon=True
-                ).start()
-        answer: Future[Any] = Future()
-        self._questions.put((question, answer))
-        return answer
+            if self._asker is None:
+                self._asker = CallThread("holdfast-line")
+                self._store = self._asker.submit(self._connect)
+        store = self._store
+        return self._asker.submit(lambda: question(store.result()))
 
     def settle(self, limit_s: float) -> None:
         """Wait until the questions before are answered, but no longer than `limit_s`."""
-        if self._connect is None:
+        if self._asker is not None:
             with suppress(AgentError, Deadline):
                 self.ask("at the end", lambda _: None, limit_s)
 
     def close(self) -> None:
         """Let go of the store, when the questions before are answered."""
-        self._end()
-
-
-def _answer(questions: SimpleQueue[_Question | None], connect: Callable[[], Any]) -> None:
-    """Answer questions until None comes."""
-    store, lost = None, None
-    try:
-        store = connect()
-    except BaseException as error:
-        lost = error
-    while (one := questions.get()) is not None:
-        question, answer = one
-        if not answer.set_running_or_notify_cancel():
-            continue
-        try:
-            if lost is not None:
-                raise lost
-            answer.set_result(question(store))
-        except BaseException as error:
-            answer.set_exception(error)
-        del one, question, answer
+        if self._asker is not None:
+            self._asker.end()
 
 
 def lose_all(why: str) -> None:
@@ -143,20 +117,3 @@ def _settle_all() -> None:
 
 
 atexit.register(_settle_all)
-
-
-def bounded(work: Callable[[], T], limit_s: float, late: Callable[[], Exception]) -> T:
-    """Return or raise what `work` does.  After `limit_s` seconds it is left to itself, and `late()` raised.
-
-    For what torch begins and nothing can interrupt.
-    """
-    answer: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(work())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=run, name="holdfast-bounded", daemon=True).start()
-    return result_of(answer, limit_s, late)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from holdfast.base.arguments import function_of, timeout_of
+from holdfast.base.calls import result_of
 from holdfast.base.errors import Deadline
 from holdfast.base.patience import slowest
-from holdfast.base.threads import result_of
 from holdfast.live.state.window import resting
 
 
