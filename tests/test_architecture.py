@@ -234,7 +234,8 @@ def test_there_is_one_of_each() -> None:
         return [path for path, source in texts.items() if text in source]
 
     assert having(" first_difference(") == ["core/codec/table.py"]
-    assert having("TimeoutError as FutureTimeout") == ["base/threads.py"]
+    assert having("TimeoutError as FutureTimeout") == ["base/calls.py"]
+    assert having(r'"digest":"([0-9a-f]') == ["core/format/sealing.py"]
     assert having("subprocess.Popen(") == ["base/background.py"]
 
 
