@@ -25,8 +25,6 @@ pytestmark = pytest.mark.distributed
 
 RANKS = (0, 1)
 EVERY_S = 0.5
-LATE_S = 3.0
-"""Seconds that a thread of a busy machine may be late."""
 NEARLY_S = 0.3
 
 
@@ -84,8 +82,7 @@ def recorded(url: str) -> int:
 
 def test_a_disk_that_is_lost(seaweed: SeaweedFS, tmp_path: Path) -> None:
     """The next life goes on from the bucket's full step and records, bit for bit.  What lay in the root
-    when each rank began its last upload is not lost: a step counts when all ranks have uploaded it.  An
-    upload begins `EVERY_S` after the one before."""
+    when each rank began its last upload is not lost: a step counts when all ranks have uploaded it."""
     behind = seaweed.url(fresh())
     life = Life(tmp_path / "one", behind, 100_000)
     life.until(lambda: recorded(behind) > 3 * DURABLE and life.step() % DURABLE > 5)
@@ -109,9 +106,6 @@ def test_a_disk_that_is_lost(seaweed: SeaweedFS, tmp_path: Path) -> None:
     for uploads, wrote in zip(life.told("upload"), life.told("wrote")):
         begins = [line["time"] - line["upload"] for line in uploads]
         lay.append([x["wrote"] for x in wrote if x["time"] < begins[-1] - NEARLY_S][-1])
-        ends = [line["time"] for line in uploads]
-        assert len(uploads) > 1
-        assert max(b - e for e, b in zip(ends, begins[1:])) < EVERY_S + LATE_S
     assert restored >= min(lay), lay
 
 
