@@ -8,7 +8,7 @@
         ckpt.step(step)
     ckpt.close()
 
-Names are loaded when first used, so that tools which only look never import torch.
+Names are loaded when first used, so that tools that only inspect checkpoints never import torch.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ _ELSEWHERE = {
     "sources": "holdfast.live.sources",
     "store": "holdfast.core.store",
 }
-"""Public modules that are in a room of the house."""
+"""Public names of modules that lie in a room."""
 
 _FORMER = {
     "checkpointer": "holdfast.session.checkpointer",
@@ -108,7 +108,7 @@ _FORMER = {
     "wire": "holdfast.base.wire",
     "writers": "holdfast.formats.write",
 }
-"""Names of before there were rooms, for scripts that were written against them; nothing here uses them."""
+"""Former names of modules, for scripts that still import them; holdfast itself does not use them."""
 
 __all__ = [
     "Auto",
@@ -170,7 +170,7 @@ def __dir__() -> list[str]:
 
 
 class _AtHome(Loader):
-    """Gives a module that has been imported by its own name."""
+    """Loads a public name as the module that was imported by its own name."""
 
     def __init__(self, home: str) -> None:
         self._module = importlib.import_module(home)
@@ -184,7 +184,7 @@ class _AtHome(Loader):
 
 
 class _PublicModules(MetaPathFinder):
-    """Finds `holdfast.store` where it is: in a room.  It is the same module by both names."""
+    """Finds `holdfast.store` in its room, `holdfast.core.store`: one module with two names."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         package, _, rest = name.partition(".")

@@ -1,11 +1,10 @@
 """The door for what extends holdfast: trainers, frameworks, stores and formats of your own.
 
-It is all that such code needs beside the names that users have (`holdfast.Checkpointer`, `holdfast.errors`,
-`holdfast.store`, `holdfast.sources`, ...); `holdfast.integrations` uses nothing else.  What is behind the
-door may change with every release, and the door does not: a name that goes, or means another thing, is a
-change that the CHANGELOG tells.
+Such code needs this module and the names that users have (`holdfast.Checkpointer`, `holdfast.errors`,
+`holdfast.store`, `holdfast.sources`, ...); `holdfast.integrations` uses nothing else.  Everything else may
+change with every release.  If a name here goes or changes its meaning, the CHANGELOG says so.
 
-    a trainer       is a loop of somebody else's, which says when to save, and under which name
+    a trainer       is another library's training loop, which decides when to save, and under which name
                     of a run        notes_of  notices_of  stop_if_told  go_on_from  gradients_text
                     of its weights  unwrap  writes_to  wait_for_copies
                     of its data     data_of  tell_other_data  order_of  put_order  samplers_of
@@ -13,7 +12,7 @@ change that the CHANGELOG tells.
                                     check_metrics  read_files  TOP_NAMES
                     of an engine    check_engine  engine_counters  put_engine_counters
                     of arguments    path_of  step_of  unfit
-    a framework     keeps values elsewhere than in the parameters: `holdfast.sources`
+    a framework     keeps values outside of the parameters: `holdfast.sources`
     a store         keeps bytes by key: `holdfast.store`, and `holdfast.testing.StoreTests`
     a format        is read, or saved by a plan of its own
                     of steps        PlannedSaves  Part  PreparedPart  read_into  values_in  StateDictNames
@@ -47,13 +46,16 @@ from holdfast.core.layout import Box
 from holdfast.core.store import open_store, split_prefix
 from holdfast.formats.looking import open as open_step
 from holdfast.formats.read.dcpnames import StateDictNames
+from holdfast.live.restore.targets import target_of
 from holdfast.live.roots import require_native_root
 from holdfast.live.saving.attaching import FileSource, attached
+from holdfast.live.state.deepspeed import COUNTERS, is_engine, put_counters, zero_of
 from holdfast.live.state.encoding import inline_tensor, outline_tensor
 from holdfast.live.state.gradients import gradients_text
 from holdfast.live.state.modules import named_buffers, named_parameters, unwrap
 from holdfast.live.state.orders import data_of, order_of, put_order, samplers_of, tell_other_data
 from holdfast.live.state.placed import torch_dtype
+from holdfast.live.state.quantised import quantised
 from holdfast.live.state.window import wait_for_copies
 from holdfast.live.state.writes import count_and_address
 from holdfast.session.checkpointer import Checkpointer
@@ -111,19 +113,20 @@ __all__ = [
 
 
 def notes_of(checkpointer: Checkpointer) -> Noting:
-    """What `pin`, `unpin` and `metrics` of a Checkpointer do, but failures are raised, and not reported:
-    `pin(step, label)`, `unpin(label)`, `measure(step, values)`.  Each is collective."""
+    """Return the notes of a Checkpointer: `pin(step, label)`, `unpin(label)`, `measure(step, values)`.
+    Unlike the Checkpointer's own methods, they raise failures instead of reporting them.  Each is
+    collective."""
     return checkpointer._noting()
 
 
 def notices_of(checkpointer: Checkpointer) -> Notices:
-    """What a Checkpointer tells its user at the end of a call: `once(notice, text)` adds a notice, unless
-    it was told, and `was_given(notice)` notes that the trainer has told it."""
+    """Return the notices that a Checkpointer prints at the end of a call: `once(notice, text)` adds a
+    notice unless it was printed before; `was_given(notice)` notes that the trainer has printed it."""
     return checkpointer._notices
 
 
 def stop_if_told(checkpointer: Checkpointer, step: int) -> None:
-    """Save `step` and raise SystemExit(143) on all ranks if SIGTERM has come to any, with `sigterm_s`.  For
+    """With `sigterm_s`: if any rank got SIGTERM, save `step` and raise SystemExit(143) on all ranks.  For
     trainers that do not call `Checkpointer.step` at each step.  Collective."""
     stop = checkpointer._stop
     if stop is not None and stop.was_told():
@@ -131,8 +134,8 @@ def stop_if_told(checkpointer: Checkpointer, step: int) -> None:
 
 
 def go_on_from(checkpointer: Checkpointer, step: int) -> None:
-    """Say that training goes on from a step that something else than `Checkpointer.restore` has loaded:
-    what is saved from here on is newer than all that is there.  Collective; blocks."""
+    """Say that training goes on from a step that was not loaded by `Checkpointer.restore`: all later saves
+    are newer than every step in the root.  Collective; blocks."""
     checkpointer._restart("load").leave_behind(step)
 
 
@@ -140,17 +143,17 @@ def go_on_from(checkpointer: Checkpointer, step: int) -> None:
 
 
 def writes_to(module: nn.Module) -> list[tuple[int, int]]:
-    """A value that is equal to what it was only while nobody has written to a module's weights."""
-    found = [*named_parameters(module), *named_buffers(module)]
-    return [count_and_address(tensor) for _, tensor in found]
+    """Return a value that changes with every write to a module's weights."""
+    tensors = [*named_parameters(module), *named_buffers(module)]
+    return [count_and_address(tensor) for _, tensor in tensors]
 
 
 # -- trainers: what lies in a root ------------------------------------------------------------------
 
 
 def check_root(root: str, *, foreign: bool = False) -> None:
-    """UsageError for an address that cannot be opened, or one of a checkpoint of others (`dcp:PATH`) unless
-    that will do.  Touches nothing."""
+    """UsageError for an address that cannot be opened, and unless `foreign`, for one of a foreign
+    checkpoint (`dcp:PATH`).  Changes nothing."""
     if not foreign:
         require_native_root(root)
     elif split_prefix(root) is None:
@@ -158,13 +161,13 @@ def check_root(root: str, *, foreign: bool = False) -> None:
 
 
 def saved_in(root: str, step: int) -> Saved | None:
-    """The run that has saved a step of a root (`run`), and whether that is known (`is_proved`); None if
-    there is no such step.  HoldfastError where nothing can be told now."""
+    """Return the run that saved a step (`run`), and whether that is known (`is_proved`); None if there is
+    no such step.  HoldfastError if the root cannot be read now."""
     return read_head(open_store(root), step, manifest_key(step))
 
 
 def run_at_work(root: str) -> int | None:
-    """The number of the newest run that has taken a root; None if none has."""
+    """Return the number of the newest run that has claimed a root; None if none has."""
     claim = newest_claim(open_store(root))
     return None if claim is None else claim.run
 
@@ -172,38 +175,39 @@ def run_at_work(root: str) -> int | None:
 def newest_where(
     root: str, fits: Callable[[int, int, dict[str, Any]], bool]
 ) -> tuple[int, dict[str, Any]] | None:
-    """The newest durable step of a root of which `fits(run, step, plain values)` is true, and its plain
-    values; None if there is none.  What cannot be read is passed over, and told; if nothing else fits, it
+    """Return the newest durable step for which `fits(run, step, plain values)` is true, and its plain
+    values; None if there is none.  Damaged steps are skipped with a warning; if no step fits, their error
     is raised."""
     saved = bounded(lambda: committed(open_store(root)), "look at", root)
     fault = None
-    for one in reversed(saved):
+    for candidate in reversed(saved):
+        step = candidate.step
         try:
-            extras = open_step(root, step=one.step).extras
+            extras = open_step(root, step=step).extras
         except (Corrupt, FormatError) as error:
             fault = error
-            warn_user(f"{root}: step {one.step} is passed over: {error.message}")
+            warn_user(f"{root}: step {step} is passed over: {error.message}")
             continue
-        if fits(one.run, one.step, extras):
-            tell_passed_over(root, saved, one.step)
-            return one.step, extras
+        if fits(candidate.run, step, extras):
+            tell_passed_over(root, saved, step)
+            return step, extras
     if fault is not None:
         raise fault
     return None
 
 
 def labels_of(root: str) -> dict[str, int]:
-    """The labels that keep steps of a root, and the steps."""
+    """Return the labels of a root, and the step that each label keeps."""
     return read_notes(open_store(root)).live_labels
 
 
 def pin(root: str, step: int, label: str) -> None:
-    """Let a label name a committed step of a root.  NotFound if there is none."""
+    """Give a committed step of a root a label.  NotFound if there is no such step."""
     pin_in(open_store(root), step, label)
 
 
 def unpin(root: str, label: str) -> None:
-    """Take a label away from a root that no Checkpointer of this process holds.  On one rank."""
+    """Remove a label from a root that no Checkpointer of this process uses.  On one rank."""
     unpin_in(open_store(root), label)
 
 
@@ -215,8 +219,8 @@ def check_metrics(metrics: Mapping[str, float], call: str) -> None:
 def read_files(
     files: Mapping[str, FileSource], call: str, complain: Callable[[BaseException], object]
 ) -> dict[str, bytes]:
-    """The contents of files as `Checkpointer(files=)` takes them.  `complain` is called with the error of
-    each that cannot be read, and is left out.  On the first rank."""
+    """Return the contents of files, given as for `Checkpointer(files=)`.  A file that cannot be read is
+    left out, and `complain` is called with its error.  On the first rank."""
     found = attached(files, None, None, call, complain, reads=True)
     return {} if found is None else found.contents
 
@@ -225,25 +229,19 @@ def read_files(
 
 
 def check_engine(engine: Any, call: str) -> None:
-    """UsageError for what is no engine of DeepSpeed's, or one of which not everything can be saved."""
-    from holdfast.live.state.deepspeed import is_engine, zero_of
-
+    """UsageError unless `engine` is a DeepSpeed engine that can be saved completely."""
     if not is_engine(engine):
         raise unfit(call, "engine", engine, "an engine of deepspeed.initialize()")
     zero_of(engine)
 
 
 def engine_counters(engine: Any) -> dict[str, int]:
-    """The counters of an engine of DeepSpeed's: of steps, samples, batches."""
-    from holdfast.live.state.deepspeed import COUNTERS
-
+    """Return a DeepSpeed engine's counters of steps, samples and batches."""
     return {name: getattr(engine, name) for name in COUNTERS}
 
 
 def put_engine_counters(engine: Any, saved: Mapping[str, int]) -> None:
-    """Put such counters back, those that were saved, at the beginning of a batch."""
-    from holdfast.live.state.deepspeed import put_counters
-
+    """Put saved counters back into a DeepSpeed engine, at the beginning of a batch."""
     put_counters(engine, saved)
 
 
@@ -251,10 +249,8 @@ def put_engine_counters(engine: Any, saved: Mapping[str, int]) -> None:
 
 
 def read_into(saved: Checkpoint, parts: Iterable[tuple[str, Box, torch.Tensor]]) -> None:
-    """Read boxes of a step's tensors into tensors of their shapes, of any dtype and device.  Verified;
-    blocks."""
-    from holdfast.live.restore.targets import target_of
-
+    """Read boxes of a step's tensors into tensors of the same shapes, of any dtype and device.  The bytes
+    are verified.  Blocks."""
     wants = []
     for name, box, tensor in parts:
         if box.size:
@@ -265,14 +261,14 @@ def read_into(saved: Checkpoint, parts: Iterable[tuple[str, Box, torch.Tensor]])
 
 
 def values_in(saved: Checkpoint) -> dict[str, Any]:
-    """The JSON trees of a step's values that are no tensors, by key; those of single ranks are left out."""
+    """Return the JSON trees of a step's plain values, by key, without values of single ranks."""
     trees, _ = keep_extras(saved)
     return trees
 
 
 def decode_torch(tag: str, body: Any, on_other: Callable[[str, Any], Any]) -> Any:
-    """Undo what steps hold of torch's own values: small tensors, dtypes, quantised tensors, objects.  For
-    the `on_other` of `decode`, which is asked for what is inside.  FormatError for any other tag."""
+    """Decode torch's own values in a step: small tensors, dtypes, quantised tensors, objects.  To be called
+    by the `on_other` of `decode`; `on_other` decodes inner values.  FormatError for any other tag."""
     match tag:
         case "$tensor":
             return outline_tensor(body)
@@ -281,7 +277,5 @@ def decode_torch(tag: str, body: Any, on_other: Callable[[str, Any], Any]) -> An
         case "$object":
             return decode(body, on_other)
         case "$quantized":
-            from holdfast.live.state.quantised import quantised
-
             return quantised(decode(body, on_other))
     raise FormatError(f"malformed extras: unknown tag {tag!r}")

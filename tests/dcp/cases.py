@@ -191,7 +191,7 @@ def a_rank_fails(out: Path) -> None:
 def what_cannot_be_is_refused(out: Path) -> None:
     pair = made("fsdp", seed=1)
     writer = Writer(out / "root")
-    with pytest.raises(Exception, match="use_collectives=False: ranks that do not talk cannot"):
+    with pytest.raises(Exception, match="use_collectives=False: without collectives ranks cannot"):
         dcp.save(state_of(pair), storage_writer=writer, use_collectives=False)
     dist.barrier()
     with pytest.raises(CheckpointException, match=r"app\.it: is no plain data"):

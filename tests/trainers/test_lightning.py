@@ -31,7 +31,7 @@ from holdfast.checkpoint import notes
 from holdfast.core.checkpoint.notes import read_notes
 from holdfast.errors import FormatError, NotRecoverable, UsageError
 from holdfast.integrations import lightning as integration
-from holdfast.integrations.lightning_pointers import beside, label_of, read_pointer
+from holdfast.integrations.lightning_pointers import beside, label_start, read_pointer
 from holdfast.store import open_store
 from trainers import lit
 from trainers.forked import Ranks, losses, value
@@ -215,7 +215,7 @@ def test_killed_at_each_write_of_a_path(sign: int, tmp_path: Path, ranks: Ranks)
         assert value(seen, "END") == value(own, "END"), number
         pointers = {str(p): json.loads(p.read_text()) for p in Path(run.paths).glob("*.ckpt")}
         assert not any("is_coming" in pointer for pointer in pointers.values())
-        named = {f"{label_of(p)}{pointers[p]['step']}" for p in pointers}
+        named = {f"{label_start(p)}{pointers[p]['step']}" for p in pointers}
         labels = set(read_notes(open_store(run.root)).live_labels)
         assert labels <= named and len(named - labels) <= (not has_ended), (number, named, labels)
         assert any(label.startswith("last ") for label in labels)
@@ -517,7 +517,7 @@ def test_paths_that_a_killed_run_left_are_settled_by_the_next(
     for name, step in (("done", last["step"]), ("gone", 999)):
         path = f"{run.paths}/{name}.ckpt"
         Path(path).write_text(json.dumps({**last, "step": step, "is_coming": True}))
-    early = f"{label_of(path)}999"  # as earlier versions left it
+    early = f"{label_start(path)}999"  # as earlier versions left it
     notes.change(store, lambda n: notes.with_labels(n, {early: 999}))
     run.ckpt_path, run.epochs = "newest", 2
     fitted(run)

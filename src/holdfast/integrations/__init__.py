@@ -1,4 +1,4 @@
-"""Trainers of others over holdfast: a module for each, which is imported when it is asked for."""
+"""Trainers of other libraries with holdfast's checkpoints: a module for each, imported when it is used."""
 
 import importlib
 from typing import Any

@@ -2,23 +2,23 @@
 
     accelerator = attach(Accelerator(project_dir="runs/gpt"))
 
-The Accelerator's own hooks run after models and optimizers were written, so the two methods are replaced,
-on this one object.  What they save is what it has prepared and registered, by role and number: `model`,
-`model_1`, `optimizer`, `scheduler`, `custom`, `loader` (stateful ones), and `scaler`.
+The Accelerator's own hooks run after models and optimizers were written, so the two methods are replaced on
+this object.  They save the objects that the Accelerator has prepared and registered, by role and number:
+`model`, `model_1`, `optimizer`, `scheduler`, `custom`, `loader` (stateful loaders), and `scaler`.
 
-A loader draws from the default generators: when a pass over it begins (an order, a seed for workers), and
-for each batch that a dataset or collator draws for.  It fetches one batch ahead of the training, so a step
-in the middle of an epoch needs the generators of three moments, which `LoaderDraws` keeps:
+A loader draws from the default generators when a pass begins (an order, a seed for workers), and for each
+batch if the dataset or collator draws.  It fetches one batch ahead of the training, so a step in the middle
+of an epoch needs the generators at three moments, which `LoaderDraws` keeps:
 
     pass begins      batch n + 1 is fetched      step n ends and is saved
        began  ...........  ahead  ................  the Checkpointer's `rng`
 
 After a restore the loader draws its order from `began`, the batch fetched ahead from `ahead`, and training
-goes on with `rng`.  To put back `rng` alone, before the loader begins, gives other masks to every dropout
-that follows.
+goes on with `rng`.  If `rng` alone were restored before the loader begins, every later dropout mask would
+differ.
 
-Several passes may be under way, and some were left for good, with `break`: all of them are saved.  A pass
-goes on where a loader over the same data skips what was done; one that skips nothing is a new pass.
+Several passes may be under way, and some were ended by `break`: all of them are saved.  A pass goes on if a
+loader over the same data skips the batches that were done; a loader that skips nothing begins a new pass.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from holdfast.integrations.accelerate_loaders import (
     put_order_kept,
     tell_of_data,
 )
-from holdfast.integrations.accelerate_order import arranged, had_by, order_of, tell_order
+from holdfast.integrations.accelerate_order import had_by, in_saved_order, order_of, tell_order
 from holdfast.integrations.native import tell_newer
 
 __all__ = ["attach"]
@@ -69,7 +69,7 @@ _CHANGING = (
     "register_for_checkpointing",
     "free_memory",
 )
-"""The methods, beside `prepare`, that change what an accelerator has."""
+"""The methods besides `prepare` that change the objects of an Accelerator."""
 
 
 def attach(
@@ -77,10 +77,10 @@ def attach(
 ) -> Accelerator:
     """Have the accelerator's `save_state` and `load_state` use holdfast; return the accelerator.
 
-    `root` is by default the folder `holdfast` in its `project_dir`; `options` are those of a Checkpointer,
-    which is there as `accelerator.holdfast`.  Call its `step(n)` after each optimizer step to save as often
-    as `every` says, in memory and records, too.  `total_limit` becomes `Keep(last=...)`.  With `sigterm_s`,
-    `save_state` and `step` look for SIGTERM: call one of them often.
+    `root`: by default the folder `holdfast` in `project_dir`.  `options`: those of a Checkpointer, which is
+    then `accelerator.holdfast`.  Call its `step(n)` after each optimizer step to save as often as `every`
+    says, also into memory and records.  `total_limit` becomes `Keep(last=...)`.  With `sigterm_s`,
+    `save_state` and `step` check for SIGTERM: call one of them often.
     """
     if not isinstance(accelerator, Accelerator):
         raise unfit("attach", "accelerator", accelerator, "an Accelerator")
@@ -102,7 +102,7 @@ def attach(
 
 
 class _Attached:
-    """The methods that take the place of the accelerator's own."""
+    """The methods that replace the Accelerator's own."""
 
     def __init__(
         self, accelerator: Any, root: str | os.PathLike[str], options: dict[str, Any]
@@ -148,10 +148,10 @@ class _Attached:
         return call
 
     def look(self) -> None:
-        """Hand over what the accelerator has by now."""
+        """Update the Checkpointer's state with the present objects of the Accelerator."""
         _check_kind(self.accelerator)
         state, found = self.checkpointer.state, self.own_state | state_of(self.accelerator)
-        for key in self.placed - found.keys():  # what others have put there stays
+        for key in self.placed - found.keys():  # keys that others have put there stay
             state.pop(key, None)
         state.update(found)
         self.placed = {*found}
@@ -166,14 +166,14 @@ class _Attached:
             )
 
     def _goes_on_elsewhere(self, loader: Any) -> bool:
-        """True for a loader whose place in the middle of an epoch is not known on each process."""
+        """Tell whether a loader's place in the middle of an epoch is unknown on some process."""
         is_stream = isinstance(loader.dataset, IterableDataset)
         dispatches = isinstance(loader, DataLoaderDispatcher)
         return self.accelerator.num_processes > 1 and (is_stream or dispatches)
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True) -> str:
-        """Save durably, in the background; the step's number is the one that the folder's name ends with,
-        or the next one where checkpoints are named automatically.  Returns that step's place."""
+        """Save durably, in the background.  The step is the number at the end of the folder's name or, with
+        automatic naming, the next number.  Returns `ROOT@STEP`."""
         self.look()  # its lists may have been changed by hand
         project = self.accelerator.project_configuration
         automatic = project.automatic_checkpoint_naming
@@ -198,9 +198,9 @@ class _Attached:
     def load_state(
         self, input_dir: Any = None, load_kwargs: Any = None, **load_model_func_kwargs: Any
     ) -> Restored | None:
-        """Restore the newest step, or the one that `input_dir` names; return its number, 0 if there is none
-        yet.  A folder that Accelerate itself has written is loaded as ever, and None returned: one that is
-        named or, before the first step, the newest where checkpoints are named automatically."""
+        """Restore the newest step, or the step that `input_dir` names; return its number, 0 if there is
+        none yet.  A folder that Accelerate itself has written is loaded by Accelerate, and None is
+        returned: a folder that is named or, before the first step and with automatic naming, the newest."""
         self.look()
         own = self._own_folder(input_dir)
         if own is not None:
@@ -218,7 +218,7 @@ class _Attached:
         return restored
 
     def _own_folder(self, input_dir: Any) -> Any:
-        """Return the folder that Accelerate itself is to load; None if it is a step that is restored."""
+        """Return the folder that Accelerate itself must load; None if a step is restored."""
         if input_dir is not None:
             is_path = isinstance(input_dir, (str, os.PathLike))
             return input_dir if is_path and os.path.isdir(input_dir) else None
@@ -239,7 +239,7 @@ class _Attached:
 
 
 def _newest_in(project_dir: Any) -> tuple[str, int] | None:
-    """Return the newest folder that Accelerate has named itself, and its number."""
+    """Return the newest folder with a name by Accelerate, and its number."""
     if project_dir is None:
         return None
     folders = Path(project_dir, "checkpoints").glob("checkpoint_*")
@@ -250,22 +250,22 @@ def _newest_in(project_dir: Any) -> tuple[str, int] | None:
 
 
 _HOW_TO_READ = {"map_location", "mmap", "weights_only"}
-"""Arguments of torch.load that change nothing of what is loaded: a step has no pickle, and each value goes
-to the device at which it is used."""
+"""Arguments of torch.load that make no difference for a step: it has no pickle, and each value is loaded to
+the device on which it is used."""
 
 
 def _refuse_for_steps(names: Collection[str]) -> None:
-    """UsageError for arguments that Accelerate hands on to loaders of files."""
+    """UsageError for arguments that Accelerate passes to loaders of files."""
     if names:
         raise errors.UsageError(
-            f"accelerator.load_state({'=, '.join(sorted(names))}=): a step is restored whole, and no files "
-            "are loaded by which this could be heeded",
+            f"accelerator.load_state({'=, '.join(sorted(names))}=): a step is restored whole, without "
+            "the file loaders that take this argument",
             hint="leave it out; holdfast.load(root, {'model': model}, strict=False) loads a part",
         )
 
 
 def state_of(accelerator: Any) -> dict[str, Any]:
-    """Return what an Accelerator has prepared and registered, as a state for holdfast."""
+    """Return the prepared and registered objects of an Accelerator as a state for holdfast."""
     loaders = [d for d in accelerator._dataloaders if getattr(d, "use_stateful_dataloader", False)]
     for loader in loaders:
         _tell_what_was_loaded(loader)
@@ -274,8 +274,8 @@ def state_of(accelerator: Any) -> dict[str, Any]:
             check_trained_engine(engine)
     roles = {
         "model": accelerator._models,
-        "optimizer": list(map(bare, accelerator._optimizers)),
-        "scheduler": list(map(bare, accelerator._schedulers)),
+        "optimizer": list(map(unwrapped, accelerator._optimizers)),
+        "scheduler": list(map(unwrapped, accelerator._schedulers)),
         "custom": accelerator._custom_objects,
         "loader": loaders,
         "scaler": [] if accelerator.scaler is None else [accelerator.scaler],
@@ -288,7 +288,7 @@ def state_of(accelerator: Any) -> dict[str, Any]:
 
 
 def _tell_what_was_loaded(loader: Any) -> None:
-    """Have a loader's state be the loaded one until it goes on: Accelerate keeps that of its beginning."""
+    """Make a loader report the loaded state until it goes on: Accelerate would report its initial state."""
 
     def load_state_dict(saved: dict[str, Any]) -> None:
         type(loader).load_state_dict(loader, saved)
@@ -297,16 +297,16 @@ def _tell_what_was_loaded(loader: Any) -> None:
     loader.load_state_dict = load_state_dict
 
 
-def bare(wrapped: Any) -> Any:
-    """Return what Accelerate's wrappers for DeepSpeed hold: an engine knows its own optimizer and scheduler
-    alone."""
+def unwrapped(wrapped: Any) -> Any:
+    """Return the object inside Accelerate's wrappers for DeepSpeed: an engine knows only its own optimizer
+    and scheduler."""
     if isinstance(wrapped, DeepSpeedOptimizerWrapper):
         return wrapped.optimizer
     return wrapped.scheduler if isinstance(wrapped, DeepSpeedSchedulerWrapper) else wrapped
 
 
 def check_trained_engine(engine: Any) -> None:
-    """UsageError for an engine of DeepSpeed's that cannot be saved whole, before the first save."""
+    """UsageError, before the first save, for a DeepSpeed engine that cannot be saved completely."""
     check_engine(engine, "attach")
     if getattr(engine, "random_ltd_scheduler", None) is not None:
         raise errors.UsageError(
@@ -316,11 +316,11 @@ def check_trained_engine(engine: Any) -> None:
 
 
 def _check_known(accelerator: Any, given: tuple[Any, ...]) -> None:
-    """UsageError for a scheduler that an Accelerator with DeepSpeed was given without its model: it forgets
-    such a one, and no step would have it."""
+    """UsageError for a scheduler prepared without its model under DeepSpeed: the Accelerator forgets it, so
+    no step would have it."""
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         return
-    known = [bare(one) for one in accelerator._schedulers]
+    known = [unwrapped(one) for one in accelerator._schedulers]
     known += [getattr(one, "scheduler", None) for one in accelerator._schedulers]
     for one in given:
         if isinstance(one, LRScheduler) and all(one is not other for other in known):
@@ -334,26 +334,26 @@ def _check_known(accelerator: Any, given: tuple[Any, ...]) -> None:
 def _check_kind(accelerator: Any) -> None:
     if accelerator.distributed_type == DistributedType.MEGATRON_LM:
         raise errors.UsageError(
-            "attach(accelerator): Megatron-LM has state that an Accelerator does not show",
+            "attach(accelerator): the Accelerator hides a part of Megatron-LM's state",
             hint="use holdfast.integrations.megatron",
         )
 
 
 def _refuse_hooks(*_: Any, **__: Any) -> None:
     raise errors.UsageError(
-        "attach(accelerator): hooks of register_save_state_pre_hook and register_load_state_pre_hook have "
-        "files of their own, which a step of holdfast has not",
-        hint="register what they save with accelerator.register_for_checkpointing(...)",
+        "attach(accelerator): hooks of register_save_state_pre_hook and register_load_state_pre_hook write "
+        "their own files, and a step of holdfast has no place for them",
+        hint="register the objects with accelerator.register_for_checkpointing(...) instead",
     )
 
 
 def _number_in(folder: Any, call: str) -> int:
-    """Return the step that a folder such as `step_500` names."""
+    """Return the step in the name of a folder such as `step_500`."""
     if isinstance(folder, (str, os.PathLike)):
         number = re.search(r"(\d+)[/\\]*$", os.fspath(folder))
         if number is None:
             raise errors.UsageError(
-                f"accelerator.{call}({os.fspath(folder)!r}): the name has no number of a step at its end",
+                f"accelerator.{call}({os.fspath(folder)!r}): the name does not end with a step's number",
                 hint="name it as 'step_500', or give the number: 500",
             )
         return step_of(int(number[1]), f"accelerator.{call}")
@@ -361,16 +361,16 @@ def _number_in(folder: Any, call: str) -> int:
 
 
 class _Counters:
-    """The accelerator's own counters, the same on all ranks."""
+    """The Accelerator's own counters, equal on all ranks."""
 
     on_resize = "rank0"
 
     def __init__(self, accelerator: Any) -> None:
         self._of = accelerator
         self._left: list[Any] = []
-        """Passes that had begun when a step was restored: nobody goes on with them."""
+        """Passes that had begun when a step was restored: they do not go on."""
         self._had: list[int] = []
-        """Ids of what the accelerator had when the order of these was last noted."""
+        """Ids of the Accelerator's objects when their order was last noted."""
         self._order: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -392,24 +392,24 @@ class _Counters:
         }
 
     def _holdfast_arranged(self, saved: Any, state: dict[str, Any]) -> dict[str, Any]:
-        """Compare the order of what the accelerator has with that of a step, before it is loaded."""
+        """Compare the order of the Accelerator's objects with that of a step before the step is loaded."""
         order = decode(saved, lambda *_: None).get("order")
-        return state if order is None else arranged(order, self._of, state)
+        return state if order is None else in_saved_order(order, self._of, state)
 
     def _next_passes(self) -> list[int]:
-        """Return the number of the pass that each loader begins next, or is in the middle of: orders
-        follow from it.  A loader counts a pass after its last batch, and so after the save of that step."""
+        """Return, for each loader, the number of the pass that it begins next or is in: orders follow from
+        it.  A loader counts a pass after its last batch, and so after the save of that step."""
         loaders = self._of._dataloaders
         counted = [getattr(loader, "iteration", 0) for loader in loaders]
         numbers = list(counted)
-        for now in self._under_way():  # what began later says more
+        for now in self._under_way():  # a later pass overrides an earlier one
             if hasattr(now, "iteration") and now._holdfast not in self._left:
                 for number in of_its_data(now, loaders):
                     numbers[number] = max(counted[number], now.iteration + now.end_of_dataloader)
         return numbers
 
     def _under_way(self) -> list[Any]:
-        """Return the loaders over which passes have begun and not ended, or were left, in that order."""
+        """Return the loaders whose passes have begun and not ended, or were left, in order of beginning."""
         known = self._of.gradient_state.dataloader_references
         return [now for now in known if now is not None and "_holdfast" in vars(now)]
 
@@ -426,8 +426,8 @@ class _Counters:
 
 
 def of_its_data(loader: Any, loaders: list[Any]) -> list[int]:
-    """Return the numbers of the prepared loaders that a loader is: itself; all those over its data, if it
-    is one that skips what was done."""
+    """Return the numbers of the prepared loaders that a loader stands for: itself, or for a loader that
+    skips done batches, all prepared loaders over the same data."""
     whose = [getattr(s, "batch_sampler", None) for s in (loader.batch_sampler, loader.sampler)]
     orders = [id(one) for one in whose if one is not None]
     itself, of_its_order, of_its_dataset = [], [], []
@@ -444,27 +444,27 @@ def of_its_data(loader: Any, loaders: list[Any]) -> list[int]:
 
 
 class _Pass:
-    """One pass over a loader: the generators when it began and before the batch ahead, and how many batches
-    its sampler left out and were fetched since."""
+    """One pass over a loader: the generators at its beginning and before the batch ahead, the number of
+    batches that its sampler skipped, and the number fetched since."""
 
     def __init__(self, began: Any, order: Any, left_out: int) -> None:
         self.began, self.order, self.left_out = began, order, left_out
         self.ahead: Any = None
         self.fetched = 0
         self.is_over = False
-        """It had come to its last batch when the restored step was saved, and a loader that skips all of it
-        goes through it once more: that is no pass, and draws nothing."""
+        """The restored step was saved at the last batch of this pass; a loader that skips all batches
+        repeats it without a draw, so it does not count."""
         self.before: Any = None
-        """The generators before it, unless those of the restored step are still to be put back."""
+        """The generators before the pass, unless those of the restored step must still be put back."""
         self.had_workers = False
-        """It began with the workers of an earlier pass, and so without a draw for them."""
+        """The pass began with the workers of an earlier pass, and so without a draw for their seed."""
 
 
 class LoaderDraws:
-    """The draws of an Accelerator's loaders from generators; each rank's own.
+    """The draws of an Accelerator's loaders from this rank's generators.
 
-    Accelerate tells its GradientState of every pass that begins and ends: there this looks on.  The
-    accelerator's `holdfast` is the Checkpointer that has this in its state.
+    It observes Accelerate's GradientState, which is told of every pass that begins or ends.  The
+    Accelerator's `holdfast` is the Checkpointer that has this object in its state.
     """
 
     on_resize = "fresh"
@@ -472,14 +472,14 @@ class LoaderDraws:
     def __init__(self, accelerator: Any) -> None:
         self._of, self._rng = accelerator, Rng()
         self._saved: list[dict[str, Any]] = []
-        """The passes of the restored step that have not gone on."""
+        """Passes of the restored step that have not gone on yet."""
         self._over: set[int] = set()
         """Numbers of the loaders whose pass was in its last batch when the restored step was saved."""
         self._is_to_put_back = False
         self._loaded: dict[str, Any] | None = None
         """The restored state, until a pass begins."""
         self._last: Any = None
-        """The loader of the last pass, of which GradientState has a weak reference."""
+        """The loader of the last pass, kept since GradientState has only a weak reference."""
         self._workers = PersistentWorkers(accelerator)
         self._state = accelerator.gradient_state
         self._state._add_dataloader = self._begin
@@ -512,19 +512,18 @@ class LoaderDraws:
         self._loaded = saved
         self._over = set(saved.get("over", ()))
         self._workers.put(saved.get("workers", ()))
-        if saved.get("active") is not None:  # of a step that has one pass, and not how far it is
+        if saved.get("active") is not None:  # an older step: one pass, without its progress
             one = {"loader": saved["active"], "done": -1, "order": saved["orders"][saved["active"]]}
             self._saved = [{**one, "began": saved["began"], "ahead": saved["ahead"]}]
 
     def put_back(self) -> None:
-        """Put the generators back to where the restored step had them, if no loader that went on has done
-        it; on other ranks they are fresh."""
+        """Put the generators of the restored step back, unless a loader that went on has done so."""
         if self._is_to_put_back:
             self._is_to_put_back = False
             self._of.holdfast.restore_rng()
 
     def forget(self) -> None:
-        """Let no later pass go on where the restored step was."""
+        """Let no later pass go on from the restored step."""
         self._saved, self._over, self._is_to_put_back = [], set(), False
         self._loaded = self._last = None
         self._workers.put(())
@@ -552,7 +551,7 @@ class LoaderDraws:
         base, skipped = loader.base_dataloader, getattr(loader, "skip_batches", 0)
         for one in samplers_of(base) if left_out or skipped else ():
             if hasattr(one, "set_epoch") and hasattr(loader, "iteration"):
-                one.set_epoch(loader.iteration)  # Accelerate's own call does not reach all of them
+                one.set_epoch(loader.iteration)  # Accelerate's own call does not reach all samplers
         dispatches = hasattr(loader, "_fetch_batches")
         name = "_fetch_batches" if dispatches else "_update_state_dict"
         method, now.fetched = getattr(type(loader), name), -1 if dispatches else 0
@@ -572,7 +571,7 @@ class LoaderDraws:
             saved, vars(base)["batch_sampler"] = None, sampler
             if before is None:
                 self.put_back()
-            else:  # another loader has put them back, and training has drawn from them since
+            else:  # another loader has put the generators back, and training has drawn since
                 self._rng.load_state_dict(before)
 
         def fetch_ahead() -> None:
@@ -594,15 +593,15 @@ class LoaderDraws:
         return next((number for number, d in loaders if d.dataset is loader.dataset), None)
 
     def _is_over(self, loader: Any, left_out: int) -> bool:
-        """True if a loader skips all of the pass in whose last batch the restored step was saved: the first
-        one since over these data, if it skips any."""
+        """Tell whether a loader skips a whole pass, since the restored step was saved at its last batch:
+        the first loader over this data since, if it skips anything."""
         index = self._index_of(loader)
         was_at_its_end = index in self._over
         self._over.discard(-1 if index is None else index)
         return was_at_its_end and left_out + getattr(loader, "skip_batches", 0) > 0
 
     def _take(self, loader: Any, done: int) -> dict[str, Any] | None:
-        """Return the saved pass that a loader goes on with, which is then no longer there for others."""
+        """Return the saved pass that a loader continues, and remove it from the saved passes."""
         places_itself = any(
             hasattr(d, "state_dict") for d in (loader.base_dataloader, loader.dataset)
         )
@@ -633,7 +632,7 @@ class LoaderDraws:
 
 
 class _Watched:
-    """A batch sampler that tells when its first batch is known, and not fetched."""
+    """A batch sampler that calls `before` when its first batch is known but not fetched."""
 
     def __init__(self, sampler: Any, before: Callable[[], None]) -> None:
         self._sampler, self._before = sampler, before

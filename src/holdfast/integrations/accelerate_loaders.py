@@ -1,13 +1,13 @@
-"""Accelerate's loaders: the order of their data, what a place in it is counted in, and workers' seeds.
+"""Accelerate's loaders: the order of their data, the unit of a place in it, and the seeds of workers.
 
-A loader draws a seed for its workers when it makes them.  Persistent workers are made once, at the first
-pass of a process, and a process that goes on with a later pass makes them there: one draw more than the run
-that was not interrupted, after which each dropout mask is another one.  So that pass begins without it:
+A loader draws a seed for its workers when it starts them.  Persistent workers start once, at the first pass
+of a process.  A restarted process starts them at a later pass: one draw more than the uninterrupted run, so
+that every later dropout mask would differ.  So that pass begins without the draw:
 
     uninterrupted    pass 0: seed, order        pass 1:       order        pass 2:       order
     restarted        pass 0: seed, order  -->   pass 1: (own) order        pass 2:       order
 
-The seed then comes from a copy of the generator.  What workers draw themselves is not repeated.
+The seed then comes from a copy of the generator.  Draws inside the workers are not repeated.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from holdfast.extend import data_of, order_of, put_order, tell_other_data
 
 
 def order_kept(loader: Any) -> dict[str, Any]:
-    """Return what a loader's order follows from: seeds of its samplers, and states of generators."""
+    """Return the values that determine a loader's order: seeds of samplers, and states of generators."""
     return order_of(loader.base_dataloader, getattr(loader, "synchronized_generator", None))
 
 
 def put_order_kept(loader: Any, order: Any) -> None:
-    """Put that back."""
+    """Put back the result of `order_kept`."""
     put_order(loader.base_dataloader, order, getattr(loader, "synchronized_generator", None))
 
 
 def data_in(loader: Any) -> dict[str, Any]:
-    """Return what a place in a prepared loader is counted in, over all processes."""
+    """Return the units of a place in a prepared loader, over all processes."""
     found = data_of(loader)
     with suppress(Exception):  # not every batch sampler has a size
         found["global_batch"] = loader.total_batch_size
@@ -44,8 +44,8 @@ def data_in(loader: Any) -> dict[str, Any]:
 def tell_of_data(
     loaders: list[Any], saved: Collection[dict[str, Any]], amid: Collection[int]
 ) -> None:
-    """Tell of loaders whose place, in the middle of an epoch, was saved over other data, or in other
-    batches over all processes.  A stateful one is in the state, and told of there."""
+    """Warn of loaders whose place in the middle of an epoch was saved with other data, or other batches
+    over all processes.  A stateful loader is part of the state, which warns itself."""
     for number, (loader, data) in enumerate(zip(loaders, saved)):
         if number in amid and not getattr(loader, "use_stateful_dataloader", False):
             name = "loader" if number == 0 else f"loader_{number}"
@@ -53,12 +53,12 @@ def tell_of_data(
 
 
 class PersistentWorkers:
-    """The loaders that have persistent workers, or would have if the run had not been interrupted."""
+    """The loaders that have persistent workers, or would have without the interruption."""
 
     def __init__(self, accelerator: Any) -> None:
         self._of = accelerator
         self._were_there: set[int] = set()
-        """Numbers of those that had them when the restored step was saved."""
+        """Numbers of the loaders that had workers when the restored step was saved."""
 
     def numbers(self) -> list[int]:
         """Return the numbers of these loaders."""
@@ -70,7 +70,7 @@ class PersistentWorkers:
         self._were_there = set(numbers)
 
     def are_there_for(self, loader: Any) -> bool:
-        """True if a loader begins a pass with the workers of an earlier one, or would have."""
+        """Tell whether a loader begins a pass with the workers of an earlier pass, or would have."""
         return _has_workers(loader.base_dataloader) or any(
             d is loader and number in self._were_there
             for number, d in enumerate(self._of._dataloaders)

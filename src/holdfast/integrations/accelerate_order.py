@@ -1,4 +1,4 @@
-"""The order in which an Accelerator was given what it has, kept beside the state and compared at a load."""
+"""The order in which an Accelerator got its objects: saved with the state, and compared at a load."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ import xxhash
 from holdfast import errors
 from holdfast.extend import unwrap
 from holdfast.integrations.numbered import (
-    Marked,
+    Described,
     arrangement,
+    described,
     in_another_order,
     key_of,
-    marked,
     tell_apart,
 )
 
-HOW = {
+_HOW = {
     "custom": "registered",
     "model": "prepared",
     "optimizer": "prepared",
     "scheduler": "prepared",
 }
-"""Roles of which it is told that nothing tells their objects apart."""
+"""Roles whose indistinguishable objects are warned of, and how the script hands them over."""
 
 
 def had_by(accelerator: Any) -> list[list[Any]]:
-    """All that the accelerator has, by role."""
+    """Return all objects of the Accelerator, by role."""
     known = accelerator._models, accelerator._optimizers, accelerator._schedulers
     return [*known, accelerator._custom_objects, accelerator._dataloaders]
 
 
-def order_of(accelerator: Any) -> dict[str, list[Marked]]:
-    """Describe what the accelerator has, by role and number."""
+def order_of(accelerator: Any) -> dict[str, list[Described]]:
+    """Describe the objects of the Accelerator, by role and number."""
     models = [unwrap(m) for m in accelerator._models]
     optimizers = [getattr(o, "optimizer", o) for o in accelerator._optimizers]
     schedulers = [getattr(s, "scheduler", s) for s in accelerator._schedulers]
@@ -52,11 +52,13 @@ def order_of(accelerator: Any) -> dict[str, list[Marked]]:
         for name, p in model.named_parameters()
     }
     found = {
-        "model": [marked(m, known, shapes=_shapes(m)) for m in models],
-        "optimizer": [marked(o, known, parameters=_parameters(o, names)) for o in optimizers],
-        "scheduler": [marked(s, known) for s in schedulers],
-        "custom": [marked(c, known) for c in accelerator._custom_objects],
-        "loader": [marked(d.dataset, known, length=_length(d)) for d in accelerator._dataloaders],
+        "model": [described(m, known, shapes=_shapes(m)) for m in models],
+        "optimizer": [described(o, known, parameters=_parameters(o, names)) for o in optimizers],
+        "scheduler": [described(s, known) for s in schedulers],
+        "custom": [described(c, known) for c in accelerator._custom_objects],
+        "loader": [
+            described(d.dataset, known, length=_length(d)) for d in accelerator._dataloaders
+        ],
     }
     return {role: one for role, one in found.items() if len(one) > 1}
 
@@ -79,12 +81,13 @@ def _length(loader: Any) -> str:
         return ""
 
 
-def arranged(
-    saved: dict[str, list[Marked]], accelerator: Any, state: dict[str, Any]
+def in_saved_order(
+    saved: dict[str, list[Described]], accelerator: Any, state: dict[str, Any]
 ) -> dict[str, Any]:
-    """The state, with registered objects under the keys that they were saved under.
+    """Return the state with registered objects under the keys of the save.
 
-    StateMismatch if the order of others is not the saved one, or that of registered ones cannot be told."""
+    StateMismatch if other objects are in another order, or that of registered objects cannot be proved.
+    """
     here = order_of(accelerator)
     moved: dict[str, Any] = {}
     problems: list[str] = []
@@ -105,13 +108,13 @@ def arranged(
             "the accelerator has other objects than when the step was saved:\n  "
             + "\n  ".join(problems),
             tuple(problems),
-            hint="prepare and register them in the order in which they were",
+            hint="prepare and register them in the same order as in the run that saved",
         )
     return {**state, **moved}
 
 
-def tell_order(order: dict[str, list[Marked]]) -> None:
-    """HoldfastWarning for objects of one class which nothing tells apart."""
-    for role, how in HOW.items():
+def tell_order(order: dict[str, list[Described]]) -> None:
+    """HoldfastWarning for objects of one class that cannot be told apart."""
+    for role, how in _HOW.items():
         for text in tell_apart(role, order.get(role, ()), how):
             errors.warn_user(text, notice="same-class")

@@ -57,15 +57,15 @@ if TYPE_CHECKING:
 
 __all__ = ["attach"]
 
-POINTER = "holdfast.json"
+_POINTER = "holdfast.json"
 """File in the folder of a tag, in a folder that is not the root."""
-LATEST = "latest"
+_LATEST = "latest"
 """File that names the newest tag of a folder, as DeepSpeed has it."""
 CLIENT = "client_state"
 """Key of what the caller keeps in a checkpoint."""
 _PLACES = {"durable": "the root", "memory": "memory", "upload": "the home behind the root"}
 """Words for the places of steps."""
-TAG = re.compile(r"global_step(\d+)")
+_TAG = re.compile(r"global_step(\d+)")
 
 T = TypeVar("T")
 
@@ -366,7 +366,7 @@ class AttachedEngine:
             self.client.clear()
         if not is_root:  # absolute: a script may change its working directory before the commit
             self.pending.append(Pending(save, place, name, latest))
-        if TAG.fullmatch(name) is None:
+        if _TAG.fullmatch(name) is None:
             self._pin(step, label)
         self._point(again=True)
         return True
@@ -422,7 +422,7 @@ class AttachedEngine:
         pointed = Pointed(self.root, step, one.tag, run_of(self.root, step))
         if not _has_written(pointed, one.folder, one.latest):
             self.unwritten.append(one)
-        elif TAG.fullmatch(one.tag) is None:
+        elif _TAG.fullmatch(one.tag) is None:
             self._labelled_folders()[_label_of(one.folder, one.tag)] = one.folder, one.tag
 
     def _labelled_folders(self) -> dict[str, tuple[str, str]]:
@@ -591,10 +591,10 @@ class AttachedEngine:
         if tag is None:
             newest = holdfast.steps(self.root)[-1:]
             beside = f"; {self.root} has step {newest[0]}: load from there" if newest else ""
-            errors.warn_user(f"{folder} has no file `{LATEST}`, so nothing is loaded{beside}")
+            errors.warn_user(f"{folder} has no file `{_LATEST}`, so nothing is loaded{beside}")
             return None
         try:
-            pointer = json.loads(store.LocalStore(Path(folder, tag)).get_small(POINTER))
+            pointer = json.loads(store.LocalStore(Path(folder, tag)).get_small(_POINTER))
             return Pointed(str(pointer["root"]), int(pointer["step"]), tag, pointer.get("run"))
         except (errors.HoldfastError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise errors.NotRecoverable(
@@ -641,7 +641,7 @@ class AttachedEngine:
         if found is None:
             return pointed
         step, extras = found
-        names = f"{Path(folder, LATEST)} names {pointed.tag}, whose step is deleted"
+        names = f"{Path(folder, _LATEST)} names {pointed.tag}, whose step is deleted"
         errors.warn_user(f"{names}; loaded is step {step}, which was saved there after it")
         return Pointed(self.root, step, tags_of(extras)[-1], run_of(self.root, step))
 
@@ -660,7 +660,7 @@ class AttachedEngine:
 
     def _step_of(self, tag: str) -> int:
         """The step of the root that a tag names."""
-        number = TAG.fullmatch(tag)
+        number = _TAG.fullmatch(tag)
         if number is not None:
             return int(number[1])
         labelled = labels_of(self.root)
@@ -711,7 +711,7 @@ def _absolute(path: str) -> str:
 
 def _check_label(tag: str, step: int) -> None:
     """UsageError for a tag that names another step."""
-    if TAG.fullmatch(tag) and tag != f"global_step{step}":
+    if _TAG.fullmatch(tag) and tag != f"global_step{step}":
         raise errors.UsageError(
             f"tag {tag!r} names another step than {step}, at which the engine is",
             hint="leave the tag out, or give it another name",
@@ -741,7 +741,7 @@ def _is_saved_at(folder: str, pointed: Pointed) -> bool:
 def _latest_of(folder: str) -> str | None:
     """The tag that a folder's `latest` names; None if it has no such file."""
     try:
-        return store.LocalStore(folder).get_small(LATEST).decode().strip()
+        return store.LocalStore(folder).get_small(_LATEST).decode().strip()
     except (errors.NotFound, UnicodeDecodeError):
         return None
 
@@ -754,14 +754,14 @@ def _is_deepspeeds(folder: str, tag: str | None) -> bool:
 def _tell_of_deepspeeds(folder: str, step: int) -> None:
     """Tell of a checkpoint that DeepSpeed itself has saved in the root, newer than its steps."""
     tag = _latest_of(folder)
-    if tag is not None and (at := TAG.fullmatch(tag)) and _is_deepspeeds(folder, tag):
+    if tag is not None and (at := _TAG.fullmatch(tag)) and _is_deepspeeds(folder, tag):
         how = f"load_checkpoint({folder!r}, {tag!r})"
         tell_newer(step, os.path.join(folder, tag), int(at[1]), how)
 
 
 def _is_pointer(folder: str, tag: str | None) -> bool:
     """True if this tag points to a step of a root."""
-    return tag is not None and Path(folder, tag, POINTER).exists()
+    return tag is not None and Path(folder, tag, _POINTER).exists()
 
 
 def _has_written(pointed: Pointed, folder: str, latest: bool) -> bool:
@@ -784,9 +784,9 @@ def _write_pointer(pointed: Pointed, folder: str, latest: bool) -> None:
     pointer: dict[str, Any] = {"root": _absolute(pointed.root), "step": pointed.step}
     if pointed.run is not None:
         pointer["run"] = pointed.run
-    _replace(place / POINTER, json.dumps(pointer))
+    _replace(place / _POINTER, json.dumps(pointer))
     if latest:
-        _replace(Path(folder, LATEST), pointed.tag)
+        _replace(Path(folder, _LATEST), pointed.tag)
 
 
 def _replace(path: Path, text: str) -> None:

@@ -68,17 +68,17 @@ from holdfast.integrations.lightning_finetuning import (
     names_of_trained,
     prepare,
 )
-from holdfast.integrations.lightning_home import DATA, METRICS, Home, Rest, number_of
+from holdfast.integrations.lightning_home import DATA, METRICS, Home, Rest, number_tensor
 from holdfast.integrations.lightning_loops import (
     IN_EPOCH,
     LoopPlace,
     Metrics,
-    forget,
     go_on,
-    place_of,
+    loop_place,
+    undo_go_on,
 )
 from holdfast.integrations.lightning_pointers import (
-    ANEW,
+    GONE_BACK,
     Pointer,
     beside,
     digest_of,
@@ -98,7 +98,7 @@ __all__ = ["strategy"]
 
 NEWEST = "newest"
 """The `ckpt_path` of the newest step in any tier; where there is none, training begins afresh."""
-NEVER = Every.by_hand()
+_NEVER = Every.by_hand()
 """The frequencies at which a Checkpointer saves of its own accord, where Lightning alone says when."""
 _OPTIONS = inspect.signature(Checkpointer).parameters.keys() - {
     "path",
@@ -135,7 +135,7 @@ def strategy(of: str | Strategy, root: str | os.PathLike[str], **options: Any) -
     saving = kind.__new__(kind)
     saving.__dict__.update(vars(made))
     saving._root = root if "://" in root else os.path.realpath(root)
-    saving._options = {"every": NEVER, "when_busy": "queue", "keep": Keep(last=1)} | {
+    saving._options = {"every": _NEVER, "when_busy": "queue", "keep": Keep(last=1)} | {
         name: value for name, value in options.items() if value is not None
     }
     return saving
@@ -149,7 +149,7 @@ def _weights_options(options: dict[str, Any]) -> dict[str, Any]:
         found["upload"] = beside(
             path_of(options["upload"], "lightning.strategy", "upload"), "weights"
         )
-    return {**found, "keep": Keep(last=1), "every": NEVER}
+    return {**found, "keep": Keep(last=1), "every": _NEVER}
 
 
 def _named(name: str) -> Any:
@@ -264,7 +264,7 @@ class _Saving:
     def at_batch_end(self, step: int) -> None:
         for home in (self._homes or {}).values() if step != self._step else ():
             if (home.at and home.at[0]) != step or "delta" in self._options:
-                if self._options["every"] is not NEVER:
+                if self._options["every"] is not _NEVER:
                     self._tell_of_losses(step)
                 home.ckpt.step(step)
             home.settle()
@@ -278,7 +278,7 @@ class _Saving:
                 home.close(sys.exc_info() if failed else (None, None, None))
         finally:
             self._homes = None
-            forget(trainer.fit_loop)
+            undo_go_on(trainer.fit_loop)
             trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, _Begin | _Steps)]
             super().teardown()  # type: ignore[misc]
 
@@ -520,7 +520,7 @@ class _Saving:
         here = None if path == NEWEST or not self._is_first else read_pointer(path)
         pointer, replaced = self.broadcast((here, replaced_by(here)))  # type: ignore[attr-defined]
         if replaced and (self._homes is None or pointer["root"] != self._root or not is_last(path)):
-            raise errors.NotRecoverable(f"{path} {replaced}", hint=ANEW)
+            raise errors.NotRecoverable(f"{path} {replaced}", hint=GONE_BACK)
         if replaced:
             errors.warn_user(f"{path} {replaced}: training goes on from the newest step")
             path, pointer = NEWEST, None
@@ -551,7 +551,7 @@ class _Saving:
             return _Nothing({"pytorch-lightning_version": lightning_version})
         self._begins_anew = False
         if "callbacks" in (pointer or {}) and rest["global_step"] == step:
-            self._take_over(step, rest["callbacks"], decode(pointer["callbacks"], number_of))
+            self._take_over(step, rest["callbacks"], decode(pointer["callbacks"], number_tensor))
         return {**rest, "state_dict": self.lightning_module_state_dict()}
 
     def _has_steps(self) -> bool:
@@ -606,7 +606,7 @@ class _Saving:
         self._resumed, self._metrics = rest["loops"]["fit_loop"], rest.get(METRICS)
         self._data = rest.get(DATA, ())
         if self._metrics is not None:
-            self._place = place_of(self._resumed, was_validating=self._metrics["validating"])
+            self._place = loop_place(self._resumed, was_validating=self._metrics["validating"])
         return rest
 
     def _lies_in_root(self, home: Home, restored: Any) -> bool:
@@ -727,7 +727,7 @@ def _load_also_pointers(path: Any, map_location: Any = None, weights_only: Any =
         read_pointer(path) if isinstance(path, (str, Path)) and str(path)[:4] != "http" else None
     )
     if replaced := replaced_by(pointer):
-        raise errors.NotRecoverable(f"{path} {replaced}", hint=ANEW)
+        raise errors.NotRecoverable(f"{path} {replaced}", hint=GONE_BACK)
     if pointer is None:
         return _load(path, map_location=map_location, weights_only=weights_only)
     with open_step(pointer["root"], step=pointer["step"]) as step:

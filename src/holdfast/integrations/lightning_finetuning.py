@@ -16,8 +16,6 @@ from typing import Any
 from lightning.pytorch.callbacks import BaseFinetuning
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["TRAINED", "callbacks_of", "names_of_trained", "prepare"]
-
 TRAINED = "holdfast.trained"
 """The key of the names of parameters that are trained, among the parts of a checkpoint of Lightning's."""
 

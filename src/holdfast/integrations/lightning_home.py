@@ -19,15 +19,13 @@ from holdfast.integrations.lightning_finetuning import TRAINED
 from holdfast.integrations.lightning_pointers import (
     Pointer,
     claimed_by,
-    label_of,
+    label_start,
     read_pointer,
     remove_pointer,
     unpin_path,
     write_pointer,
 )
 from holdfast.integrations.native import run_of
-
-__all__ = ["DATA", "METRICS", "Home", "Rest", "number_of"]
 
 DATA = "holdfast.data"
 """The part of a checkpoint that says over which data its loaders go."""
@@ -167,7 +165,7 @@ class Home:
             coming = {**pointer, **claimed_by(self.root), "is_coming": True}
             write_pointer(path, coming)  # first: it tells a restart of the pin
         try:
-            notes_of(self.ckpt).pin(step, f"{label_of(path)}{step}")
+            notes_of(self.ckpt).pin(step, f"{label_start(path)}{step}")
         except errors.NotFound:
             pass  # the save has failed already, which it says itself
         except errors.HoldfastError as error:
@@ -252,5 +250,5 @@ def _number(value: Any, path: str) -> Any:
     return {"$tensor": [str(value.dtype).partition(".")[2], encode(value.item())]}
 
 
-def number_of(tag: str, body: Any) -> torch.Tensor:
+def number_tensor(tag: str, body: Any) -> torch.Tensor:
     return torch.tensor(decode(body[1]), dtype=getattr(torch, body[0]))

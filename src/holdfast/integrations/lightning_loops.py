@@ -24,8 +24,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from holdfast import errors
 
-__all__ = ["IN_EPOCH", "Metrics", "LoopPlace", "forget", "go_on", "place_of"]
-
 Number = list[Any]
 """A tensor of one number: the name of its dtype, and the number."""
 _SIZE = "cumulated_batch_size"
@@ -44,7 +42,7 @@ class LoopPlace(Enum):
 IN_EPOCH = (LoopPlace.BATCH, LoopPlace.VALIDATION, LoopPlace.BETWEEN)
 
 
-def place_of(loops: dict[str, Any], *, was_validating: bool) -> LoopPlace:
+def loop_place(loops: dict[str, Any], *, was_validating: bool) -> LoopPlace:
     """Return where a step was saved, by the state of the loop over epochs.
 
     That of a step at the end of a batch is changed to one whose batch is completed: without that, Lightning
@@ -96,7 +94,7 @@ def go_on(loop: Any, place: LoopPlace) -> str:
     return missing
 
 
-def forget(loop: Any) -> None:
+def undo_go_on(loop: Any) -> None:
     """Take back what is left of `go_on` and `Metrics` when a fit is over."""
     epoch_loop = loop.epoch_loop
     for where, name in (

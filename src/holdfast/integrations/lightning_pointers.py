@@ -22,25 +22,7 @@ from holdfast import errors
 from holdfast.extend import labels_of, pin, run_at_work, saved_in, unpin
 from holdfast.integrations.native import run_of
 
-__all__ = [
-    "ANEW",
-    "Pointer",
-    "beside",
-    "claimed_by",
-    "digest_of",
-    "is_last",
-    "is_of_requeue",
-    "newest_native",
-    "label_of",
-    "read_pointer",
-    "remove_pointer",
-    "replaced_by",
-    "settle_left",
-    "unpin_path",
-    "write_pointer",
-]
-
-ANEW = "the run had gone back to an earlier step: what the path named is gone, so remove it"
+GONE_BACK = "the run had gone back to an earlier step: what the path named is gone, so remove it"
 _MAGIC = b'{"holdfast":'
 
 Pointer: TypeAlias = dict[str, Any]
@@ -117,7 +99,7 @@ def settle_left(folder: Any) -> None:
                 unpin_path(pointer["root"], path)
                 remove_pointer(path)
             elif saved.is_proved:
-                label = f"{label_of(path)}{step}"
+                label = f"{label_start(path)}{step}"
                 pin(pointer["root"], step, label)  # the run may have been killed before
                 write_pointer(path, {**pointer, "run": saved.run})
         except errors.HoldfastError as error:
@@ -177,7 +159,7 @@ def digest_of(path: str) -> str:
     return xxhash.xxh3_64_hexdigest(path.encode())[:8]
 
 
-def label_of(path: str) -> str:
+def label_start(path: str) -> str:
     """The beginning of the labels of steps that a path names; the rest is the step."""
     return f"{ascii(Path(path).stem)[1:-1][-50:]} {digest_of(path)} "
 
@@ -186,7 +168,7 @@ def unpin_path(root: str, path: str, but: Collection[int | None] = ()) -> None:
     """Unpin what a path named."""
     try:
         for label, step in labels_of(root).items():
-            if label.startswith(label_of(path)) and step not in but:
+            if label.startswith(label_start(path)) and step not in but:
                 unpin(root, label)
     except errors.HoldfastError as error:
         errors.warn_user(

@@ -48,7 +48,7 @@ BACKEND = "holdfast"
 VERSION = 1
 
 
-def step_of(checkpoint_dir: str | os.PathLike[str]) -> int:
+def step_in_name(checkpoint_dir: str | os.PathLike[str]) -> int:
     """The step that a directory of Megatron's is of, by its name; 0 if that says none."""
     match = re.search(r"(\d+)$", os.path.basename(os.fspath(checkpoint_dir).rstrip("/")))
     return int(match[1]) if match else 0
@@ -70,7 +70,7 @@ class SaveStrategy(AsyncSaveShardedStrategy):
         dcp.save(
             _flat(sharded_state_dict),
             storage_writer=Writer(str(checkpoint_dir)),
-            checkpoint_id=str(step_of(checkpoint_dir)),
+            checkpoint_id=str(step_in_name(checkpoint_dir)),
             planner=_planner(),
         )
 
@@ -84,7 +84,7 @@ class SaveStrategy(AsyncSaveShardedStrategy):
         state, metadata, made_ready = _flat(sharded_state_dict), [], []
 
         def local() -> Any:
-            writer.reset(str(step_of(checkpoint_dir)))
+            writer.reset(str(step_in_name(checkpoint_dir)))
             planner.set_up_planner(state, writer.storage_meta(), ranks.is_coordinator)
             writer.set_up_storage_writer(ranks.is_coordinator, rank=ranks.rank)
             return planner.create_local_plan()

@@ -51,14 +51,14 @@ from holdfast.extend import (
     unfit,
     wait_for_copies,
 )
-from holdfast.integrations.accelerate import LoaderDraws, bare, check_trained_engine
+from holdfast.integrations.accelerate import LoaderDraws, check_trained_engine, unwrapped
 from holdfast.integrations.accelerate_loaders import data_in
 from holdfast.integrations.native import kept_by, tell_newer
 from holdfast.integrations.trl_parts import moving_reference, tell_of_generated
 
 __all__ = ["HoldfastCallback", "HoldfastTrainer", "with_holdfast"]
 
-NEVER = Every.by_hand()
+_NEVER = Every.by_hand()
 """The frequencies of a run of which the Trainer says when it saves, and not by steps."""
 SIGTERM_S = 30.0
 """Seconds in which a run with `enable_jit_checkpoint` saves and stops, if `sigterm_s` is not given."""
@@ -310,7 +310,7 @@ class _Holdfast(_Mixin):
         if strategy == SaveStrategy.STEPS:
             checkpointer.every = replace(every, durable=int(self.state.save_steps))
         elif strategy != SaveStrategy.NO and every == Every():
-            checkpointer.every = NEVER
+            checkpointer.every = _NEVER
         if run.found is not None:
             checkpointer.restore(run.found)
             run.is_restored = True
@@ -327,8 +327,8 @@ class _Holdfast(_Mixin):
             return {"model": self.model_wrapped}
         if self.is_deepspeed_enabled:
             check_trained_engine(self.deepspeed)
-        parts = {"model": self.model_wrapped, "optimizer": bare(self.optimizer)}
-        parts |= {"scheduler": bare(self.lr_scheduler), **moving_reference(self)}
+        parts = {"model": self.model_wrapped, "optimizer": unwrapped(self.optimizer)}
+        parts |= {"scheduler": unwrapped(self.lr_scheduler), **moving_reference(self)}
         scaler = getattr(self.accelerator, "scaler", None)
         return parts if scaler is None else {**parts, "scaler": scaler}
 

@@ -1,14 +1,14 @@
-"""Tools that holdfast tests itself with, for those who build on it.
+"""The tools by which holdfast tests itself, for those who build on it.
 
-class TestMyStore(StoreTests):         # is my store a right one?
+class TestMyStore(StoreTests):         # does my store keep the promises of `Store`?
     @pytest.fixture
     def store(self, tmp_path): return MyStore(tmp_path)
 
-class TestMyFramework(SourceTests):    # does my framework tell where its values are?
+class TestMyFramework(SourceTests):    # does my framework state correctly where its values are?
     @pytest.fixture
     def build(self): return lambda seed: Training({"model": ..., "optim": ...}, train)
 
-StopAfter(store, 7)                    # does my program survive death at its 7th change?
+StopAfter(store, 7)                    # does my program survive a death at its 7th change?
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The suite for frameworks, which needs torch."""
+    """Load the suite for frameworks when it is used, since it needs torch."""
     if name in ("Training", "SourceTests"):
         return getattr(importlib.import_module("holdfast.testing.sources"), name)
     raise AttributeError(f"module 'holdfast.testing' has no attribute {name!r}")

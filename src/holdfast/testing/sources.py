@@ -1,17 +1,17 @@
-"""Does a framework tell the truth of its values?  A suite for whoever writes a `Framework`.
+"""A test suite for a `Framework`: does it state correctly where its values are?
 
     class TestMyFramework(SourceTests):
         @pytest.fixture
         def build(self) -> Build:
             def run(seed: int) -> Training:
-                model, optimizer = ...                       # another seed, other weights
-                def train() -> None: ...                     # one step; in runs that are equal, the same
+                model, optimizer = ...                       # other seeds give other weights
+                def train() -> None: ...                     # one step; the same in equal runs
                 return Training({"model": model, "optim": optimizer}, train)
             return run
 
-The tests save and restore on this rank alone, and compare bit for bit.  They need pytest only for the
-fixture.  What a framework does over several ranks (pieces that make up a weight, a collective `refresh`)
-needs a test of its own under torchrun.
+The tests save and restore on one rank, and compare bit for bit.  They need pytest only for the fixture.
+The behaviour on several ranks (pieces that make up a weight, a collective `refresh`) needs a separate test
+under torchrun.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from holdfast.live.state.recognising import is_optimizer, sources_in, stages
 from holdfast.session.checkpointer import Checkpointer
 from holdfast.session.once import load, save
 
-Values = dict[str, list[tuple[Box, bytes]]]
+SavedBytes = dict[str, list[tuple[Box, bytes]]]
 """A rank's boxes of each saved tensor and their bytes, by name."""
 
 
@@ -43,7 +43,7 @@ class Training:
     state: dict[str, Any]
     """The state that a user hands to `Checkpointer`: modules and optimizers of the framework."""
     train: Callable[[], object]
-    """Makes one step: with equal weights and states the same one."""
+    """Does one step; with equal weights and states, the same step."""
 
 
 Build = Callable[[int], Training]
@@ -51,9 +51,10 @@ Build = Callable[[int], Training]
 
 
 class SourceTests:
-    """Subclass it and give a fixture `build`: from a seed to a fresh `Training`.  Needs `tmp_path`, too."""
+    """Subclass it with a fixture `build` that makes a fresh `Training` from a seed.  Also needs
+    `tmp_path`."""
 
-    # what is told
+    # the statements of a source
 
     def test_a_source_tells_of_every_optimizer(self, build: Build) -> None:
         state = build(0).state
@@ -118,8 +119,8 @@ class SourceTests:
             assert in_file(checkpoint, values_of(run)) == values_of(run)
 
     def test_each_step_is_saved_as_it_was(self, build: Build, tmp_path: Path) -> None:
-        """Copies are made while training goes on: nothing that is saved may change before the step of a
-        torch optimizer, or it must be said to be unsteady."""
+        """Copies are made while training goes on: saved values may change only in the step of a torch
+        optimizer, or the source must call them unsteady."""
         run, taken = build(0), {}
         with Checkpointer(tmp_path, run.state, every=1, when_busy="queue") as ckpt:
             for step in range(1, 6):
@@ -175,21 +176,21 @@ class SourceTests:
         assert extras_of(other) == extras_of(saved)
 
 
-# -- what there is --------------------------------------------------------------------------------
+# -- values of a run ------------------------------------------------------------------------------
 
 
 def sources_of(state: dict[str, Any]) -> list[Source]:
-    """The sources of frameworks in a state."""
+    """Return the sources of frameworks in a state."""
     return sources_in(state).of_frameworks()
 
 
 def optimizers_in(state: dict[str, Any]) -> list[Any]:
-    """The optimizers of a state."""
+    """Return the optimizers of a state."""
     return [value for value in state.values() if is_optimizer(value)]
 
 
 def weights_in(state: dict[str, Any]) -> Iterator[tuple[Source, torch.Tensor]]:
-    """Every parameter that an optimizer of a framework serves, with the source that tells of it."""
+    """Yield every parameter of a framework's optimizers, with its source."""
     sources = sources_in(state)
     for optimizer in optimizers_in(state):
         source = sources.of(optimizer)
@@ -197,8 +198,8 @@ def weights_in(state: dict[str, Any]) -> Iterator[tuple[Source, torch.Tensor]]:
         yield from ((source, p) for _, params in groups for p in params)
 
 
-def values_of(run: Training) -> Values:
-    """All tensors that a save would write now."""
+def values_of(run: Training) -> SavedBytes:
+    """Return all tensors that a save would write now."""
     live = collect(run.state)
     return {
         name: [(part.box, bytes_of(part.local)) for part in tensor.parts]
@@ -207,12 +208,12 @@ def values_of(run: Training) -> Values:
 
 
 def extras_of(run: Training) -> dict[str, Any]:
-    """All else that a save would write now."""
+    """Return all plain values that a save would write now."""
     return collect(run.state).extras
 
 
 def weights_of(run: Training) -> dict[str, bytes]:
-    """The weights that the models compute with."""
+    """Return the weights with which the models compute."""
     return {
         f"{key}.{number}.{name}": bytes_of(p)
         for key, value in run.state.items()
@@ -221,8 +222,8 @@ def weights_of(run: Training) -> dict[str, bytes]:
     }
 
 
-def in_file(checkpoint: Checkpoint, values: Values) -> Values:
-    """The same boxes as a checkpoint has them."""
+def in_file(checkpoint: Checkpoint, values: SavedBytes) -> SavedBytes:
+    """Return the same boxes, read from a checkpoint."""
     return {
         name: [(box, checkpoint.read(name, box).tobytes()) for box, _ in parts]
         for name, parts in values.items()
@@ -230,6 +231,6 @@ def in_file(checkpoint: Checkpoint, values: Values) -> Values:
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """A tensor's values, row by row."""
+    """Return a tensor's bytes, in row-major order."""
     plain = tensor.detach().cpu().contiguous().reshape(-1)
     return bytes(plain.view(torch.uint8).numpy().data)

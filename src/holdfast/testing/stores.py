@@ -1,12 +1,12 @@
-"""Is this a right store?  A suite for whoever writes one.
+"""A test suite for a `Store`: does it keep the promises of the contract?
 
     class TestMyStore(StoreTests):
         @pytest.fixture
         def store(self) -> Store:
             return MyStore(...)            # empty, one per test
 
-The tests state what `Store` promises, with the races it must win.  They need pytest only for the
-fixture, so that this module imports without it.
+The tests state the promises of `Store`, including those under concurrent use.  They need pytest only for
+the fixture, so this module imports without it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ BAD_KEYS = (
 
 
 def raised(kind: type[E], call: Callable[P, object], *args: P.args, **named: P.kwargs) -> E:
-    """The error of that kind which the call raises; an AssertionError if it raises none."""
+    """Return the error of this kind that the call raises; AssertionError if it raises none."""
     try:
         call(*args, **named)
     except kind as error:
@@ -59,7 +59,8 @@ def raised(kind: type[E], call: Callable[P, object], *args: P.args, **named: P.k
 
 
 def together(*calls: Callable[[], T]) -> list[T]:
-    """Make the calls at one time, a thread each; return their results or raise the first error."""
+    """Make all calls at the same time, each on its own thread; return their results or raise the first
+    error."""
     start = threading.Barrier(len(calls))
 
     def begin(call: Callable[[], T]) -> T:
@@ -87,12 +88,12 @@ def meanwhile(change: Callable[[int], object], watch: Callable[[], object]) -> N
 
 
 def sample(num_bytes: int, seed: int = 0) -> bytes:
-    """Bytes without a pattern, the same every time."""
+    """Return random bytes, the same for the same seed."""
     return random.Random(seed).randbytes(num_bytes)
 
 
 def cut(data: bytes, part_bytes: int) -> list[tuple[int, bytes]]:
-    """The parts of `data`, each with its offset."""
+    """Return the parts of `data`, each with its offset."""
     return [(at, data[at : at + part_bytes]) for at in range(0, len(data), part_bytes)]
 
 
@@ -110,14 +111,14 @@ def make(store: Store, key: str, data: bytes) -> None:
 
 
 def read(store: Store, key: str, start: int, stop: int) -> bytes:
-    """A range of an object."""
+    """Return a range of an object."""
     into = bytearray(stop - start)
     store.read(key, start, memoryview(into))
     return bytes(into)
 
 
 def one_winner(store: Store, key: str, put: Callable[[bytes], object]) -> None:
-    """Put an object from six threads at one time: one succeeds, the others find it taken."""
+    """Put an object from six threads at the same time: one succeeds, the others raise `Exists`."""
 
     def attempt(name: bytes) -> bytes | None:
         try:
@@ -133,7 +134,7 @@ def one_winner(store: Store, key: str, put: Callable[[bytes], object]) -> None:
 
 
 class StoreTests:
-    """Subclass it and give a fixture `store`: a fresh, empty store."""
+    """Subclass it with a fixture `store` that makes a fresh, empty store."""
 
     def test_is_a_store_with_writers(self, store: Store) -> None:
         assert isinstance(store, Store)
@@ -645,7 +646,7 @@ class StoreTests:
 
 
 def writer_unit(store: Store) -> int:
-    """The alignment of parts in a store."""
+    """Return the alignment of parts in a store."""
     writer = store.create("unit", 0)
     writer.abort()
     return writer.block_bytes

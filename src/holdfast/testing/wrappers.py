@@ -1,12 +1,12 @@
-"""Stores around a store: one that dies, one that fails, one that is slow, one that counts.
+"""Wrappers around a store: `StopAfter` dies, `Faulty` fails, `Slow` waits, `Counting` counts.
 
     store = StopAfter(MemoryStore("a"), 3)
     with suppress(Stopped):
         save(store)                        # dies at its third change
-    verify(store.inner)                    # what a restarted job finds
+    verify(store.inner)                    # the store that a restarted job finds
 
-Each is a whole store by `Store`'s rules, so they nest.  All that one adds sits in one function:
-what happens around a call of the inner store.
+Each wrapper is a complete `Store`, so they nest.  A wrapper overrides one function, `around`, which runs
+around every call of the inner store.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from holdfast.core.store.contract import Bulk, Bytes, Entries, Entry, Reader, St
 
 T = TypeVar("T")
 
-CHANGES: Final = frozenset({"put", "create", "write", "finish", "delete", "delete_many"})
+_CHANGES: Final = frozenset({"put", "create", "write", "finish", "delete", "delete_many"})
 """The operations that change what a store holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One call of a store or writer: `name` is the method, `num_bytes` what it was to move."""
+    """One call of a store or writer: `name` is the method, `num_bytes` the bytes to move."""
 
     name: str
     key: str
@@ -39,9 +39,9 @@ class Operation:
 
 
 class Wrapper(ABC):
-    """A store whose every call, and every call of its readers and writers, goes through `around`.
+    """A store whose calls, and those of its readers and writers, all go through `around`.
 
-    But a reader's `close`: it must work after anything.
+    The only exception is a reader's `close`, which must always work.
     """
 
     def __init__(self, inner: Store) -> None:
@@ -51,7 +51,7 @@ class Wrapper(ABC):
 
     @abstractmethod
     def around(self, operation: Operation, call: Callable[[], T]) -> T:
-        """Do `call()`, or not, or something before and after it."""
+        """Return `call()`; an override may skip it, or act before and after it."""
 
     @final
     def put(
@@ -107,13 +107,13 @@ class Wrapper(ABC):
         self.around(Operation("delete", key), lambda: self.inner.delete(key))
 
     def delete_many(self, keys: Sequence[str]) -> None:
-        """`Bulk.delete_many`: one call, whatever the inner store makes of it."""
+        """`Bulk.delete_many`: counts as one call, even if the inner store deletes one by one."""
         operation = Operation("delete_many", keys[0] if keys else "")
         self.around(operation, lambda: delete_many(self.inner, keys))
 
     @final
     def entries_many(self, prefixes: Sequence[str]) -> Entries:
-        """`Bulk.entries_many`: one call, whatever the inner store makes of it."""
+        """`Bulk.entries_many`: counts as one call, even if the inner store lists prefix by prefix."""
         return self.around(
             Operation("entries_many", " ".join(prefixes)), lambda: self._look(prefixes)
         )
@@ -168,17 +168,17 @@ class WrappedWriter:
 
 
 class Stopped(BaseException):
-    """The process is dead from here on; not an `Exception`, so that nobody handles it."""
+    """The process counts as dead from here on; not an `Exception`, so that no handler catches it."""
 
 
 @final
 class StopAfter(Wrapper):
-    """Dies at its `n`-th change (put, create, write, finish, delete; counted from 1).  Of `delete_many`
-    each object is a change: a process may die when some of them are gone.
+    """Dies at its `n`-th change (put, create, write, finish, delete; counted from 1).  In `delete_many`
+    each object is a change: a process may die when some of them are deleted.
 
-    That one does not take effect, or does if `torn`: then the process died between the effect and
-    the return.  From there on every call raises `Stopped` and nothing takes effect, `abort`
-    included, since the dead clean up nothing.  `n=None` never dies, and so counts a whole run:
+    The `n`-th change does not take effect, unless `torn`: then the process died between the effect and the
+    return.  Afterwards every call raises `Stopped` without effect, even `abort`, since a dead process
+    cleans up nothing.  `n=None` never dies, and so counts a whole run:
 
         whole = StopAfter(MemoryStore("whole"), None)
         save(whole)
@@ -197,7 +197,7 @@ class StopAfter(Wrapper):
 
     @final
     def delete_many(self, keys: Sequence[str]) -> None:
-        """Delete one after the other, as long as it is alive."""
+        """Delete the objects one by one, while alive."""
         for key in keys:
             self.delete(key)
 
@@ -207,7 +207,7 @@ class StopAfter(Wrapper):
         if last and not self.torn:
             raise Stopped(f"before {operation}")
         result = call()
-        if operation.name in CHANGES:
+        if operation.name in _CHANGES:
             with self._lock:
                 self.operations.append(operation)
         if last:
@@ -218,14 +218,14 @@ class StopAfter(Wrapper):
         with self._lock:
             if self._stopped:
                 raise Stopped(f"before {operation}")
-            self._num_changes += operation.name in CHANGES
+            self._num_changes += operation.name in _CHANGES
             self._stopped = self._num_changes == self.n
             return self._stopped
 
 
 @final
 class Faulty(Wrapper):
-    """Raises whatever `fail(op, key)` returns, instead of doing the call; None lets it pass.
+    """Raises the error that `fail(op, key)` returns instead of doing the call; None lets the call pass.
 
     `op` is the name of the method.  `fail` is called from the threads that use the store.
     """
@@ -236,7 +236,7 @@ class Faulty(Wrapper):
 
     @final
     def delete_many(self, keys: Sequence[str]) -> None:
-        """Ask `fail` of each object, as of a `delete`: some may go and others not."""
+        """Ask `fail` for each object, as for `delete`: some deletions may fail and others succeed."""
         for key in keys:
             self.delete(key)
 
@@ -250,7 +250,7 @@ class Faulty(Wrapper):
 
 @final
 class Slow(Wrapper):
-    """Waits `seconds` before every call, as a far or busy store does."""
+    """Waits `seconds` before every call, like a distant or busy store."""
 
     def __init__(self, inner: Store, seconds: float) -> None:
         super().__init__(inner)
@@ -264,7 +264,7 @@ class Slow(Wrapper):
 
 @final
 class Counting(Wrapper):
-    """Counts the calls of each operation, and the bytes of those that succeeded."""
+    """Counts the calls of each operation, and the bytes of successful calls."""
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)

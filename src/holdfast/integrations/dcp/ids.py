@@ -8,15 +8,15 @@ import re
 from holdfast import errors
 
 _STEP = re.compile(r"(?:(?:global_?)?step[-_]?|iter[-_]?|checkpoint[-_]|ckpt[-_])?(0{0,3}\d{1,15})")
-"""Only words for a step: of `model-10` and `optim-10` one would take the other's place."""
+"""Only words for a step are accepted: `model-10` and `optim-10` would overwrite each other."""
 
 CheckpointId = str | int | os.PathLike[str] | None
 
 
 def step_of_id(checkpoint_id: CheckpointId, root: str) -> int | None:
-    """The step that a `checkpoint_id` means: `"10"`, `10`, `"step-10"`, or `"<root>/10"`; None for none.
+    """Return the step of a `checkpoint_id`: `"10"`, `10`, `"step-10"`, or `"<root>/10"`; None for None.
 
-    UsageError for anything else, which would go to another place than it says.
+    UsageError for anything else: the step would be saved in another place than the id says.
     """
     if checkpoint_id is None:
         return None

@@ -1,9 +1,8 @@
-"""What a checkpoint holds, as DCP would list it: `listing` goes back from our names to DCP's.
+"""The contents of a checkpoint as DCP would list them: `listing` translates our names back to DCP's.
 
-It puts the nested dict together that was saved, and lets DCP flatten it.  What was saved in another form
-than `listing` would give it (a dict in a dict, flattened optimizers, names of a planner of one's own) is
-listed besides, in the extra `StateDictNames.LISTED`, so that `dcp.load` finds every name that `dcp.save`
-had.
+It rebuilds the nested dict that was saved, and lets DCP flatten it.  Names that `listing` would not
+reproduce (a dict in a dict, flattened optimizers, names of a custom planner) are stored in the extra
+`StateDictNames.LISTED`, so that `dcp.load` finds every name that `dcp.save` had.
 """
 
 from __future__ import annotations
@@ -15,22 +14,22 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from holdfast import errors
 from holdfast.extend import StateDictNames, referred
-from holdfast.integrations.dcp.values import StandIn, encode, listed, named
+from holdfast.integrations.dcp.values import StandIn, encode_value, listed, make_stand_in
 
-Listing = dict[str, tuple[tuple[Any, ...], Any]]
+DcpListing = dict[str, tuple[tuple[Any, ...], Any]]
 """The path and the value of each flat name, or a stand-in for a tensor."""
 
 
 def listing(
     tensors: Iterable[Any], aliases: Mapping[str, str], trees: Mapping[str, Any]
-) -> Listing:
-    """All that a checkpoint holds, as DCP would list it.  `trees`: extras."""
-    stand_ins = {t.name: named(t.name, t.dtype, t.shape) for t in tensors}
+) -> DcpListing:
+    """Return the contents of a checkpoint as DCP would list them.  `trees`: extras."""
+    stand_ins = {t.name: make_stand_in(t.name, t.dtype, t.shape) for t in tensors}
     stand_ins |= {alias: stand_ins[name] for alias, name in aliases.items()}
     trees = dict(trees)
     table = trees.pop(StateDictNames.LISTED, {})
     if "tensors" in table:
-        found: Listing = {
+        found: DcpListing = {
             flat: (tuple(path), stand_ins[name]) for flat, (path, name) in table["tensors"].items()
         }
         return found | {
@@ -53,7 +52,7 @@ def _nested(
     aliases: Mapping[str, str],
     trees: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The dict that was saved, as `get_state_dict` would have given it."""
+    """Return the saved dict, as `get_state_dict` would have given it."""
     out: dict[str, Any] = {}
     optimizers = {k for k, v in trees.items() if isinstance(v, dict) and "$optimizer" in v}
     for key, tree in trees.items():
@@ -86,7 +85,7 @@ def _place(out: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _number(param: str) -> Any:
-    """The number of a parameter that has no name, else its name."""
+    """Return the name of a parameter, or its number if it has no name."""
     number = param.removeprefix("state.")
     return int(number) if number != param and number.isdecimal() else param
 
@@ -101,9 +100,9 @@ def _optimizer(body: Any, stand_ins: dict[str, StandIn]) -> dict[str, Any]:
 
 
 def table_for(
-    expected: Listing, tensors: Iterable[Any], trees: Mapping[str, Any]
+    expected: DcpListing, tensors: Iterable[Any], trees: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """Return the extra with which `listing` gives what was saved; None if it does so without.
+    """Return the extra that `listing` needs to reproduce the saved names; None if it needs none.
 
     `expected`: the path of each flat name, and the stand-in of a tensor, or the tree of a value.
     """
@@ -129,6 +128,6 @@ def _alike(expected: Any, got: Any, flat: str) -> bool:
     if isinstance(got, StandIn):
         return False
     try:
-        return bool(encode(got, flat) == expected)
-    except errors.UsageError:  # there are tensors in it, which were saved by themselves
+        return bool(encode_value(got, flat) == expected)
+    except errors.UsageError:  # it contains tensors, which were saved separately
         return False

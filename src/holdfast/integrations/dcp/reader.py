@@ -1,4 +1,4 @@
-"""`Reader`: what `dcp.load` reads, from a step of any root, or from a checkpoint of another system."""
+"""`Reader`: lets `dcp.load` read a step of any root, or a checkpoint of another system."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from holdfast.extend import (
     values_in,
 )
 from holdfast.integrations.dcp.ids import CheckpointId, step_of_id
-from holdfast.integrations.dcp.names import Listing, listing
-from holdfast.integrations.dcp.values import Pickles, StandIn, filled, held_in
+from holdfast.integrations.dcp.names import DcpListing, listing
+from holdfast.integrations.dcp.values import Pickles, StandIn, held_in, with_tensors
 
 
 class Reader(StorageReader):  # torch gives no types
     """Loads steps of `root`, a path or URL, with `torch.distributed.checkpoint`, on any layout.
 
-    `checkpoint_id` is the number of the step (`"10"`); without it, the newest is loaded, the same on all
-    ranks.  Checkpoints of others are read where they lie, as `holdfast.open` finds them.  All that is read
-    is verified unless `verify=False`.  Values are cast to the dtype of the tensor that takes them, as DCP
-    does.  What each rank had for itself (generators, data loaders) is not offered.
+    `checkpoint_id` is the number of the step (`"10"`); without it, all ranks load the newest step.  Foreign
+    checkpoints are read in place, as by `holdfast.open`.  All bytes are verified unless `verify=False`.
+    Values are cast to the dtype of the target tensor, as DCP does.  Values of single ranks (generators,
+    data loaders) are not offered.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, verify: bool = True) -> None:
@@ -50,11 +50,11 @@ class Reader(StorageReader):  # torch gives no types
         self.verify = verify
         self._wanted: int | None = None
         self._saved: Checkpoint | None = None
-        self._listing: Listing = {}
+        self._listing: DcpListing = {}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """False: DCP is to make no `Reader` by itself of an id, for that says no root."""
+        """Return False: DCP must not make a `Reader` from an id alone, since it does not name the root."""
         return False
 
     def reset(self, checkpoint_id: CheckpointId = None) -> None:
@@ -74,9 +74,9 @@ class Reader(StorageReader):  # torch gives no types
         return saved
 
     def read_metadata(self, *args: Any) -> Metadata:
-        """Return what there is to load.  Each tensor is said to be one chunk: any part can be read."""
+        """Return the contents to load.  Each tensor is listed as one chunk, since any part can be read."""
         try:
-            step = self._open(self._wanted).step  # a newer one may have come since the last load
+            step = self._open(self._wanted).step  # there may be a newer step since the last load
         except errors.HoldfastError:
             self._wanted = None
             raise
@@ -93,7 +93,7 @@ class Reader(StorageReader):  # torch gives no types
         return Metadata(entries, planner_data=paths, storage_meta=meta)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """Take it that the id is done with: the next load says which it wants, also if this one fails."""
+        """Forget the id: the next load gives its own, even if this load fails."""
         self._wanted = None
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -101,7 +101,7 @@ class Reader(StorageReader):  # torch gives no types
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """On the coordinator: all ranks load the step that this one has found; saves go on from it."""
+        """On the coordinator: have all ranks load the step found here; saves go on from it."""
         saved = self.checkpoint
         for plan in plans:
             plan.storage_data = saved.step
@@ -109,7 +109,7 @@ class Reader(StorageReader):  # torch gives no types
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read, verify and place all that the plan wants.  Blocks."""
+        """Read and verify all items of the plan, and put them into their tensors.  Blocks."""
         if isinstance(plan.storage_data, int) and plan.storage_data != self.checkpoint.step:
             self._go_back(plan.storage_data)
         saved, values, held = self.checkpoint, Pickles(), self._held(plan)
@@ -127,7 +127,7 @@ class Reader(StorageReader):  # torch gives no types
         for item in plan.items:
             value = self._listing[item.storage_index.fqn][1]
             if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, values.pickled(filled(value, held)))
+                planner.load_bytes(item, values.pickled(with_tensors(value, held)))
                 continue
             target = planner.resolve_tensor(item)
             address = _address(target) or -len(taken) - 1
@@ -143,7 +143,7 @@ class Reader(StorageReader):  # torch gives no types
         return done
 
     def _held(self, plan: LoadPlan) -> dict[str, torch.Tensor]:
-        """Read the tensors that lie inside values, by the names that values have for them."""
+        """Read the tensors inside values, by the names that the values use."""
         saved, found = self.checkpoint, {}
         wants: list[tuple[str, Box, torch.Tensor]] = []
         for item in plan.items:
@@ -157,19 +157,20 @@ class Reader(StorageReader):  # torch gives no types
         return found
 
     def _go_back(self, step: int) -> None:
-        """Load another step than this rank has planned for: a newer one was committed between two looks."""
+        """Switch to the coordinator's step: a newer step was committed after one of the two ranks
+        looked."""
         planned = {flat: _kind(value) for flat, (_, value) in self._listing.items()}
         self._open(step)
         if planned != {flat: _kind(value) for flat, (_, value) in self._listing.items()}:
             raise errors.HoldfastError(
-                "another step was committed while ranks looked for the newest, and holds other things "
-                f"than step {step}",
+                "another step was committed while ranks looked for the newest, and its contents differ "
+                f"from those of step {step}",
                 hint="load again, or name the step by checkpoint_id",
             )
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """The address of a tensor's memory; 0 if it has none of its own."""
+    """Return the address of a tensor's memory; 0 if it has none."""
     try:
         return int(tensor.data_ptr())
     except RuntimeError:

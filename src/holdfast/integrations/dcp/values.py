@@ -1,7 +1,7 @@
-"""Values that are no tensors: DCP has them as pickles of torch.save, holdfast as JSON.
+"""Plain values (not tensors): DCP stores them as pickles of torch.save, holdfast as JSON.
 
-A pickle is read by torch's restricted unpickler, which makes plain data and calls nothing else.  What JSON
-does not give back equal is refused by its name.
+A pickle is read by torch's restricted unpickler, which makes plain data and calls nothing else.  A value
+that JSON would not give back equal is refused by its name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from holdfast.extend import decode as decode_plain
 from holdfast.extend import decode_torch, inline_tensor, referred, torch_dtype
 from holdfast.extend import encode as encode_plain
 
-HINT = (
+_PLAIN_HINT = (
     "reduce it to numbers, strings, lists, dicts, arrays or tensors, as a state_dict() does: holdfast "
     "writes no pickles"
 )
@@ -32,7 +32,7 @@ HINT = (
 
 @cache
 def _data_globals() -> dict[str, Any]:
-    """What pickles of plain data may name, beside what torch's own unpickler knows."""
+    """Return the classes and functions that pickles of plain data may name besides torch's own list."""
     array = np.zeros(1).__reduce__()[0]
     scalar = np.float64(1).__reduce__()[0]
     dtypes = {type(np.dtype(code)) for code in "?bBhHiIlLqQefdFDUSmM"}
@@ -42,9 +42,9 @@ def _data_globals() -> dict[str, Any]:
 
 @cache
 def _unpickler() -> ModuleType:
-    """The module of torch's restricted unpickler once more, with a table of its own beside the user's.
+    """Return a second copy of torch's restricted unpickler, which allows our classes besides the user's.
 
-    The one that `torch.load` goes by is for the whole process, and other threads load by it.
+    torch's own module cannot be changed: the whole process uses it, also on other threads.
     """
     spec: Any = find_spec("torch._weights_only_unpickler")
     own = module_from_spec(spec)
@@ -54,19 +54,21 @@ def _unpickler() -> ModuleType:
 
 
 def encoded(data: io.BytesIO, name: str) -> Any:
-    """The JSON tree of a value that torch.save has written.  UsageError for what is no plain data."""
+    """Return the JSON tree of a value written by torch.save.  UsageError if it is not plain data."""
     data.seek(0)
     try:
         with _open_zipfile_reader(data) as archive:
             value = _load(archive, "cpu", _unpickler(), encoding="utf-8")
     except Exception as error:
         why = str(error).partition("\n")[0]
-        raise errors.UsageError(f"{name}: is no plain data ({why[:200]})", hint=HINT) from None
-    return encode(value, name)
+        raise errors.UsageError(
+            f"{name}: is no plain data ({why[:200]})", hint=_PLAIN_HINT
+        ) from None
+    return encode_value(value, name)
 
 
-def encode(value: Any, name: str) -> Any:
-    """The JSON tree of a value."""
+def encode_value(value: Any, name: str) -> Any:
+    """Return the JSON tree of a value."""
 
     def on_other(leaf: Any, path: str) -> Any:
         if isinstance(leaf, torch.dtype):
@@ -74,20 +76,20 @@ def encode(value: Any, name: str) -> Any:
         if type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.is_quantized:
             return inline_tensor(leaf)
         kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
-        raise errors.UsageError(f"{path}: a {kind} cannot be saved", hint=HINT)
+        raise errors.UsageError(f"{path}: a {kind} cannot be saved", hint=_PLAIN_HINT)
 
     return encode_plain(value, on_other, name, utf8=True)
 
 
 class StandIn(torch.Tensor):  # torch gives no types
-    """A stand-in for a tensor of the checkpoint, by its name: it has its shape and dtype, and no memory."""
+    """A stand-in for a tensor of the checkpoint: name, shape and dtype, without memory."""
 
     saved_name: str
     __torch_function__ = torch._C._disabled_torch_function_impl
 
 
-def named(name: str, dtype: str, shape: tuple[int, ...]) -> StandIn:
-    """A stand-in for a tensor."""
+def make_stand_in(name: str, dtype: str, shape: tuple[int, ...]) -> StandIn:
+    """Return a stand-in for a tensor."""
     empty = torch.empty(shape, dtype=torch_dtype(dtype), device="meta")
     found: StandIn = empty.as_subclass(StandIn)
     found.saved_name = name
@@ -99,15 +101,15 @@ _WHOLE = frozenset(("$tuple", "$deque", "$set", "$frozenset"))
 
 
 class WithTensors:
-    """A value that holds tensors where DCP does not look for any: it is loaded as one, with them."""
+    """A value with tensors where DCP does not look for them: it is loaded as one value with its tensors."""
 
     def __init__(self, tree: Any) -> None:
         self.tree = tree
 
 
 def listed(tree: Any, tensors: dict[str, StandIn]) -> Any:
-    """A value of extras as DCP lists it: tensors that it refers to are stand-ins, what DCP does not look
-    into and holds tensors is a `WithTensors`."""
+    """Return a value of extras as DCP lists it: its tensors are stand-ins, and a container into which DCP
+    does not look becomes a `WithTensors` if it has tensors."""
 
     def marked(tree: Any) -> Any:
         if isinstance(tree, list):
@@ -118,11 +120,11 @@ def listed(tree: Any, tensors: dict[str, StandIn]) -> Any:
             return {"$held": tree} if any(referred(tree)) else tree
         return {key: marked(one) for key, one in tree.items()}
 
-    return decode(marked(tree), tensors)
+    return decode_value(marked(tree), tensors)
 
 
 def held_in(value: Any) -> Iterator[str]:
-    """The names of tensors that a value has to be filled with."""
+    """Yield the names of the tensors inside a value."""
     if isinstance(value, WithTensors):
         yield from referred(value.tree)
     elif isinstance(value, StandIn):
@@ -132,21 +134,21 @@ def held_in(value: Any) -> Iterator[str]:
             yield from held_in(one)
 
 
-def filled(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """A value with the tensors that `held_in` names."""
+def with_tensors(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Return a value with the tensors that `held_in` names."""
     if isinstance(value, WithTensors):
-        return decode(value.tree, tensors)
+        return decode_value(value.tree, tensors)
     if isinstance(value, StandIn):
         return tensors[value.saved_name]
     if isinstance(value, list):
-        return [filled(one, tensors) for one in value]
+        return [with_tensors(one, tensors) for one in value]
     if isinstance(value, dict) and any(held_in(value)):
-        return {key: filled(one, tensors) for key, one in value.items()}
+        return {key: with_tensors(one, tensors) for key, one in value.items()}
     return value
 
 
-def decode(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """A value of extras, with the tensors of the checkpoint that it refers to."""
+def decode_value(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Return a value of extras with its tensors from the checkpoint."""
 
     def on_other(tag: str, body: Any) -> Any:
         match tag:
@@ -160,14 +162,14 @@ def decode(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 class Pickles:
-    """Values as planners of DCP expect them.  Numbers and strings, of which optimizers have the same ones
-    for every parameter, are pickled once."""
+    """Values as DCP's planners expect them.  Equal numbers and strings are pickled once: optimizers repeat
+    them for every parameter."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[type, str], bytes] = {}
 
     def pickled(self, value: Any) -> io.BytesIO:
-        """A value in the form of `torch.save`."""
+        """Return a value as `torch.save` writes it."""
         if not isinstance(value, (bool, int, float, str, type(None))):
             return io.BytesIO(_saved(value))
         key = type(value), repr(value)

@@ -1,4 +1,4 @@
-"""`Writer`: what `dcp.save` and `dcp.async_save` write, as a step of a root."""
+"""`Writer`: lets `dcp.save` and `dcp.async_save` write a step of a root."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ from holdfast.extend import (
     unfit,
 )
 from holdfast.integrations.dcp.ids import CheckpointId, step_of_id
-from holdfast.integrations.dcp.names import Listing, table_for
-from holdfast.integrations.dcp.values import encoded, named
+from holdfast.integrations.dcp.names import DcpListing, table_for
+from holdfast.integrations.dcp.values import encoded, make_stand_in
 
 
 class _Turn(threading.local):
-    """The save that a thread is doing: DCP does each on one thread, and may do two at once."""
+    """The save on a thread: DCP does each save on one thread, and may do two at the same time."""
 
     asked: int | None = None
-    """The step that the next save is to be of."""
+    """The step of the next save, from its id."""
     wanted: int | None = None
-    """The step that was asked for; None for the one after the highest."""
+    """The step of the present save; None: the number after the highest."""
     rank = 0
     is_coordinator = False
     attempt: Any = None
 
 
 class Writer(StorageWriter):  # torch gives no types
-    """Saves what `torch.distributed.checkpoint` saves as steps of `root`, a path or URL.
+    """Saves with `torch.distributed.checkpoint` into steps of `root`, a path or URL.
 
-    `checkpoint_id` is the number of the step (`"10"`); without it, the step is the one after the newest.
-    A step is there whole, with its digests, once `dcp.save` returns, and not at all if any rank failed.
-    `keep`: which steps stay, of those that this process has saved or that it went on from with a `Reader`;
-    the others of them are deleted behind each save (`wait`).
-    UsageError for `use_collectives=False`, and for values that are no plain data.  What else a
-    `Checkpointer` does (snapshots, records, generators, a claim on the root) DCP does not ask for.
+    `checkpoint_id` is the number of the step (`"10"`); without it, the number after the newest step.  Once
+    `dcp.save` returns, the step exists completely, with its digests; if any rank failed, it does not exist.
+    `keep`: which steps stay, of those that this process has saved or gone on from with a `Reader`; the
+    others are deleted in the background after each save (`wait`).  UsageError for `use_collectives=False`,
+    and for values that are not plain data.  The other features of a `Checkpointer` (snapshots, records,
+    generators, a claim on the root) are not available through DCP.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, keep: Keep | None = None) -> None:
@@ -65,10 +65,10 @@ class Writer(StorageWriter):  # torch gives no types
         self._turn = _Turn()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For the process of `async_save`: no thread has anything under way there."""
+        """Return the state for the process of `async_save`, where no save is under way."""
         if self.root.startswith("memory://"):
             raise errors.UsageError(
-                f"{self.root} is memory of one process, and the process of async_save another",
+                f"{self.root} is memory of one process, and async_save runs in another process",
                 hint="save to a folder or a bucket, or by AsyncCheckpointerType.THREAD",
             )
         return {"root": self.root, "_saves": self._saves}
@@ -78,11 +78,11 @@ class Writer(StorageWriter):  # torch gives no types
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """False: DCP is to make no `Writer` by itself of an id, for that says no root."""
+        """Return False: DCP must not make a `Writer` from an id alone, since it does not name the root."""
         return False
 
     def wait(self) -> None:
-        """Block until all is deleted that saves of this process have replaced, or `keep` let go."""
+        """Block until the steps that saves have replaced, or `keep` does not keep, are deleted."""
         self._saves.wait()
 
     def reset(self, checkpoint_id: CheckpointId = None) -> None:
@@ -90,19 +90,19 @@ class Writer(StorageWriter):  # torch gives no types
         self._turn.asked = step_of_id(checkpoint_id, self.root)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Take note of this rank.  DCP tells it only to a parameter that is called `kwargs`."""
+        """Note this rank, which DCP passes only to a parameter named `kwargs`."""
         if not kwargs.get("use_collectives", True):
             raise errors.UsageError(
-                "use_collectives=False: ranks that do not talk cannot commit a step together",
+                "use_collectives=False: without collectives ranks cannot commit a step together",
                 hint="leave it out",
             )
-        turn = self._turn  # each save comes here, and only one with an id to `reset`
+        turn = self._turn  # every save calls this method; `reset` only if it has an id
         turn.wanted, turn.asked, turn.attempt = turn.asked, None, None
         self._turn.rank = kwargs.get("rank") or 0
         self._turn.is_coordinator = is_coordinator
 
     def storage_meta(self) -> StorageMeta:
-        """The store that the step goes to."""
+        """Return the root to which the step is saved."""
         return StorageMeta(checkpoint_id=self.root, save_id=str(self._turn.asked or ""))
 
     # -- planning ---------------------------------------------------------------------------------
@@ -112,9 +112,9 @@ class Writer(StorageWriter):  # torch gives no types
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: give the number of the step, and the name of the attempt, to all ranks.
+        """On the coordinator: send the step's number and the attempt's name to all ranks.
 
-        Not by their plans: with plan caching a rank goes by the one that it had before.
+        The plans cannot carry them: with plan caching a rank uses its earlier plan.
         """
         self._turn.attempt = self._saves.begin(self._turn.wanted)
         return plans
@@ -122,7 +122,7 @@ class Writer(StorageWriter):  # torch gives no types
     def _attempt(self) -> Any:
         turn = self._turn
         found = turn.attempt if turn.is_coordinator else self._saves.begun(turn.wanted)
-        found = found or turn.attempt  # no process group: there is one rank
+        found = found or turn.attempt  # without a process group there is one rank
         if found is None:
             raise errors.UsageError("the coordinator has not planned this save")
         return found
@@ -136,7 +136,7 @@ class Writer(StorageWriter):  # torch gives no types
         return done
 
     def prepare(self, plan: SavePlan, planner: SavePlanner) -> PreparedPart:
-        """Lay out what this rank has to write; its tensors are the planner's own."""
+        """Lay out this rank's image; the tensors are the planner's own."""
         names = StateDictNames(plan.planner_data)
         values: dict[str, Any] = {}
         parts: dict[tuple[str, Box | None], Part] = {}
@@ -150,7 +150,8 @@ class Writer(StorageWriter):  # torch gives no types
         return self._saves.prepare(self._attempt(), self._turn.rank, parts.values(), values)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator: commit the step.  An error if what ranks saved does not fit together."""
+        """On the coordinator: commit the step.  HoldfastError if the parts of the ranks do not fit
+        together."""
         written = [one.storage_data for of_rank in results for one in of_rank]
         names = StateDictNames(metadata.planner_data)
 
@@ -162,22 +163,22 @@ class Writer(StorageWriter):  # torch gives no types
 
 
 def result_of(written: Any) -> WriteResult:
-    """The form in which DCP hands to the coordinator what a rank has written: the one result of its
-    `write_data`."""
+    """Return a rank's written image as the single result of `write_data`, which DCP sends to the
+    coordinator."""
     return WriteResult(MetadataIndex(f"rank {written.rank}"), written.bytes, written)
 
 
 def _part(item: WriteItem, data: Any, names: StateDictNames) -> Part:
-    """The part of a tensor that an item of a plan saves."""
+    """Return the part of a tensor that an item of a plan saves."""
     if item.tensor_data is None:
         raise errors.UsageError(
-            f"{item.index.fqn}: the planner's item is of a tensor, and has no tensor_data",
-            hint="a planner of your own gives it, as DefaultSavePlanner does",
+            f"{item.index.fqn}: the planner's item is a tensor without tensor_data",
+            hint="a custom planner must set it, as DefaultSavePlanner does",
         )
     whole, flat = item.tensor_data, item.index.fqn
     start = tuple(whole.chunk.offsets)
     box = Box(start, tuple(a + n for a, n in zip(start, whole.chunk.sizes)))
-    # a shard may have the marks of the parameter that was cut
+    # a shard may still have the attributes of the parameter that was cut
     tensor = data if item.type == WriteItemType.TENSOR else data.detach()
     name, state = names.of(flat)
     return Part(name, tensor, tuple(whole.size), box, state=state, planned=flat)
@@ -186,13 +187,14 @@ def _part(item: WriteItem, data: Any, names: StateDictNames) -> Part:
 def _extras(
     written: list[Any], tensors: Mapping[str, Any], names: StateDictNames
 ) -> dict[str, Any]:
-    """Extras of all values that are no tensors, and what DCP called all of it, if that does not follow.
+    """Return the extras for plain values, and the table of DCP's names if `listing` needs it.
 
-    `tensors`: those of the step, by flat name.
+    `tensors`: the tensors of the step, by flat name.
     """
     values = {flat: tree for w in written for flat, tree in w.values.items()}
-    expected: Listing = {
-        flat: (names.path(flat), named(t.name, t.dtype, t.shape)) for flat, t in tensors.items()
+    expected: DcpListing = {
+        flat: (names.path(flat), make_stand_in(t.name, t.dtype, t.shape))
+        for flat, t in tensors.items()
     }
     found = names.extras(values, expected)
     expected |= {flat: (names.path(flat), tree) for flat, tree in values.items()}
