@@ -56,7 +56,7 @@ from holdfast.integrations.accelerate_loaders import (
     put_order_kept,
     tell_of_data,
 )
-from holdfast.integrations.accelerate_order import had_by, in_saved_order, order_of, tell_order
+from holdfast.integrations.accelerate_order import had_by, order_of, reordered, tell_order
 from holdfast.integrations.native import tell_newer
 
 __all__ = ["attach"]
@@ -394,7 +394,7 @@ class _Counters:
     def _holdfast_arranged(self, saved: Any, state: dict[str, Any]) -> dict[str, Any]:
         """Compare the order of the Accelerator's objects with that of a step before the step is loaded."""
         order = decode(saved, lambda *_: None).get("order")
-        return state if order is None else in_saved_order(order, self._of, state)
+        return state if order is None else reordered(order, self._of, state)
 
     def _next_passes(self) -> list[int]:
         """Return, for each loader, the number of the pass that it begins next or is in: orders follow from

@@ -10,11 +10,11 @@ import xxhash
 from holdfast import errors
 from holdfast.extend import unwrap
 from holdfast.integrations.numbered import (
-    Described,
+    ObjectMarks,
     arrangement,
-    described,
     in_another_order,
     key_of,
+    marks_of,
     tell_apart,
 )
 
@@ -33,7 +33,7 @@ def had_by(accelerator: Any) -> list[list[Any]]:
     return [*known, accelerator._custom_objects, accelerator._dataloaders]
 
 
-def order_of(accelerator: Any) -> dict[str, list[Described]]:
+def order_of(accelerator: Any) -> dict[str, list[ObjectMarks]]:
     """Describe the objects of the Accelerator, by role and number."""
     models = [unwrap(m) for m in accelerator._models]
     optimizers = [getattr(o, "optimizer", o) for o in accelerator._optimizers]
@@ -52,13 +52,11 @@ def order_of(accelerator: Any) -> dict[str, list[Described]]:
         for name, p in model.named_parameters()
     }
     found = {
-        "model": [described(m, known, shapes=_shapes(m)) for m in models],
-        "optimizer": [described(o, known, parameters=_parameters(o, names)) for o in optimizers],
-        "scheduler": [described(s, known) for s in schedulers],
-        "custom": [described(c, known) for c in accelerator._custom_objects],
-        "loader": [
-            described(d.dataset, known, length=_length(d)) for d in accelerator._dataloaders
-        ],
+        "model": [marks_of(m, known, shapes=_shapes(m)) for m in models],
+        "optimizer": [marks_of(o, known, parameters=_parameters(o, names)) for o in optimizers],
+        "scheduler": [marks_of(s, known) for s in schedulers],
+        "custom": [marks_of(c, known) for c in accelerator._custom_objects],
+        "loader": [marks_of(d.dataset, known, length=_length(d)) for d in accelerator._dataloaders],
     }
     return {role: one for role, one in found.items() if len(one) > 1}
 
@@ -81,8 +79,8 @@ def _length(loader: Any) -> str:
         return ""
 
 
-def in_saved_order(
-    saved: dict[str, list[Described]], accelerator: Any, state: dict[str, Any]
+def reordered(
+    saved: dict[str, list[ObjectMarks]], accelerator: Any, state: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the state with registered objects under the keys of the save.
 
@@ -113,7 +111,7 @@ def in_saved_order(
     return {**state, **moved}
 
 
-def tell_order(order: dict[str, list[Described]]) -> None:
+def tell_order(order: dict[str, list[ObjectMarks]]) -> None:
     """HoldfastWarning for objects of one class that cannot be told apart."""
     for role, how in _HOW.items():
         for text in tell_apart(role, order.get(role, ()), how):

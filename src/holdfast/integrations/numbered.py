@@ -21,11 +21,11 @@ _MOST_LETTERS = 200
 """Letters of a text that may be a mark."""
 WHAT_TO_DO = "give each an attribute that is a text of its own, such as name='train'"
 
-Described = dict[str, Any]
+ObjectMarks = dict[str, Any]
 """Description of an object: `class`, and its `marks` by the attribute's name."""
 
 
-def described(value: Any, known: Mapping[int, str], **more: str) -> Described:
+def marks_of(value: Any, known: Mapping[int, str], **more: str) -> ObjectMarks:
     """Describe an object.  `known`: names of objects that the trainer has, by id; `more`: further marks."""
     marks = dict(more)
     attributes = dict(getattr(value, "__dict__", {}))
@@ -40,12 +40,12 @@ def described(value: Any, known: Mapping[int, str], **more: str) -> Described:
     return {"class": type(value).__qualname__, "marks": marks}
 
 
-def not_told_apart(here: Sequence[Described]) -> list[list[int]]:
+def not_told_apart(here: Sequence[ObjectMarks]) -> list[list[int]]:
     """Numbers of objects of one class in which no mark differs from each to each."""
     return [numbers for numbers in _of_one_class(here) if not _telling(here, numbers)]
 
 
-def arrangement(saved: Sequence[Described], here: Sequence[Described]) -> list[int]:
+def arrangement(saved: Sequence[ObjectMarks], here: Sequence[ObjectMarks]) -> list[int]:
     """For each saved object the number of the one here that it is, by class and marks; where these do not
     say it, the one with its number."""
     by_number = list(range(len(here)))
@@ -66,7 +66,7 @@ def arrangement(saved: Sequence[Described], here: Sequence[Described]) -> list[i
 
 
 def in_another_order(
-    role: str, saved: Sequence[Described], here: Sequence[Described], *, proved: bool
+    role: str, saved: Sequence[ObjectMarks], here: Sequence[ObjectMarks], *, proved: bool
 ) -> tuple[list[str], list[str]]:
     """Problems, and what is only to be told, of the objects of a role.  `proved`: they must be shown to be
     in the order in which they were saved."""
@@ -97,14 +97,14 @@ def in_another_order(
     return problems, told
 
 
-def _of_one_class(here: Sequence[Described]) -> list[list[int]]:
+def _of_one_class(here: Sequence[ObjectMarks]) -> list[list[int]]:
     found: dict[str, list[int]] = {}
     for number, one in enumerate(here):
         found.setdefault(one["class"], []).append(number)
     return [numbers for numbers in found.values() if len(numbers) > 1]
 
 
-def _telling(objects: Sequence[Described], numbers: Sequence[int]) -> dict[str, list[str]]:
+def _telling(objects: Sequence[ObjectMarks], numbers: Sequence[int]) -> dict[str, list[str]]:
     """Marks, by name, that differ between all of some objects."""
     first, *others = [objects[n]["marks"] for n in numbers]
     shared = [name for name in first if all(name in marks for marks in others)]
@@ -122,7 +122,7 @@ def _shown(role: str, numbers: Sequence[int]) -> str:
     return f"{', '.join(some)} and {last}"
 
 
-def tell_apart(role: str, here: Sequence[Described], how: str) -> list[str]:
+def tell_apart(role: str, here: Sequence[ObjectMarks], how: str) -> list[str]:
     """Texts for a notice: objects of one class that go by number alone."""
     return [
         f"{_shown(role, numbers)} are {here[numbers[0]]['class']} and go by the order in which they are "

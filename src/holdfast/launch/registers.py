@@ -57,7 +57,7 @@ def restart_numbers(owner: Any, name: str) -> None:
             default[:] = [0]
 
 
-def assign(value: Any) -> Reset:
+def set_to(value: Any) -> Reset:
     """Return the reset of a variable to `value`, its value in a new process."""
     return lambda owner, name: setattr(owner, name, value)
 
@@ -99,7 +99,7 @@ REGISTERS = (
     Register(_C10D, "_world.tags_to_pg", clear, "groups by tag, which are taken for new ones"),
     Register(_C10D, "_world.pg_coalesce_state", clear, "collectives that were to go together"),
     Register(_C10D, "_unregister_all_process_groups", call, "groups by name, for compiled code"),
-    Register(_C10D, "_world.group_count", assign(0), "a new process names its groups from 0 on"),
+    Register(_C10D, "_world.group_count", set_to(0), "a new process names its groups from 0 on"),
 
     Register("torch", "clear_autocast_cache", call, "weights of the attempt before, in 16 bits"),
     Register("torch._dynamo", "reset", call, "compiled code has rank and size of the world in it"),
@@ -115,7 +115,7 @@ REGISTERS = (
           "planners with a mesh"),
     Register(f"{_TENSOR}._collective_utils", "MeshTopoInfo.build_from_mesh", clear_cache,
           "the hosts of a mesh"),
-    Register(f"{_TENSOR}._random", "_rng_tracker", assign(None), "random numbers by place in a mesh"),
+    Register(f"{_TENSOR}._random", "_rng_tracker", set_to(None), "random numbers by place in a mesh"),
     Register(_MESH, "_mesh_resources.mesh_stack", clear, "a `with mesh:` that was broken off"),
     Register(_MESH, "_mesh_resources.child_to_root_mapping", clear,
           "meshes, which compare equal to new ones", older="2.6"),
@@ -126,7 +126,7 @@ REGISTERS = (
     Register(_SYMMETRIC, "_group_name_to_store", clear, "stores, by names that come again"),
     Register(_SYMMETRIC, "_group_name_to_workspace_tensor", clear,
           "memory shared with ranks of before, by names that come again"),
-    Register("torch.nn.parallel.distributed", "DistributedDataParallel._active_ddp_module", assign(None),
+    Register("torch.nn.parallel.distributed", "DistributedDataParallel._active_ddp_module", set_to(None),
           "the module of a forward pass that was broken off"),
 
     # accelerate has no public call for it
@@ -136,17 +136,17 @@ REGISTERS = (
 
     # deepspeed.comm.destroy_process_group() needs groups that still work
     Register("deepspeed.utils.groups", "_release_process_group_references", call, "its own groups"),
-    Register(_COMM, "cdb", assign(None), "the backend in use, with its groups"),
-    Register(_COMM, "nccl_backend", assign(None), "a backend that is taken again"),
-    Register(_COMM, "mpi_backend", assign(None), "a backend that is taken again"),
-    Register(_COMM, "ccl_backend", assign(None), "a backend that is taken again"),
-    Register(_COMM, "hccl_backend", assign(None), "a backend that is taken again"),
-    Register(_ZERO, "zero_init_context", assign(0), "depth of `zero.Init`, which may be broken off"),
-    Register(_ZERO, "top_level_context", assign(None), "the outermost `zero.Init`"),
-    Register(_ZERO, "Init.param_id", assign(0), "numbers of parameters, which ranks compare"),
-    Register(_ZERO, "Init.num_persisted_parameters", assign(0), "how many stay whole"),
-    Register(_ZERO, "Init.num_persisted_elements", assign(0), "how much stays whole, up to a limit"),
-    Register(_ZERO, "Init.apply_param_persistence", assign(False), "whether any may stay whole"),
+    Register(_COMM, "cdb", set_to(None), "the backend in use, with its groups"),
+    Register(_COMM, "nccl_backend", set_to(None), "a backend that is taken again"),
+    Register(_COMM, "mpi_backend", set_to(None), "a backend that is taken again"),
+    Register(_COMM, "ccl_backend", set_to(None), "a backend that is taken again"),
+    Register(_COMM, "hccl_backend", set_to(None), "a backend that is taken again"),
+    Register(_ZERO, "zero_init_context", set_to(0), "depth of `zero.Init`, which may be broken off"),
+    Register(_ZERO, "top_level_context", set_to(None), "the outermost `zero.Init`"),
+    Register(_ZERO, "Init.param_id", set_to(0), "numbers of parameters, which ranks compare"),
+    Register(_ZERO, "Init.num_persisted_parameters", set_to(0), "how many stay whole"),
+    Register(_ZERO, "Init.num_persisted_elements", set_to(0), "how much stays whole, up to a limit"),
+    Register(_ZERO, "Init.apply_param_persistence", set_to(False), "whether any may stay whole"),
     Register(_OFFLOAD, "FWD_MODULE_STACK", clear, "modules of a forward pass that was broken off"),
     Register(_OFFLOAD, "DeepSpeedZeRoOffload._register_deepspeed_module", restart_numbers,
           "numbers of modules, which ranks compare"),

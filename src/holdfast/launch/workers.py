@@ -45,7 +45,7 @@ GRACE_S = 0.25
 """Seconds before an error of a rank counts: the end of a peer may be its cause."""
 SETTLE_S = 5.0
 """Seconds after an attempt has begun before a new spare is forked."""
-LEAVE_S = 10.0
+_LEAVE_S = 10.0
 """Seconds for workers to leave their function before they are killed."""
 STACKS_S = 2.0
 """Seconds that a process may take to write its stacks."""
@@ -226,13 +226,13 @@ class Workers(PContext):  # type: ignore[misc]
                 self._kill(worker, signal.SIGKILL)
         self._until(
             lambda: all(w.is_out or w.is_stuck or w.status is not None for w in inside),
-            LEAVE_S,
+            _LEAVE_S,
         )
         left = [w for w in inside if not w.is_out and w.status is None]
         stuck, late = [w for w in left if w.is_stuck], [w for w in left if not w.is_stuck]
         for those, why in (
             (stuck, "wait in a collective for a lost rank, and nothing wakes them"),
-            (late, f"did not leave within {LEAVE_S:g} s"),
+            (late, f"did not leave within {_LEAVE_S:g} s"),
         ):
             if those:
                 self.launch.say(f"killed, since they {why}: {', '.join(str(w.pid) for w in those)}")

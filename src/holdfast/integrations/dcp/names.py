@@ -14,7 +14,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from holdfast import errors
 from holdfast.extend import StateDictNames, referred
-from holdfast.integrations.dcp.values import StandIn, encode_value, listed, make_stand_in
+from holdfast.integrations.dcp.values import StandIn, encode_extra, listed, make_stand_in
 
 DcpListing = dict[str, tuple[tuple[Any, ...], Any]]
 """The path and the value of each flat name, or a stand-in for a tensor."""
@@ -128,6 +128,6 @@ def _alike(expected: Any, got: Any, flat: str) -> bool:
     if isinstance(got, StandIn):
         return False
     try:
-        return bool(encode_value(got, flat) == expected)
+        return bool(encode_extra(got, flat) == expected)
     except errors.UsageError:  # it contains tensors, which were saved separately
         return False

@@ -30,7 +30,7 @@ from holdfast.extend import (
 )
 from holdfast.integrations.dcp.ids import CheckpointId, step_of_id
 from holdfast.integrations.dcp.names import DcpListing, listing
-from holdfast.integrations.dcp.values import Pickles, StandIn, held_in, with_tensors
+from holdfast.integrations.dcp.values import Pickles, StandIn, fill_tensors, held_in
 
 
 class Reader(StorageReader):  # torch gives no types
@@ -127,7 +127,7 @@ class Reader(StorageReader):  # torch gives no types
         for item in plan.items:
             value = self._listing[item.storage_index.fqn][1]
             if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, values.pickled(with_tensors(value, held)))
+                planner.load_bytes(item, values.pickled(fill_tensors(value, held)))
                 continue
             target = planner.resolve_tensor(item)
             address = _address(target) or -len(taken) - 1

@@ -64,10 +64,10 @@ def encoded(data: io.BytesIO, name: str) -> Any:
         raise errors.UsageError(
             f"{name}: is no plain data ({why[:200]})", hint=_PLAIN_HINT
         ) from None
-    return encode_value(value, name)
+    return encode_extra(value, name)
 
 
-def encode_value(value: Any, name: str) -> Any:
+def encode_extra(value: Any, name: str) -> Any:
     """Return the JSON tree of a value."""
 
     def on_other(leaf: Any, path: str) -> Any:
@@ -120,7 +120,7 @@ def listed(tree: Any, tensors: dict[str, StandIn]) -> Any:
             return {"$held": tree} if any(referred(tree)) else tree
         return {key: marked(one) for key, one in tree.items()}
 
-    return decode_value(marked(tree), tensors)
+    return decode_extra(marked(tree), tensors)
 
 
 def held_in(value: Any) -> Iterator[str]:
@@ -134,20 +134,20 @@ def held_in(value: Any) -> Iterator[str]:
             yield from held_in(one)
 
 
-def with_tensors(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def fill_tensors(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Return a value with the tensors that `held_in` names."""
     if isinstance(value, WithTensors):
-        return decode_value(value.tree, tensors)
+        return decode_extra(value.tree, tensors)
     if isinstance(value, StandIn):
         return tensors[value.saved_name]
     if isinstance(value, list):
-        return [with_tensors(one, tensors) for one in value]
+        return [fill_tensors(one, tensors) for one in value]
     if isinstance(value, dict) and any(held_in(value)):
-        return {key: with_tensors(one, tensors) for key, one in value.items()}
+        return {key: fill_tensors(one, tensors) for key, one in value.items()}
     return value
 
 
-def decode_value(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def decode_extra(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Return a value of extras with its tensors from the checkpoint."""
 
     def on_other(tag: str, body: Any) -> Any:
