@@ -23,7 +23,7 @@ from holdfast.core.codec.digest import ALGORITHM, CHUNK_BYTES, digest_chunks, he
 from holdfast.core.format import extras as coding
 from holdfast.core.format.image import plan_image
 from holdfast.core.format.manifest import (
-    VERSION,
+    FORMAT_VERSION,
     FileEntry,
     Manifest,
     Resize,
@@ -54,7 +54,7 @@ def describe(mesh: Mesh, tensors: dict[str, Tensor], *, step: int = 1, run: int 
         for n, t in tensors.items()
     )
     return Manifest(
-        VERSION, step, run, f"{run:04d}-{next(_attempts):06d}",
+        FORMAT_VERSION, step, run, f"{run:04d}-{next(_attempts):06d}",
         time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         {"holdfast": "0", "torch": "0"}, mesh.axes, CHUNK_BYTES, ALGORITHM,
         tuple(from_sharding(s) for s in shardings), entries, {}, (), {}, {},

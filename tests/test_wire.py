@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from holdfast import errors
 from holdfast.base.wire import (
-    KINDS,
+    ERROR_KINDS,
     WireError,
     decode_error,
     decode_json,
@@ -25,7 +25,7 @@ from holdfast.base.wire import (
     encode_error,
     rank_errors,
 )
-from holdfast.core.checkpoint.peers import agree
+from holdfast.core.checkpoint.peers import raise_together
 from holdfast.core.group.board import Board
 from holdfast.core.group.exchange import Exchange
 from holdfast.core.group.line import StoreLine
@@ -59,7 +59,7 @@ OWN: dict[type[HoldfastError], dict[str, Any]] = {
     errors.NotRecoverable: {"reasons": {3: "damaged", 2: "gone"}},
     errors.RankErrors: {"errors": {1: "OutOfSpace: disk is full"}, "causes": {1: INNER}},
 }
-KIND = pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
+KIND = pytest.mark.parametrize("kind", ERROR_KINDS.values(), ids=list(ERROR_KINDS))
 
 
 def make(kind: type[HoldfastError]) -> HoldfastError:
@@ -155,7 +155,7 @@ def by_loading_peers(error: HoldfastError) -> HoldfastError:
     barrier = threading.Barrier(2)
 
     def load(rank: int) -> None:
-        agree(Pair(rank, shared, barrier), error if rank == 1 else None, None)  # type: ignore[arg-type]
+        raise_together(Pair(rank, shared, barrier), error if rank == 1 else None, None)  # type: ignore[arg-type]
 
     return cause(both(load)[0])
 

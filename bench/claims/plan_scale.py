@@ -85,7 +85,7 @@ def make_manifest(steps: bool) -> Any:
     from holdfast.core.codec.digest import ALGORITHM, CHUNK_BYTES, num_chunks
     from holdfast.core.format.image import plan_image
     from holdfast.core.format.manifest import (
-        VERSION,
+        FORMAT_VERSION,
         FileEntry,
         Manifest,
         TensorEntry,
@@ -97,7 +97,8 @@ def make_manifest(steps: bool) -> Any:
 
     def manifest(files: tuple[FileEntry, ...]) -> Manifest:
         return Manifest(
-            VERSION, 1000, 1, "0001-000001", "2026-01-01T00:00:00Z", {"holdfast": "0", "torch": "0"}, SAVED,
+            FORMAT_VERSION, 1000, 1, "0001-000001", "2026-01-01T00:00:00Z", {"holdfast": "0", "torch": "0"},
+            SAVED,
             CHUNK_BYTES, ALGORITHM, tuple(map(from_sharding, shardings)), entries, {}, files, {}, {},
         )  # fmt: skip
 
@@ -153,11 +154,11 @@ def measure(rounds: int, steps: bool) -> dict[str, Any]:
     from holdfast.core.checkpoint.reading import BLOCK_CHUNKS, plan_blocks
     from holdfast.core.checkpoint.rows import group_rows, needs, plan_rows
     from holdfast.core.format.image import plan_image
-    from holdfast.core.format.manifest import decode, encode
+    from holdfast.core.format.manifest import decode_manifest, encode_manifest
     from holdfast.layout import Placement
 
     manifest = make_manifest(steps)
-    data = encode(manifest)
+    data = encode_manifest(manifest)
     table, layout = manifest.placement.table, manifest.layout
     rank = 777
 
@@ -168,7 +169,7 @@ def measure(rounds: int, steps: bool) -> dict[str, Any]:
     wants = make_wants(rank, steps)
 
     def restore_plan() -> Any:
-        found = decode(data, "manifest.json")
+        found = decode_manifest(data, "manifest.json")
         indexes = group_rows(plan_rows(found, wants))
         size = found.chunk_bytes
         blocks = []
@@ -179,7 +180,7 @@ def measure(rounds: int, steps: bool) -> dict[str, Any]:
         return indexes, blocks
 
     save_s, image = timed(save_plan, rounds)
-    decode_s, _ = timed(lambda: decode(data, "manifest.json"), rounds)
+    decode_s, _ = timed(lambda: decode_manifest(data, "manifest.json"), rounds)
     restore_s, (indexes, blocks) = timed(restore_plan, rounds)
     params = sum(a * b for _, (a, *r), _ in PARAMS for b in [r[0] if r else 1]) * LAYERS
     return {

@@ -34,8 +34,8 @@ from holdfast.base.patience import bounded
 from holdfast.core.checkpoint.claiming import newest_claim
 from holdfast.core.checkpoint.consolidating import keep_extras
 from holdfast.core.checkpoint.names import TOP_NAMES, Saved, committed, manifest_key, read_head
+from holdfast.core.checkpoint.notes import metrics_of, read_notes
 from holdfast.core.checkpoint.notes import pin as pin_in
-from holdfast.core.checkpoint.notes import read_notes, values_of
 from holdfast.core.checkpoint.notes import unpin as unpin_in
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.checkpoint.reading import read_alone
@@ -213,7 +213,7 @@ def unpin(root: str, label: str) -> None:
 
 def check_metrics(metrics: Mapping[str, float], call: str) -> None:
     """UsageError for metrics that a step cannot have."""
-    values_of(metrics, call)
+    metrics_of(metrics, call)
 
 
 def read_files(

@@ -11,7 +11,7 @@ import pytest
 
 import holdfast
 from builders import FSDP_TP, Tensor, build, memory, transformer
-from holdfast.core.checkpoint.diffing import compare
+from holdfast.core.checkpoint.diffing import compare_checkpoints
 from holdfast.core.checkpoint.names import committed
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.checkpoint.outfiles import MIN_MEMORY_BYTES
@@ -41,7 +41,7 @@ def test_the_round_trip_is_bit_exact(tmp_path: Path, max_file_bytes: int) -> Non
         told.append(done if phase == "write" else 0)
 
     made = consolidate(source, tmp_path, max_file_bytes=max_file_bytes, progress=tell)
-    found = compare(source, made)
+    found = compare_checkpoints(source, made)
     assert found.identical
     assert found.num_equal == len(source.manifest.tensors)
     assert verify(LocalStore(tmp_path), 7).good
@@ -66,7 +66,7 @@ def test_blocks_smaller_than_tensors(tmp_path: Path, threads: int) -> None:
     store = memory()
     source = Checkpoint(store, build(store, FSDP_TP, tensors))
     made = consolidate(source, tmp_path, memory_bytes=threads * MIN_MEMORY_BYTES)
-    assert compare(source, made).identical
+    assert compare_checkpoints(source, made).identical
     assert verify(LocalStore(tmp_path), 1).good
 
 

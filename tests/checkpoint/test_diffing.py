@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 import holdfast
 from builders import FSDP_TP, Tensor, build, memory, transformer
-from holdfast.core.checkpoint.diffing import Difference, batches, blocks, compare
+from holdfast.core.checkpoint.diffing import Difference, batches, blocks, compare_checkpoints
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.format.dtypes import numpy_dtype
-from holdfast.core.format.extras import file_of
+from holdfast.core.format.extras import memory_file
 from holdfast.core.format.manifest import TensorEntry
 from holdfast.layout import Cut, Mesh, Sharding
 
@@ -25,7 +25,7 @@ def two(a: dict[str, Tensor], b: dict[str, Tensor], **options: object) -> Differ
     one = Mesh((("dp", 2),))
     stores = memory(), memory()
     opened = [Checkpoint(s, build(s, one, t)) for s, t in zip(stores, (a, b))]
-    return compare(*opened, **options)  # type: ignore[arg-type]
+    return compare_checkpoints(*opened, **options)  # type: ignore[arg-type]
 
 
 def test_layouts_do_not_matter() -> None:
@@ -33,7 +33,7 @@ def test_layouts_do_not_matter() -> None:
     one = Mesh((("fsdp", 3),))
     x = build(a, FSDP_TP, transformer())
     y = build(b, one, transformer(one))
-    found = compare(Checkpoint(a, x), Checkpoint(b, y))
+    found = compare_checkpoints(Checkpoint(a, x), Checkpoint(b, y))
     assert found.identical
     assert found.num_equal == len(x.tensors)
 
@@ -88,19 +88,19 @@ def test_extras() -> None:
     mesh = Mesh((("dp", 2),))
     extras = {"s": {"lr": [0.1, 0.2], "nan": math.nan, "gone": 1, "a": np.ones(3)}}
     other = {"s": {"lr": [0.1, 0.3], "nan": math.nan, "a": np.ones(3)}, "new": True}
-    extras |= {"file": file_of(b"x", 1), "log": file_of(b"x", 0)}
-    other |= {"file": file_of(b"x", 1), "log": file_of(b"xy", 0)}
+    extras |= {"file": memory_file(b"x", 1), "log": memory_file(b"x", 0)}
+    other |= {"file": memory_file(b"x", 1), "log": memory_file(b"xy", 0)}
     x = build(a, mesh, tensors, extras=extras, per_rank={"rng": ("fresh", [1, 2])})
     y = build(b, mesh, tensors, extras=other, per_rank={"rng": ("fresh", [1, 5])})
     opened = Checkpoint(a, x), Checkpoint(b, y)
-    assert compare(*opened).extras == [
+    assert compare_checkpoints(*opened).extras == [
         ("s.lr[1]", "0.2", "0.3"),
         ("s.gone", "1", "-"),
         ("log", "BytesIO of 1 bytes, at 0", "BytesIO of 2 bytes, at 0"),
         ("new", "-", "True"),
         ("rank1.rng", "2", "5"),
     ]
-    assert compare(*opened, only="s.lr*").extras == [("s.lr[1]", "0.2", "0.3")]
+    assert compare_checkpoints(*opened, only="s.lr*").extras == [("s.lr[1]", "0.2", "0.3")]
 
 
 def test_only_a_pattern() -> None:
@@ -137,7 +137,7 @@ def test_a_column_cut_against_a_row_cut() -> None:
     mesh = Mesh((("dp", 4),))
     x = build(a, mesh, {"m": Tensor(values, Sharding((Cut(0, ("dp",)),)))})
     y = build(b, mesh, {"m": Tensor(values, Sharding((Cut(1, ("dp",)),)))})
-    assert compare(Checkpoint(a, x), Checkpoint(b, y)).identical
+    assert compare_checkpoints(Checkpoint(a, x), Checkpoint(b, y)).identical
 
 
 def test_a_weight_that_is_tied_in_one_of_them(tmp_path: Path) -> None:
@@ -155,6 +155,6 @@ def test_a_weight_that_is_tied_in_one_of_them(tmp_path: Path) -> None:
 
     tied, untied = saved("tied", tied=True), saved("untied", tied=False)
     for one, other in ((tied, untied), (untied, tied)):
-        (found,) = compare(one, other).values
+        (found,) = compare_checkpoints(one, other).values
         assert found.name == "model.head.weight" and found.num_differing == 9
-    assert compare(tied, saved("again", tied=True)).identical
+    assert compare_checkpoints(tied, saved("again", tied=True)).identical

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.core.checkpoint.lineage import RECENT, is_in_line, line_from
+from holdfast.core.checkpoint.lineage import RECENT_RUNS, is_in_line, line_from
 from holdfast.core.checkpoint.names import Saved
 
 
@@ -20,4 +20,4 @@ def test_runs_whose_steps_are_gone() -> None:
     line: tuple[tuple[int, int], ...] = ()
     for run in range(1, 100):
         line = line_from(run, 10 * run, line, [Saved(3, 30), Saved(99, 990)])
-    assert line == (*((run, 10 * run) for run in range(99, 98 - RECENT, -1)), (3, 30))
+    assert line == (*((run, 10 * run) for run in range(99, 98 - RECENT_RUNS, -1)), (3, 30))

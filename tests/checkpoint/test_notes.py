@@ -36,7 +36,7 @@ def saved(store: Store, steps: range | list[int]) -> None:
 
 def losses(store: Store, values: dict[int, float]) -> None:
     for step, loss in values.items():
-        notes.measure(store, step, notes.values_of({"loss": loss}, "test"), coming={})
+        notes.measure(store, step, notes.metrics_of({"loss": loss}, "test"), coming={})
 
 
 # -- labels ---------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ def test_damaged_notes_delete_nothing(root: Store) -> None:
     notes.pin(root, 1, "best")
     whole = root.get(notes.NOTES_KEY)
     changed = whole.replace(b'"best":1', b'"best":9')
-    unknown = notes.encode(notes.Notes()).replace(b'"labels"', b'"lables"')
+    unknown = notes.encode_notes(notes.Notes()).replace(b'"labels"', b'"lables"')
     for data in (b"", whole[:-5], changed, unknown, whole + b"x", b"\xff" * 100):
         root.put(notes.NOTES_KEY, data)
         with pytest.raises(HoldfastError, match="notes"):
@@ -473,4 +473,4 @@ def test_steps_that_no_run_can_make_are_refused_in_notes() -> None:
     """Numbers of one hash, of which a dict of n takes n * n steps."""
     metrics = {n * ((1 << 61) - 1): notes.Measured(0, {}) for n in (1, 2)}
     with pytest.raises(FormatError, match="Expected `int` <= 9"):
-        notes.decode(notes.encode(notes.Notes(metrics=metrics)))
+        notes.decode_notes(notes.encode_notes(notes.Notes(metrics=metrics)))

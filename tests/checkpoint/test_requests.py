@@ -16,10 +16,10 @@ import torch
 import holdfast
 from holdfast import store as stores
 from holdfast.core.checkpoint.claiming import claim
-from holdfast.core.checkpoint.listing import survey
+from holdfast.core.checkpoint.listing import survey_root
 from holdfast.core.checkpoint.pruning import prune
 from holdfast.core.checkpoint.tidying import Keep
-from holdfast.core.format.manifest import HEAD_BYTES
+from holdfast.core.format.manifest import MANIFEST_HEAD_BYTES
 from holdfast.store import MemoryStore
 from holdfast.testing import Counting
 
@@ -119,7 +119,7 @@ def test_a_restore_reads_what_is_wanted(root: Root) -> None:
         step = ckpt.restore()
         num_bytes = root.store.bytes_read - before
     sizes = dict(root.store.entries(f"steps/{step:010d}/"))
-    assert num_bytes <= 1.1 * sum(sizes.values()) + 256 * 1024 + HEAD_BYTES * root.kept
+    assert num_bytes <= 1.1 * sum(sizes.values()) + 256 * 1024 + MANIFEST_HEAD_BYTES * root.kept
 
 
 def test_a_run_that_does_not_restore(root: Root) -> None:
@@ -141,7 +141,7 @@ def test_a_run_that_does_not_restore(root: Root) -> None:
 def test_looking(root: Root) -> None:
     steps = root.cost("holdfast.steps", lambda: holdfast.steps(root.url))
     assert steps == {"list": 2, "read": root.kept, "get": 1}
-    ls = root.cost("ls", lambda: survey(root.store))
+    ls = root.cost("ls", lambda: survey_root(root.store))
     assert ls == {"list": 1, "entries": 1, "get": root.kept}
     newest = holdfast.steps(root.url)[-1]
     load = root.cost("holdfast.load", lambda: holdfast.load(root.url, root.state))

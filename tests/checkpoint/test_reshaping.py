@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from builders import FSDP_TP, Tensor, build, describe, memory, transformer
-from holdfast.core.checkpoint.reshaping import Reshape, parse_mesh, tensor_bytes
+from holdfast.core.checkpoint.reshaping import Reshape, parse_mesh, total_tensor_bytes
 from holdfast.core.format.manifest import FileEntry, TensorEntry, from_sharding
 from holdfast.errors import UsageError
 from holdfast.layout import Cut, Mesh, Sharding
@@ -65,7 +65,7 @@ def test_the_same_mesh_reads_what_it_saved() -> None:
     manifest = build(memory(), FSDP_TP, transformer())
     reshape = Reshape.onto(manifest, parse_mesh("dp=2,tp=2"))
     total = sum(4 * np.prod(s) for s in reshape.table.shape.tolist())
-    assert tensor_bytes(reshape) == total
+    assert total_tensor_bytes(reshape) == total
     assert [a for a, text in reshape.assumed if text.startswith("as saved")] == ["dp", "tp"]
 
 

@@ -124,7 +124,7 @@ def test_parts_and_chunks_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     source = memory()
     build(source, FSDP_TP, transformer(width=LARGE), step=5)
     for part, block in ((4096, 4096), (1 << 19, 4096), (4096, 1 << 20)):
-        monkeypatch.setattr(transferring, "PART_BYTES", part)
+        monkeypatch.setattr(transferring, "COPY_PART_BYTES", part)
         target = _Blocks(memory(), block)
         transfer(source, target, 5)
         assert contents(target) == contents(source)
@@ -199,7 +199,7 @@ def test_a_source_says_how_it_is_read(layout: Mesh) -> None:
 
 
 def test_files_side_by_side_and_their_parts() -> None:
-    part = transferring.PART_BYTES
+    part = transferring.COPY_PART_BYTES
     assert transferring.shares([part] * 20, 12) == (12, 1)
     assert transferring.shares([2 * part] * 20, 12) == (4, 3)
     assert transferring.shares([2 * part] * 2, 12) == (2, 6)

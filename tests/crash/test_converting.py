@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.core.checkpoint.diffing import compare
+from holdfast.core.checkpoint.diffing import compare_checkpoints
 from holdfast.errors import Corrupt, HoldfastError, UsageError
 from holdfast.formats import converting
 
@@ -76,7 +76,7 @@ def test_killed_at_random_it_goes_on(source: Path, tmp_path: Path, to: str) -> N
         subprocess.run(command(source, target, to), check=True, capture_output=True)
     assert kills
     if to == "universal":
-        assert compare(holdfast.open(source), holdfast.open(target)).identical
+        assert compare_checkpoints(holdfast.open(source), holdfast.open(target)).identical
     else:
         assert files(target) == files(tmp_path / "whole")
 
@@ -179,7 +179,7 @@ def die_at_every_change(place: str, to: str) -> None:
         if not there or Path(f"{target}.partial/holdfast-conversion.json").exists():
             holdfast.convert(tmp_path / "src", target, to=to, max_file_bytes=600)
         if to == "universal":
-            assert compare(holdfast.open(whole), holdfast.open(target)).identical
+            assert compare_checkpoints(holdfast.open(whole), holdfast.open(target)).identical
         elif to == "torch":
             assert target.read_bytes() == whole.read_bytes()
         else:
@@ -204,7 +204,7 @@ def test_interrupted_after_the_last_rename(
     assert holdfast.convert(source, tmp_path / "out", to=to).num_resumed > 0
     assert not (tmp_path / "out.partial").exists()
     if to == "universal":
-        assert compare(holdfast.open(source), holdfast.open(tmp_path / "out")).identical
+        assert compare_checkpoints(holdfast.open(source), holdfast.open(tmp_path / "out")).identical
     elif to == "torch":
         assert (tmp_path / "out").read_bytes() == (tmp_path / "whole").read_bytes()
     else:

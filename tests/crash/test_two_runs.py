@@ -14,8 +14,8 @@ from single import WAIT_S, contents, life, memory, state_of
 
 import holdfast
 import holdfast.session.checkpointer
-from holdfast.core.checkpoint.claiming import Claim, claim, newest_claim, take
-from holdfast.core.checkpoint.names import WHOLE, RootKeys
+from holdfast.core.checkpoint.claiming import Claim, claim, newest_claim, take_root
+from holdfast.core.checkpoint.names import CLAIMED_PARTS, RootKeys
 from holdfast.core.checkpoint.notes import read_notes
 from holdfast.core.checkpoint.pruning import prune
 from holdfast.errors import RankErrors, UsageError
@@ -122,9 +122,9 @@ def test_a_claim_by_an_old_listing_is_the_newest(before: int, since: int) -> Non
     store = memory()
     for _ in range(before):
         claim(store)
-    keys = RootKeys(store, below=WHOLE)
+    keys = RootKeys(store, below=CLAIMED_PARTS)
     last = [claim(store) for _ in range(since)][-1]
-    mine, held = take(store, keys)
+    mine, held = take_root(store, keys)
     assert mine.run == before + since + 1 and held == last
     assert newest_claim(store) == mine
 
@@ -132,11 +132,11 @@ def test_a_claim_by_an_old_listing_is_the_newest(before: int, since: int) -> Non
 def test_a_run_that_lives_is_seen_though_the_listing_is_older(monkeypatch) -> None:
     store = memory()
     claim(store)
-    keys = RootKeys(store, below=WHOLE)
+    keys = RootKeys(store, below=CLAIMED_PARTS)
     claim(store)
     monkeypatch.setattr(Claim, "alive_elsewhere", lambda self: self.run == 2)
     with pytest.raises(UsageError, match="in use by run 2"):
-        take(store, keys)
+        take_root(store, keys)
     assert store.list("claims/") == ["claims/0000000002.json"]
 
 

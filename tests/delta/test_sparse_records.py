@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.core.codec.sparse import HEAD_BYTES
+from holdfast.core.codec.sparse import SPARSE_HEAD_BYTES
 from holdfast.core.group import Group
 from holdfast.errors import UsageError
 from holdfast.live.compression.topk import largest
@@ -132,8 +132,8 @@ def test_gradients_that_are_not_as_sparse_as_was_said(root: Path) -> None:  # no
     with pytest.warns(holdfast.HoldfastWarning, match=r"and \d more have more elements other than"):
         at_the_end = recorded(root, Noisy)
     packed = packed_bytes(root)
-    assert min(packed[step] for step in (2, 3, 4, 5)) > 10 * HEAD_BYTES
-    assert max(packed[step] for step in (7, 8, 9)) == HEAD_BYTES  # of those without gradient
+    assert min(packed[step] for step in (2, 3, 4, 5)) > 10 * SPARSE_HEAD_BYTES
+    assert max(packed[step] for step in (7, 8, 9)) == SPARSE_HEAD_BYTES  # of those without gradient
     assert 6 in holdfast.steps(str(root))
     forget(root, 8)
     with warnings.catch_warnings():

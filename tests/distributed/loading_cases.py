@@ -108,7 +108,7 @@ def two_weights_that_differ_in_one_row(root: Path) -> None:
             if not have_all and rank != 2:
                 del tied.embed, tied.head
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("holdfast.live.restore.tied.BLOCK_BYTES", 16 << 10)
+                patch.setattr("holdfast.live.restore.tied.COMPARED_BYTES", 16 << 10)
                 if row is None:
                     holdfast.load(root, {"model": tied}, step=step)
                     continue

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 import holdfast
 from holdfast.core.checkpoint.names import manifest_key, read_manifest, step_prefix
-from holdfast.core.format.manifest import encode
+from holdfast.core.format.manifest import encode_manifest
 from holdfast.store import LocalStore, Store, open_store, register
 from holdfast.testing import Operation
 from holdfast.testing.wrappers import Wrapper
@@ -97,7 +97,7 @@ def fill(store: Store, of_step: int, steps: range) -> None:
     for step in steps:
         for path, data in images:
             store.put(step_prefix(step) + path, data)
-        store.put(manifest_key(step), encode(msgspec.structs.replace(manifest, step=step)))
+        store.put(manifest_key(step), encode_manifest(msgspec.structs.replace(manifest, step=step)))
 
 
 def without_records(run: Run) -> None:

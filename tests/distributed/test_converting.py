@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.core.checkpoint.diffing import compare
+from holdfast.core.checkpoint.diffing import compare_checkpoints
 
 from .launch import launch
 
@@ -41,7 +41,7 @@ def test_ranks_share_the_files(source: Path, tmp_path: Path) -> None:
 
 def test_one_commit_of_all(source: Path, tmp_path: Path) -> None:
     launch("converting", 2, source, tmp_path / "u", "--max-file", "400kB").check()
-    assert compare(holdfast.open(source), holdfast.open(tmp_path / "u")).identical
+    assert compare_checkpoints(holdfast.open(source), holdfast.open(tmp_path / "u")).identical
     assert not (tmp_path / "u.partial").exists()
 
 

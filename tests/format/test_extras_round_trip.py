@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from holdfast.core.format.extras import MAX_DEPTH, decode, encode, file_of
+from holdfast.core.format.extras import MAX_EXTRAS_DEPTH, decode, encode, memory_file
 from holdfast.errors import FormatError, UsageError
 
 SCALARS = (
@@ -28,7 +28,7 @@ SCALARS = (
 NUMPYS = hnp.scalar_dtypes().flatmap(hnp.from_dtype) | st.binary(max_size=5).map(np.bytes_)
 """Scalars of all kinds that numpy has, empty ones and those that end with zeros among them."""
 NUMPYS |= st.sampled_from([np.datetime64("NaT"), np.timedelta64("NaT", "ns"), np.longdouble("0.1")])
-FILES = st.builds(file_of, st.binary(max_size=5), st.integers(0, 9))
+FILES = st.builds(memory_file, st.binary(max_size=5), st.integers(0, 9))
 DTYPES = hnp.scalar_dtypes().filter(lambda d: d.kind in "biufc" and d.itemsize <= 16)
 ARRAYS = DTYPES.flatmap(
     lambda d: hnp.arrays(d, hnp.array_shapes(min_dims=0, min_side=0, max_side=3))
@@ -260,6 +260,6 @@ def test_a_structure_that_holds_itself_is_refused() -> None:
 
 def test_as_deep_as_allowed_can_be_read_again() -> None:
     value: tuple = ()
-    for _ in range(MAX_DEPTH - 1):
+    for _ in range(MAX_EXTRAS_DEPTH - 1):
         value = (value,)
     assert decode(msgspec.json.decode(msgspec.json.encode(encode(value)))) == value

@@ -124,7 +124,7 @@ class Held(Wrapper):
 
 def test_memory_is_bounded_by_a_part(monkeypatch) -> None:
     """An image of many parts is never in memory as a whole: one part after the other."""
-    monkeypatch.setattr("holdfast.core.checkpoint.transfer.PART_BYTES", 4096)
+    monkeypatch.setattr("holdfast.core.checkpoint.transfer.COPY_PART_BYTES", 4096)
     homes = Homes(behind=Watched(store_like()))
     with homes.run(monkeypatch) as run:
         run.save_and_upload(1)

@@ -17,7 +17,7 @@ import torch
 import holdfast
 from holdfast.base.patience import opening
 from holdfast.core.checkpoint.names import manifest_key, read_manifest, step_prefix
-from holdfast.core.store.contract import SMALL_BYTES, WHOLE_BYTES
+from holdfast.core.store.contract import SMALL_FILE_BYTES, WHOLE_BYTES
 from holdfast.core.store.regular import has_hole
 from holdfast.errors import Corrupt, Exists, HoldfastWarning, NotFound, StoreError
 from holdfast.formats.read.folder import ListedFolder, OneFile
@@ -110,8 +110,8 @@ def test_the_length_is_looked_at_first(store: LocalStore, view: Callable[..., Lo
     sparse(Path(store.root, "a"))
     with pytest.raises(Corrupt, match=f"has {TERA:,} bytes; .* at most {WHOLE_BYTES:,}"):
         view(store).get("a")
-    os.truncate(Path(store.root, "a"), SMALL_BYTES + 1)
-    with pytest.raises(Corrupt, match=f"at most {SMALL_BYTES:,} are read"):
+    os.truncate(Path(store.root, "a"), SMALL_FILE_BYTES + 1)
+    with pytest.raises(Corrupt, match=f"at most {SMALL_FILE_BYTES:,} are read"):
         get_small(view(store), "a")
     with pytest.raises(Exists):
         store.put("a", b"new", replacing=b"old")
@@ -175,9 +175,9 @@ def test_a_claim_that_never_ends(root: LocalStore) -> None:
 def test_a_manifest_of_which_parts_were_never_written(root: LocalStore) -> None:
     """It is as long as one may be, and takes next to nothing of the disk."""
     path = Path(root.root, manifest_key(2))
-    os.truncate(path, SMALL_BYTES + 1)
+    os.truncate(path, SMALL_FILE_BYTES + 1)
     with path.open("rb") as file:
-        if not has_hole(io.FileIO(file.fileno(), closefd=False), SMALL_BYTES + 1):
+        if not has_hole(io.FileIO(file.fileno(), closefd=False), SMALL_FILE_BYTES + 1):
             pytest.skip("this file system does not tell holes")
     with pytest.raises(Corrupt, match="parts that were never written"):
         root.get(manifest_key(2))

@@ -20,7 +20,7 @@ from holdfast.core.checkpoint.names import manifest_key, read_manifest
 from holdfast.core.checkpoint.pruning import delete_step, prunable, prune
 from holdfast.core.checkpoint.tidying import discard, sweep
 from holdfast.core.checkpoint.transfer import transfer
-from holdfast.core.format.manifest import encode
+from holdfast.core.format.manifest import encode_manifest
 from holdfast.core.store.directories import LinkedFolder, opened_below, remove_empty_directories
 from holdfast.errors import HoldfastWarning, UsageError
 from holdfast.store import LocalStore
@@ -77,7 +77,7 @@ def the_step(root: Path, home: Path) -> None:
     (file,) = manifest.files
     file = msgspec.structs.replace(file, path="thesis/a.txt")
     forged = msgspec.structs.replace(manifest, attempt="thesis", files=(file,))
-    (home / "manifest.json").write_bytes(encode(forged))
+    (home / "manifest.json").write_bytes(encode_manifest(forged))
     there = (root / manifest_key(1)).parent
     shutil.rmtree(there)
     there.symlink_to(home)

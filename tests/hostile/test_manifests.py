@@ -14,7 +14,7 @@ from everything import read_everything
 
 from holdfast.core.checkpoint.names import committed, manifest_key
 from holdfast.core.codec.digest import hexdigest
-from holdfast.core.format.manifest import decode
+from holdfast.core.format.manifest import decode_manifest
 from holdfast.errors import FormatError, HoldfastError, UnsupportedVersion
 
 
@@ -195,7 +195,7 @@ ATTACKS: dict[str, dict[str, Any]] = {
 
 
 def test_the_sound_one_is_sound() -> None:
-    assert decode(raw({}), "m").tensors[0].name == "w"
+    assert decode_manifest(raw({}), "m").tensors[0].name == "w"
 
 
 @pytest.mark.parametrize("name", ATTACKS)

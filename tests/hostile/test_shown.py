@@ -19,7 +19,7 @@ from holdfast.checkpoint import notes
 from holdfast.cli.screen import say, table
 from holdfast.cli.words import good
 from holdfast.core.checkpoint.names import manifest_key, read_manifest
-from holdfast.core.format.manifest import decode, encode
+from holdfast.core.format.manifest import decode_manifest, encode_manifest
 from holdfast.errors import FormatError, HoldfastError, RankErrors, printable, warn_user
 from holdfast.store import LocalStore
 
@@ -132,7 +132,7 @@ def test_a_manifest_whose_names_have_control_characters(tmp_path: Path, place: s
     sound = read_manifest(store, 1)
     bad = msgspec.structs.replace(sound, **PLACES[place](sound))
     with pytest.raises(FormatError, match=r"has a control character"):
-        decode(encode(bad), manifest_key(1))
+        decode_manifest(encode_manifest(bad), manifest_key(1))
 
 
 def test_texts_of_values_may_have_any_character(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_notes_with_control_characters(tmp_path: Path) -> None:
         notes.Notes(metrics={1: notes.Measured(1, {EVIL: 2.0})}),
     ):
         with pytest.raises(FormatError, match="has a control character"):
-            notes.decode(notes.encode(bad))
+            notes.decode_notes(notes.encode_notes(bad))
 
 
 def test_names_with_half_of_a_surrogate_pair(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.errors import FormatError, LayoutError
 from holdfast.formats.read.foreign import Foreign, StoredPart, foreign
-from holdfast.formats.read.sections import Place
+from holdfast.formats.read.sections import FilePlace
 from holdfast.layout import Box, Fragment, row_major, whole
 from holdfast.store import LocalStore, MemoryStore, Store
 
@@ -27,7 +27,7 @@ def fresh() -> MemoryStore:
     return MemoryStore(next(names))
 
 
-def at(path: str, start: int = 0) -> Callable[[], Place]:
+def at(path: str, start: int = 0) -> Callable[[], FilePlace]:
     return lambda: (path, start)
 
 

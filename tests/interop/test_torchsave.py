@@ -32,7 +32,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import holdfast
 from holdfast.core.format.dtypes import DTYPES
-from holdfast.core.format.extras import file_of
+from holdfast.core.format.extras import memory_file
 from holdfast.errors import (
     Corrupt,
     FormatError,
@@ -381,7 +381,7 @@ def test_extras_of_every_kind(tmp_path: Path) -> None:
         "nan": float("nan"),
         "by number": {0: "x"},
         "complex": 1 + 2j,
-        "file": file_of(b"losses", 3),
+        "file": memory_file(b"losses", 3),
         "chars": bytearray(b"ab"),
         "text": np.str_("abc"),
     }
@@ -679,7 +679,7 @@ def test_unknown_objects_that_hold_tensors_are_refused(tmp_path: Path) -> None:
 
 def test_values_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists that hold each other, namespaces that hold themselves, and nesting without end."""
-    monkeypatch.setattr("holdfast.formats.read.unpickle.MAX_NODES", 1 << 16)
+    monkeypatch.setattr("holdfast.formats.read.unpickle._MAX_NODES", 1 << 16)
     loop: list[Any] = []
     loop.append({"again": loop})
     space = argparse.Namespace()

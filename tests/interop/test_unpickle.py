@@ -199,9 +199,9 @@ def test_a_value_that_holds_itself() -> None:
 
 def test_members_of_enumerations_are_named_and_not_looked_up() -> None:
     """Python 3.11.0 to 3.11.3 pickle them as `getattr(Class, "NAME")`."""
-    from holdfast.formats.read.torchfile import table
+    from holdfast.formats.read.torchfile import torch_globals
 
-    known = table() | {("m", "Kind"): record("Kind")}
+    known = torch_globals() | {("m", "Kind"): record("Kind")}
     data = b"\x80\x02cbuiltins\ngetattr\ncm\nKind\nX\x03\x00\x00\x00ONE\x86R."
     assert unpickle(data, known).name == "m.Kind.ONE"
     hostile = data[:-1] + b")R."  # and calls it
@@ -246,7 +246,7 @@ def test_what_functions_would_hash_or_format_for_ever(data: bytes) -> None:
     """Shared parts are counted as often as they are met, before a function gets them."""
     from holdfast.formats.read import torchfile
 
-    known = torchfile.table() | {("m", "Kind"): record("Kind")}
+    known = torchfile.torch_globals() | {("m", "Kind"): record("Kind")}
     began = time.process_time()
     with pytest.raises(FormatError):
         unpickle(
@@ -344,7 +344,7 @@ def test_little_that_costs_much(what: str, data: bytes) -> None:
     """And is refused before it costs it."""
     from holdfast.formats.read import torchfile
 
-    known = torchfile.table() | {("m", "Kind"): record("Kind")}
+    known = torchfile.torch_globals() | {("m", "Kind"): record("Kind")}
     with pytest.raises(FormatError, match=what):
         unpickle(b"\x80\x04" + data, known)
 
@@ -356,7 +356,9 @@ def test_names_that_grow() -> None:
     text = b"X" + struct.pack("<I", 400) + b"x" * 400 + b"q\0"
     first = text + b"0cbuiltins\ngetattr\nq\1h\1ccollections\nOrderedDict\nh\0\x86Rq\2"
     with pytest.raises(FormatError, match="more than it holds"):
-        unpickle(b"\x80\x04" + first + b"h\1h\2h\0\x86Rq\2" * 2000 + b"l.", torchfile.table())
+        unpickle(
+            b"\x80\x04" + first + b"h\1h\2h\0\x86Rq\2" * 2000 + b"l.", torchfile.torch_globals()
+        )
 
 
 def test_shared_parts_of_usual_files_are_no_bombs() -> None:

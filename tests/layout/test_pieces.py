@@ -17,9 +17,9 @@ MODERATE = settings(max_examples=60, deadline=None)
 @pytest.fixture(autouse=True, scope="module")
 def small_bytes():
     """Make division inside tensors happen on small ones too."""
-    before, pieces_module.SMALL_BYTES = pieces_module.SMALL_BYTES, 64
+    before, pieces_module.MIN_SHARE_BYTES = pieces_module.MIN_SHARE_BYTES, 64
     yield
-    pieces_module.SMALL_BYTES = before
+    pieces_module.MIN_SHARE_BYTES = before
 
 
 def real_boxes(pieces, rows):

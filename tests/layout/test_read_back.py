@@ -21,9 +21,9 @@ KINDS = {1: np.uint8, 2: np.float16, 4: np.float32, 8: np.int64}
 
 @pytest.fixture(autouse=True, scope="module")
 def small_bytes():
-    before, pieces_module.SMALL_BYTES = pieces_module.SMALL_BYTES, 64
+    before, pieces_module.MIN_SHARE_BYTES = pieces_module.MIN_SHARE_BYTES, 64
     yield
-    pieces_module.SMALL_BYTES = before
+    pieces_module.MIN_SHARE_BYTES = before
 
 
 @settings(max_examples=60, deadline=None)

@@ -13,7 +13,7 @@ import pytest
 import holdfast
 from holdfast.core.checkpoint.claiming import claim, newest_claim
 from holdfast.core.checkpoint.names import manifest_key, step_prefix
-from holdfast.core.format.manifest import Manifest, decode, encode
+from holdfast.core.format.manifest import Manifest, decode_manifest, encode_manifest
 from holdfast.errors import StoreError, UsageError
 from holdfast.store import LocalStore, open_store
 from holdfast.tiers.memory.node import messages as w
@@ -96,7 +96,7 @@ def written(tmp_path: Path) -> tuple[w.Persist, Manifest]:
         ckpt.save(1).wait()
         store = open_store(str(tmp_path / "root"))
         mine = newest_claim(store)
-    manifest = decode(store.get(manifest_key(1)), "manifest")
+    manifest = decode_manifest(store.get(manifest_key(1)), "manifest")
     store.delete(manifest_key(1))
     order = w.Persist("j", manifest.attempt, 0, 0, store.url, "", 1.0, msgspec.json.encode(mine))
     return order, manifest
@@ -149,7 +149,7 @@ def test_another_run_comes_at_the_moment_of_the_commit(
         if by_then != "whole":
             store.delete(step_prefix(1) + manifest.files[0].path)
         if by_then == "replaced":
-            store.put(manifest_key(1), encode(others))
+            store.put(manifest_key(1), encode_manifest(others))
 
     thread = in_the_gap(order, another)
     with pytest.raises(UsageError, match="was taken over by run 2"):
@@ -158,5 +158,5 @@ def test_another_run_comes_at_the_moment_of_the_commit(
     store, steps = open_store(order.store), holdfast.steps(order.store)
     assert steps == ([] if by_then == "swept" else [1])
     if steps:
-        left = decode(store.get(manifest_key(1)), "manifest").attempt
+        left = decode_manifest(store.get(manifest_key(1)), "manifest").attempt
         assert left == (others if by_then == "replaced" else manifest).attempt

@@ -13,7 +13,7 @@ import pytest
 import holdfast
 from holdfast.core.checkpoint.names import manifest_key
 from holdfast.core.codec.digest import CHUNK_BYTES
-from holdfast.core.format.manifest import decode
+from holdfast.core.format.manifest import decode_manifest
 from holdfast.store import open_store
 from holdfast.tiers.memory.node import messages as w
 from holdfast.tiers.memory.node.client import Client
@@ -231,7 +231,9 @@ def test_durable_saves_from_gradients(lives: Lives) -> None:
         assert followed == ["5", "6", "7", "9"], (followed, lives.errors())
         assert not one.events("feed.drift")
     store = open_store(str(lives.place / "root"))
-    says = {s: decode(store.get(manifest_key(s)), "").software.get("replica") for s in (4, 6)}
+    says = {
+        s: decode_manifest(store.get(manifest_key(s)), "").software.get("replica") for s in (4, 6)
+    }
     assert says == {4: None, 6: "bit-exact, compared last at step 4"}
     reference = lives.live(nodes=nodes, until=6, reference=True)[0].digests
     lose(lives, *nodes)
@@ -414,7 +416,7 @@ def flip(lives: Lives, node: int, kind: str, step: int) -> None:
     client.start("127.0.0.1")
     job = next((lives.node(node) / "jobs").iterdir()).name
     held = client.ask(w.Ask(job), w.Held)
-    manifests = [decode(m, "snapshot") for m in held.manifests]
+    manifests = [decode_manifest(m, "snapshot") for m in held.manifests]
     (attempt,) = {m.attempt for m in manifests if m.step == step}
     image = next(i for i in held.images if (i.kind, i.attempt) == (kind, attempt))
     flip_bit(Path(held.directory) / image.name, image.bytes // 3)
@@ -627,7 +629,7 @@ def test_a_flush_brings_no_root_back(lives: Lives) -> None:
     while not all("to storage" in (lives.node(n) / "agent.log").read_text() for n in (0, 1)):
         assert time.monotonic() < until, (lives.node(0) / "agent.log").read_text()
         time.sleep(0.1)
-    assert "knows of no run any more" in (lives.node(0) / "agent.log").read_text()
+    assert "has no claim" in (lives.node(0) / "agent.log").read_text()
     assert not root.exists()
     told = lives.live(nodes=[0, 1], until=5, options=options, root=str(moved))
     check(lives, told, 4, digests)

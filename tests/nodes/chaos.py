@@ -12,7 +12,7 @@ import time
 from collections import Counter
 
 import holdfast
-from holdfast.policy.redundancy import fitting, groups
+from holdfast.policy.redundancy import fitting, parity_groups
 from holdfast.policy.survival import rs, survives
 
 from .cluster import Node
@@ -200,7 +200,7 @@ class Chaos:
             for i, (node, boot) in enumerate(where)
             if self._boots[node] != boot or node in damaged
         }
-        return survives(scheme, groups(names, scheme), lost)
+        return survives(scheme, parity_groups(names, scheme), lost)
 
 
 def check_files(lives: list[Life]) -> None:

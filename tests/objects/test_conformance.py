@@ -133,7 +133,7 @@ def test_the_length_of_a_small_object_is_looked_at_first(
 ) -> None:
     """The head of the reply states it, before anything of its body is taken into memory."""
     store.put("a", b"four")
-    monkeypatch.setattr("holdfast.core.store.objects.SMALL_BYTES", 3)
+    monkeypatch.setattr("holdfast.core.store.objects.SMALL_FILE_BYTES", 3)
     with pytest.raises(Corrupt, match=r"'a' in .* has 4 bytes; of its kind at most 3"):
         get_small(store, "a")
     assert store.get("a") == b"four"

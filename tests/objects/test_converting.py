@@ -14,7 +14,7 @@ import torch
 import holdfast
 from builders import FSDP_TP, build, memory, transformer
 from cli.calling import call
-from holdfast.core.checkpoint.diffing import compare
+from holdfast.core.checkpoint.diffing import compare_checkpoints
 from holdfast.core.checkpoint.names import committed
 from holdfast.core.checkpoint.verifying import verify
 from holdfast.errors import Corrupt, FormatError, HoldfastError, UsageError
@@ -54,7 +54,7 @@ def test_into_a_bucket_as_into_a_folder(source: Path, moto: Moto, tmp_path: Path
     assert (made.num_files, made.bytes, made.num_resumed) == (on_disk.num_files, on_disk.bytes, 0)
     with holdfast.open(url) as found, holdfast.open(folder) as expected:
         assert found.format == expected.format
-        assert compare(expected, found).identical
+        assert compare_checkpoints(expected, found).identical
         assert len(found.names()) == len(expected.names())
     if to == "universal":
         assert verify(open_store(url), 7).good

@@ -17,7 +17,7 @@ import holdfast
 from cli.calling import call
 from holdfast.errors import NotFound
 from holdfast.formats.read import detect
-from holdfast.formats.read.detect import FORMATS, open_as
+from holdfast.formats.read.detect import SOURCE_FORMATS, open_as
 from holdfast.formats.read.folder import ListedFolder
 from holdfast.store import Store, open_store
 from holdfast.testing import Counting
@@ -153,7 +153,7 @@ def test_opening_lists_once_and_reads_heads_alone(
     upload(folders[name], root)
     store = Counting(open_store(root))
     store.read_bytes, store.read_threads = 4 << 20, 4  # type: ignore[attr-defined]
-    FORMATS[name].open(ListedFolder(store), None)
+    SOURCE_FORMATS[name].open(ListedFolder(store), None)
     assert store.calls["entries"] == 1
     assert store.calls["size"] == store.calls["list"] == 0
     assert store.calls["read"] + store.calls["get"] <= most

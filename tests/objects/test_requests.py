@@ -19,7 +19,7 @@ import torch
 import holdfast
 from distributed.launch import launch
 from holdfast.base.threads import in_threads
-from holdfast.core.store.objects import PART_BYTES, ObjectStore
+from holdfast.core.store.objects import UPLOAD_PART_BYTES, ObjectStore
 from holdfast.store import keys_below
 from objects.fixtures import fresh
 from objects.google_stub import GoogleStub
@@ -103,7 +103,7 @@ def test_a_run(seaweed: SeaweedFS, proxy: Proxy, width: int) -> None:
     url = seaweed.url(fresh(), proxy.endpoint)
     state = {"model": torch.nn.Linear(width, width)}
     image_bytes = 4 * width * (width + 1)
-    parts = -(-image_bytes // PART_BYTES)
+    parts = -(-image_bytes // UPLOAD_PART_BYTES)
     image = {"PART": parts, "BEGIN": 1, "COMPLETE": 1, "HEAD": 1} if parts > 1 else {"PUT": 1}
     assert sum(image.values()) <= parts + 4
 

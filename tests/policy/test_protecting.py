@@ -6,7 +6,7 @@ import pytest
 
 from holdfast.core.codec.stripes import Stripes
 from holdfast.errors import UsageError
-from holdfast.policy.redundancy import choose, groups, parse, protection
+from holdfast.policy.redundancy import choose, parity_groups, parse, protection
 from holdfast.policy.survival import exponential, rs
 
 SCHEMES = ["none", "copy", "copy(3)", "parity", "rs(2)"]
@@ -97,13 +97,13 @@ def test_groups_are_on_different_nodes_and_alike_where_state_is_replicated() -> 
     parity = parse("parity")
     assert parity is not None
     nodes = ["a", "a", "b", "b", "c", "c"]
-    assert groups(nodes, parity) == [(0, 2, 4), (1, 3, 5)]
-    assert groups(nodes, parity, [0, 1, 0, 1, 0, 1]) == [(0, 2, 4), (1, 3, 5)]
-    assert groups(nodes, parity, [0, 1, 1, 0, 0, 1]) == [(0, 3, 4), (1, 2, 5)]
+    assert parity_groups(nodes, parity) == [(0, 2, 4), (1, 3, 5)]
+    assert parity_groups(nodes, parity, [0, 1, 0, 1, 0, 1]) == [(0, 2, 4), (1, 3, 5)]
+    assert parity_groups(nodes, parity, [0, 1, 1, 0, 0, 1]) == [(0, 3, 4), (1, 2, 5)]
     # replicas on one node cannot protect each other from its loss
-    assert groups(nodes, parity, [0, 0, 1, 1, 2, 2]) == [(0, 2, 4), (1, 3, 5)]
+    assert parity_groups(nodes, parity, [0, 0, 1, 1, 2, 2]) == [(0, 2, 4), (1, 3, 5)]
     twenty = [f"n{i}" for i in range(20)]
-    assert sorted(map(len, groups(twenty, parity))) == [6, 7, 7]
-    assert groups(["a"] * 3, parity) == [(0, 1, 2)]
+    assert sorted(map(len, parity_groups(twenty, parity))) == [6, 7, 7]
+    assert parity_groups(["a"] * 3, parity) == [(0, 1, 2)]
     with pytest.raises(UsageError, match="rank 2 finds 0 others"):
-        groups(["a", "b", "b"], parity)
+        parity_groups(["a", "b", "b"], parity)

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
-from holdfast.policy.redundancy import fitting, groups
+from holdfast.policy.redundancy import fitting, parity_groups
 from holdfast.policy.survival import Scheme, copy, none, rs
 
 
 def fits(scheme: Scheme, nodes: list[str]) -> bool:
     try:
-        groups(nodes, scheme)
+        parity_groups(nodes, scheme)
     except UsageError:
         return False
     return True
@@ -45,7 +45,7 @@ def test_ranks_are_grouped_whenever_they_can_be(
         return
     assert fits(rs(losses), nodes) == can_be_parted(tuple(nodes), losses + 1)
     if fits(rs(losses), nodes):
-        found = groups(nodes, rs(losses))
+        found = parity_groups(nodes, rs(losses))
         assert sorted(r for group in found for r in group) == list(range(len(nodes)))
         assert all(len({nodes[r] for r in group}) == len(group) > losses for group in found)
         assert max(map(len, found)) <= 8
@@ -55,11 +55,11 @@ def test_uneven_nodes() -> None:
     """The loss of any one of three nodes is borne, though one of them has two ranks."""
     nodes = ["a", "a", "b", "c"]
     assert fitting(rs(1), nodes) == rs(1)
-    assert groups(nodes, rs(1)) == [(0, 2), (1, 3)]
+    assert parity_groups(nodes, rs(1)) == [(0, 2), (1, 3)]
     assert fitting(rs(2), nodes) == rs(1)
     assert fitting(rs(1), ["a", "a", "b"]) == none()
     many = [f"n{r // 8}" for r in range(64 * 8)] + ["fuller"] * 10
-    assert {len(g) for g in groups(many, rs(1))} == {7, 8}
+    assert {len(g) for g in parity_groups(many, rs(1))} == {7, 8}
 
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=9), st.integers(1, 4), st.booleans())

@@ -16,7 +16,7 @@ from holdfast.codec import stripes
 from holdfast.errors import UsageError
 from holdfast.policy import survival
 from holdfast.policy.survival import (
-    Group,
+    GroupNodes,
     Lifetime,
     Scheme,
     copy,
@@ -42,7 +42,9 @@ def survives(scheme: Scheme, lost: list[bool]) -> bool:
     return not any(all(lost[(i + d) % n] for d in range(r)) for i in range(n))
 
 
-def by_enumeration(scheme: Scheme, groups: list[Group], failures: Mapping[int, float]) -> float:
+def by_enumeration(
+    scheme: Scheme, groups: list[GroupNodes], failures: Mapping[int, float]
+) -> float:
     """The sum over all sets of lost nodes."""
     nodes, total = sorted({node for g in groups for node in g}), 0.0
     for outcome in product([False, True], repeat=len(nodes)):
@@ -191,7 +193,7 @@ def test_the_time_to_a_loss_is_that_of_a_simulation() -> None:
 
 
 def test_what_cannot_be_counted_or_meant_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(survival, "MOST_SETS", 5000)
+    monkeypatch.setattr(survival, "_MOST_SETS", 5000)
     ring = [(i, i + 1, i + 2, i + 3) for i in range(200)]
     with pytest.raises(UsageError, match="203 nodes hang together"):
         loss(copy(2), ring, 0.01)

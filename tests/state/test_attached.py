@@ -14,7 +14,7 @@ import holdfast
 from holdfast.cli.main import run
 from holdfast.core.checkpoint.names import manifest_key, read_manifest, step_prefix
 from holdfast.core.checkpoint.verifying import verify
-from holdfast.core.format.manifest import AttachedFile, decode, encode
+from holdfast.core.format.manifest import AttachedFile, decode_manifest, encode_manifest
 from holdfast.errors import Corrupt, FormatError, StoreError, UsageError
 from holdfast.store import LocalStore
 from holdfast.tiers.memory.node.messages import Persist
@@ -157,15 +157,19 @@ def test_hostile_manifests(tmp_path: Path) -> None:
         [one, AttachedFile("a", pack.table, 0, "0" * 16)],
         [one, AttachedFile("a/b", pack.table, 0, "0" * 16)],
     ]  # fmt: skip
-    assert decode(encode(manifest), "m") == manifest
+    assert decode_manifest(encode_manifest(manifest), "m") == manifest
     for files in bad:
         changed = msgspec.structs.replace(pack, files=tuple(files))
         with pytest.raises(FormatError):
-            decode(encode(msgspec.structs.replace(manifest, attached=changed)), "m")
+            decode_manifest(
+                encode_manifest(msgspec.structs.replace(manifest, attached=changed)), "m"
+            )
     for path in ("../x", "/x", manifest.files[0].path):
         changed = msgspec.structs.replace(pack, path=path)
         with pytest.raises(FormatError):
-            decode(encode(msgspec.structs.replace(manifest, attached=changed)), "m")
+            decode_manifest(
+                encode_manifest(msgspec.structs.replace(manifest, attached=changed)), "m"
+            )
 
 
 # -- who carries them -----------------------------------------------------------------------------

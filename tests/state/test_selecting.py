@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.core.checkpoint.diffing import compare
+from holdfast.core.checkpoint.diffing import compare_checkpoints
 from holdfast.errors import StateMismatch, UsageError
 
 
@@ -82,6 +82,6 @@ def test_a_rule_of_a_key_that_is_not_there(root: Path) -> None:
 def test_a_comparison_of_nothing_is_no_equality(root: Path) -> None:
     with holdfast.open(root) as a, holdfast.open(root) as b:
         with pytest.raises(UsageError, match=r"matches no tensor and no extra .*\n.*'model\.\*'"):
-            compare(a, b, only="modle.*")
+            compare_checkpoints(a, b, only="modle.*")
         for pattern in ("model.*", "epoch", "loader.at*", "optim.param_groups*", "loader.at[[]1]"):
-            assert compare(a, b, only=pattern).identical
+            assert compare_checkpoints(a, b, only=pattern).identical

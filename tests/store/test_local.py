@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.store.local import sweep
+from holdfast.core.store.local import sweep_temp_files
 from holdfast.errors import (
     Corrupt,
     Exists,
@@ -555,8 +555,8 @@ def test_sweep_removes_only_what_the_dead_of_this_host_left(store: LocalStore) -
     for name in names:
         Path(store.root, "d", name).write_bytes(b"left over")
     stale = [name for name in names if names[name]]
-    assert sweep(store.root) == [os.path.join(store.root, "d", name) for name in stale]
-    assert sweep(store.root) == []
+    assert sweep_temp_files(store.root) == [os.path.join(store.root, "d", name) for name in stale]
+    assert sweep_temp_files(store.root) == []
     left = [name for name in os.listdir(os.path.join(store.root, "d")) if name in names]
     assert sorted(left) == sorted(set(names) - set(stale))
     writer.write(0, b"abc")
@@ -565,7 +565,7 @@ def test_sweep_removes_only_what_the_dead_of_this_host_left(store: LocalStore) -
 
 
 def test_sweep_of_nothing(tmp_path: Path) -> None:
-    assert sweep(tmp_path / "no" / "such") == []
+    assert sweep_temp_files(tmp_path / "no" / "such") == []
 
 
 def test_killed_writer_leaves_no_object_and_is_swept(store: LocalStore) -> None:
@@ -578,7 +578,7 @@ def test_killed_writer_leaves_no_object_and_is_swept(store: LocalStore) -> None:
     subprocess.run([sys.executable, "-c", code, store.root], env=environment, check=False)
     assert store.list() == []
     assert len(files_in(store.root)) == 1
-    assert len(sweep(store.root)) == 1
+    assert len(sweep_temp_files(store.root)) == 1
     make(store, "d/a", b"x")
     assert files_in(store.root) == ["d/a"]
 

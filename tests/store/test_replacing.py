@@ -20,7 +20,7 @@ from builders import FSDP_TP, build, describe, transformer
 from holdfast.core.checkpoint.committing import commit
 from holdfast.core.checkpoint.names import manifest_key, read_manifest
 from holdfast.core.checkpoint.verifying import verify
-from holdfast.core.format.manifest import encode
+from holdfast.core.format.manifest import encode_manifest
 from holdfast.errors import Exists, HoldfastWarning, NotFound, Unavailable, UsageError
 from holdfast.store import LocalStore, Store, replacing
 from holdfast.testing import Faulty
@@ -124,7 +124,7 @@ def test_a_damaged_manifest_is_replaced_and_the_same_commit_may_be_said_again(
 ) -> None:
     store = LocalStore(tmp_path)
     manifest = build(store, FSDP_TP, transformer(), step=5)
-    for damaged in (b"", b"{", encode(manifest)):
+    for damaged in (b"", b"{", encode_manifest(manifest)):
         store.put(manifest_key(5), damaged)
         commit(store, manifest)
         assert verify(store, 5).good
@@ -133,7 +133,7 @@ def test_a_damaged_manifest_is_replaced_and_the_same_commit_may_be_said_again(
     def before(op: str, key: str) -> None:
         if op == "put" and not calls:  # another process says the same commit in this moment
             calls.append(key)
-            store.put(key, encode(manifest))
+            store.put(key, encode_manifest(manifest))
 
     store.put(manifest_key(5), b"")
     commit(Faulty(store, before), manifest)
@@ -161,7 +161,7 @@ def test_a_stopped_process_is_not_waited_for_for_ever(
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
         holder.send_signal(signal.SIGSTOP)
         waiting = pytest.raises(Unavailable, match="being replaced by another process")
-        with waiting, replacing.held(str(tmp_path / "a"), deadline_s=0.05):
+        with waiting, replacing.locked(str(tmp_path / "a"), deadline_s=0.05):
             pass
         assert store.get("a") == b"first"
     finally:

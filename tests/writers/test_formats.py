@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import holdfast
-from holdfast.core.checkpoint.diffing import compare
+from holdfast.core.checkpoint.diffing import compare_checkpoints
 from holdfast.errors import UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
@@ -79,7 +79,7 @@ def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
 
 def test_universal(source: str, trained: dict[str, Any], tmp_path: Path) -> None:
     made = holdfast.convert(source, tmp_path / "u")
-    assert compare(holdfast.open(source), holdfast.open(tmp_path / "u")).identical
+    assert compare_checkpoints(holdfast.open(source), holdfast.open(tmp_path / "u")).identical
     assert made.bytes == sum(f.stat().st_size for f in tmp_path.rglob("*.safetensors"))
     fresh = run(1, 1)
     assert holdfast.load(tmp_path / "u", fresh) == 3
@@ -96,7 +96,7 @@ def test_universal_into_a_root_with_steps(source: str, tmp_path: Path) -> None:
         holdfast.convert(source, source)
     assert holdfast.steps(tmp_path) == [3, 9]
     found = holdfast.open(tmp_path, step=3)
-    assert compare(holdfast.open(source), found).identical
+    assert compare_checkpoints(holdfast.open(source), found).identical
     folder = tmp_path / "steps/0000000003"
     assert {p.name for p in folder.iterdir()} == {
         "manifest.json", "model.safetensors.index.json", found.manifest.attempt,
@@ -141,7 +141,7 @@ def test_dcp_converts_it_by_its_own_tool(
 def test_large_tensors_are_chunks_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from holdfast.formats.write import dcp as writer
 
-    monkeypatch.setattr(writer, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(writer, "_CHUNK_BYTES", 1000)
     value = {"w": torch.randn(61, 7, 3), "v": torch.randn(999), "e": torch.zeros(0, 4)}
     holdfast.save(tmp_path / "s", {"x": value}, step=0)
     holdfast.convert(tmp_path / "s", tmp_path / "d", to="dcp", max_file_bytes=4000)

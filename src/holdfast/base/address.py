@@ -10,16 +10,16 @@ from contextlib import suppress
 def own_address() -> str:
     """An address of this host that the other ranks can reach.
 
-    First the one they rendezvous at, if it is ours; a host's own name often means loopback, which is
-    of no use to other hosts; then the address that outward packets would carry.
+    In this order: MASTER_ADDR, if it is an address of this host; the address of the host's own name, unless
+    that is loopback, which other hosts cannot use; the source address of outgoing packets.
     """
     master = os.environ.get("MASTER_ADDR", "")
     if master and _is_ours(master):
         return master
     with suppress(OSError):
-        found = socket.gethostbyname(socket.gethostname())
-        if not found.startswith("127.") and _is_ours(found):
-            return found
+        address = socket.gethostbyname(socket.gethostname())
+        if not address.startswith("127.") and _is_ours(address):
+            return address
     for outside in (master, "192.0.2.1"):  # a connected UDP socket sends nothing
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
             s.connect((outside, 9))
@@ -28,7 +28,7 @@ def own_address() -> str:
 
 
 def _is_ours(name: str) -> bool:
-    """True if a name is of an address that can be bound on this host."""
+    """True if the name resolves to an address that can be bound on this host."""
     with suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM):
             with suppress(OSError), socket.socket(family, kind) as s:

@@ -1,7 +1,7 @@
 """Checks of the arguments that users hand over, made in the call that takes them.
 
-A checker takes the value, the name of the call and that of the argument; it returns the value as the
-library goes on with it, or raises a UsageError which says what was given and what is expected:
+A checker takes the value, the name of the call and the name of the argument.  It returns the value in the
+form that the library uses, or raises a UsageError that states the given and the expected value:
 
     >>> import numpy
     >>> step_of(numpy.int64(7), "save")
@@ -10,10 +10,10 @@ library goes on with it, or raises a UsageError which says what was given and wh
     Traceback (most recent call last):
     holdfast.errors.UsageError: save(step=7.0): must be an integer from 0 to 999999999999999, not float
 
-*Invariants.*  Numbers of any library are taken (numpy's, torch's, `fractions`), and leave as Python's own,
-so that nothing behind the call has to know of the others: a step goes into file names and JSON.  A bool is
-no number, though Python counts it as one: `step=True` is a mistake.  All checks come before anything that
-ranks do together, so that a mistake which all ranks make raises on all of them and holds up none.
+*Invariants.*  Numbers of any library are accepted (numpy, torch, `fractions`) and returned as Python's own
+numbers, because steps go into file names and JSON.  A bool is not a number, although Python counts it as
+one: `step=True` is a mistake.  Checks run before any collective call, so a mistake that all ranks make
+raises on all of them, and no rank waits for another.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from typing import Any, TypeVar
 from holdfast.base.errors import UsageError
 from holdfast.base.suggest import did_you_mean
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 MAX_STEP = 10**15 - 1
-"""The format writes steps with 10 to 15 digits: enough for tokens, and exact in a float, as which some
-readers of JSON have numbers."""
-MAX_COUNT = 10**9
-"""No number of steps, records or files that can be meant is larger."""
-MAX_S = 366 * 86400.0
-"""A year: the system's waits overflow beyond some hundred of them."""
-MAX_PATH_BYTES = 4096
-"""Most bytes of a path, and of a name in it, on every file system that Linux has."""
+"""The format writes steps with 10 to 15 digits: enough to count tokens, and exact in a float, which some
+JSON readers use for every number."""
+_MAX_COUNT = 10**9
+"""Upper bound for counts of steps, records and files; a larger number is a mistake."""
+_MAX_S = 366 * 86400.0
+"""A year.  The waits of the operating system overflow after some hundred years."""
+_MAX_PATH_BYTES = 4096
+"""Longest path on Linux, in bytes."""
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
@@ -49,16 +49,16 @@ _SHORT.maxlevel = 3
 def unfit(
     call: str, name: str, value: Any, expected: str, *, typed: bool = True, hint: str | None = None
 ) -> UsageError:
-    """The error for an argument; `typed` adds the type of the value, which was expected to be another."""
+    """Return the error for an argument; `typed` adds the type of the value to the message."""
     given = f", not {_kind(value)}" if typed else ""
     return UsageError(f"{call}({name}={shown(value)}): must be {expected}{given}", hint=hint)
 
 
 def shown(value: Any) -> str:
-    """A value in one short line, whatever it is."""
+    """Return any value as one short line of text."""
     try:
         return " ".join(_SHORT.repr(value).split())
-    except Exception:  # a repr of the user's own, or an integer of too many digits
+    except Exception:  # the user's own __repr__ failed, or an integer has too many digits
         return f"<{_kind(value)}>"
 
 
@@ -73,7 +73,7 @@ def _kind(value: Any) -> str:
 
 
 def step_of(value: Any, call: str, name: str = "step") -> int:
-    """The number of a step."""
+    """Check the number of a step."""
     if type(value) is int and 0 <= value <= MAX_STEP:  # at every step of a training
         return value
     return count_of(value, call, name, least=0, most=MAX_STEP)
@@ -85,28 +85,28 @@ def count_of(
     name: str,
     *,
     least: int = 1,
-    most: int = MAX_COUNT,
+    most: int = _MAX_COUNT,
     hint: str | None = None,
 ) -> int:
-    """An integer of any library, within bounds."""
+    """Check an integer of any library against bounds."""
     expected = f"an integer from {least} to {most}"
-    found = _integer(value)
-    if found is None:
+    number = _integer(value)
+    if number is None:
         raise unfit(call, name, value, expected, hint=hint)
-    if not least <= found <= most:
+    if not least <= number <= most:
         if least == 1:
-            expected = "at most " + str(most) if found > most else "1 or more (a positive integer)"
+            expected = "at most " + str(most) if number > most else "1 or more (a positive integer)"
         raise unfit(call, name, value, expected, typed=False, hint=hint)
-    return found
+    return number
 
 
 def _integer(value: Any) -> int | None:
-    """Python's integer for one of any library; None for anything else."""
+    """Convert an integer of any library to Python's; None for any other value."""
     if _is_bool(value) or getattr(value, "ndim", 0) != 0:
         return None
     try:
         return operator.index(value)
-    except Exception:  # torch has several, for a tensor without values
+    except Exception:  # torch raises several classes, as for a tensor without values
         return None
 
 
@@ -119,17 +119,18 @@ def number_of(
     *,
     hint: str | None = None,
 ) -> float:
-    """A real number of any library for which `fits` holds, as `expected` says in words.  Never NaN."""
-    found = _real(value)
-    if found is None:
+    """Check a real number of any library: it must satisfy `fits`, which `expected` states in words.  NaN is
+    refused."""
+    number = _real(value)
+    if number is None:
         raise unfit(call, name, value, expected, hint=hint)
-    if math.isnan(found) or not fits(found):
+    if math.isnan(number) or not fits(number):
         raise unfit(call, name, value, expected, typed=False, hint=hint)
-    return found
+    return number
 
 
 def _real(value: Any) -> float | None:
-    """Python's float (or integer, as it is) for a number of any library; None for anything else."""
+    """Convert a number of any library to Python's float, or int; None for any other value."""
     if isinstance(value, (str, bytes, bytearray, complex)) or _is_bool(value):
         return None
     if type(value) in (int, float):
@@ -143,7 +144,7 @@ def _real(value: Any) -> float | None:
 
 
 def _bounded(value: float) -> float:
-    """An integer that no float reaches is as good as infinite."""
+    """Return infinity for an integer beyond the range of floats, else the value."""
     try:
         float(value)
     except OverflowError:
@@ -152,25 +153,25 @@ def _bounded(value: float) -> float:
 
 
 def seconds_of(value: Any, call: str, name: str, *, or_zero: bool = False) -> float:
-    """A time in seconds; `or_zero`: also none at all."""
+    """Check a time in seconds; `or_zero` allows 0."""
     hint = None
     if hasattr(value, "total_seconds"):
         hint = f"{name}={shown(value)}.total_seconds()"
     least = "0" if or_zero else "above 0"
-    expected = f"a number of seconds, {least} to {MAX_S:.0f} (a year)"
+    expected = f"a number of seconds, {least} to {_MAX_S:.0f} (a year)"
     return number_of(
-        value, call, name, expected, lambda s: (s > 0 or (or_zero and s == 0)) and s <= MAX_S,
+        value, call, name, expected, lambda s: (s > 0 or (or_zero and s == 0)) and s <= _MAX_S,
         hint=hint,
     )  # fmt: skip
 
 
 def timeout_of(value: Any, call: str, name: str = "timeout") -> float | None:
-    """Return the seconds to wait; None, which means that nothing was said."""
+    """Check the seconds to wait; None means that the user set no limit."""
     return None if value is None else seconds_of(value, call, name, or_zero=True)
 
 
 def share_of(value: Any, call: str, name: str, *, hint: str | None = None) -> float:
-    """A part of a whole: above 0 and at most 1."""
+    """Check a fraction of a whole: above 0 and at most 1."""
     return number_of(
         value, call, name, "a number above 0 and at most 1", lambda x: 0 < x <= 1, hint=hint
     )
@@ -181,7 +182,7 @@ def _is_bool(value: Any) -> bool:
 
 
 def flag_of(value: Any, call: str, name: str) -> bool:
-    """True or False; a text such as `"false"` would count as true."""
+    """Check a bool.  Texts are refused, because Python would take `"false"` as true."""
     if isinstance(value, bool):
         return value
     if _is_bool(value) and getattr(value, "ndim", 0) == 0:
@@ -193,7 +194,7 @@ def flag_of(value: Any, call: str, name: str) -> bool:
 
 
 def text_of(value: Any, call: str, name: str, what: str = "a text") -> str:
-    """A text that is not empty."""
+    """Check a text; it must not be empty."""
     if not isinstance(value, str):
         raise unfit(call, name, value, what)
     if not value:
@@ -202,7 +203,7 @@ def text_of(value: Any, call: str, name: str, what: str = "a text") -> str:
 
 
 def choice_of(value: Any, choices: Sequence[str], call: str, name: str) -> str:
-    """One of a few words."""
+    """Check that a word is in `choices`."""
     expected = " or ".join(choices) if len(choices) < 3 else f"one of {', '.join(choices)}"
     if not isinstance(value, str):
         raise unfit(call, name, value, expected)
@@ -212,7 +213,7 @@ def choice_of(value: Any, choices: Sequence[str], call: str, name: str) -> str:
 
 
 def path_of(value: Any, call: str, name: str) -> str:
-    """A path or URL as text.  Whether anything is there is not asked."""
+    """Check a path or URL; return it as text.  Does not look at storage."""
     what = "a path or a URL, as text or os.PathLike"
     text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else value
     if not isinstance(text, str):
@@ -234,33 +235,34 @@ def _fault_in_path(text: str) -> str | None:
         data = os.fsencode(text)
     except UnicodeEncodeError:
         return "has half of a surrogate pair"
-    if len(data) > MAX_PATH_BYTES:
-        return f"has {len(data)} bytes, more than {MAX_PATH_BYTES}"
+    if len(data) > _MAX_PATH_BYTES:
+        return f"has {len(data)} bytes, more than {_MAX_PATH_BYTES}"
     return None
 
 
 def patterns_of(value: Any, call: str, name: str) -> tuple[str, ...]:
-    """A pattern, or several."""
+    """Check a pattern or a list of patterns; return them as a tuple."""
     what = "a pattern of names such as 'model.*', or a list of them"
     if isinstance(value, str):
         return (text_of(value, call, name, what),)
     if not isinstance(value, Iterable) or isinstance(value, (bytes, bytearray, dict)):
         raise unfit(call, name, value, what)
-    found = tuple(value)
-    for one in found:
-        if not isinstance(one, str) or not one:
-            raise unfit(call, name, value, f"{what}; {shown(one)} is none", typed=False)
-    if not found:
+    patterns = tuple(value)
+    for pattern in patterns:
+        if not isinstance(pattern, str) or not pattern:
+            fault = f"{what}; {shown(pattern)} is not a pattern"
+            raise unfit(call, name, value, fault, typed=False)
+    if not patterns:
         hint = f"leave {name} out to have everything"
         raise unfit(call, name, value, f"{what}, and not empty", typed=False, hint=hint)
-    return found
+    return patterns
 
 
 def rules_of(
     value: Any, rules: Sequence[str], keys: Iterable[str] | None, call: str, name: str
 ) -> dict[str, str]:
-    """Rules by key of the state, or by the name of something below it (`optim.common`); None is none.
-    `keys` are None if they are not known yet."""
+    """Check rules by key of the state, or by a name below a key (`optim.common`).  None means no rules.
+    `keys` is None if the keys of the state are not known yet."""
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -279,15 +281,15 @@ def rules_of(
 # -- objects --------------------------------------------------------------------------------------
 
 
-def instance_of(value: Any, kind: type[T], call: str, name: str, what: str) -> T:
-    """An object of a class, which `what` names as a user writes it."""
+def instance_of(value: Any, kind: type[_T], call: str, name: str, what: str) -> _T:
+    """Check that an object is of class `kind`; `what` names the class as users write it."""
     if not isinstance(value, kind):
         raise unfit(call, name, value, what)
     return value
 
 
 def function_of(value: Any, call: str, name: str, what: str, takes: int) -> Any:
-    """Something that can be called with so many arguments; `what` tells with which."""
+    """Check a callable that takes `takes` arguments; `what` describes them."""
     if not callable(value):
         raise unfit(call, name, value, f"a function {what}")
     if not _takes(value, takes):
@@ -296,10 +298,10 @@ def function_of(value: Any, call: str, name: str, what: str, takes: int) -> Any:
 
 
 def _takes(function: Any, number: int) -> bool:
-    """True if a function takes `number` arguments, or if that cannot be known."""
+    """True if a function takes `number` arguments, or if its signature is unknown."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # many that are not written in Python have none
+    except (TypeError, ValueError):  # many functions written in C have no signature
         return True
     try:
         signature.bind(*[None] * number)

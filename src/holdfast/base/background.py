@@ -1,14 +1,14 @@
-"""Processes of our own in the background: the agent of a node, and the writer of a rank's records.
+"""The background processes of holdfast: the agent of a node, and the writer of a rank's records.
 
-Both outlive the process that starts them, and must not get into anybody's way meanwhile.  So each has
+Both outlive the process that starts them and must not disturb anything meanwhile.  So each has
 
-* a session of its own: what ends the training, Ctrl-C or a hang-up, does not reach it;
-* `/` as its working directory, and no standard input: it holds no file system and no terminal;
-* the same Python and the same holdfast, whatever lies in the working directory, and nothing of what a
-  launcher has told the training process in its environment.
+* its own session: Ctrl-C or a hang-up, which end the training, do not reach it;
+* `/` as its working directory and no standard input: it blocks no unmount and holds no terminal;
+* the same Python and the same holdfast, regardless of the files in the working directory, and an
+  environment without the variables that a launcher sets for the training process.
 
-How the two sides talk differs: the agent serves many by HTTP, a writer has one socket.  Both give way to
-the training (`yield_to_training`, `weigh_session`).
+The two talk to the training differently: the agent serves many processes by HTTP, a writer has one socket.
+Both run at the lowest priority (`yield_to_training`, `weigh_session`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-RUN = (
+_RUN = (
     "import sys; sys.path = [p for p in sys.path if p]; from importlib import import_module; "
     "sys.exit(import_module(sys.argv.pop(1)).main())"
 )
-"""Calls `main()` of the module that is the first argument, and finds none in the working directory."""
-OF_THE_LAUNCHER = ("TORCHELASTIC", "NCCL_")
-"""The beginnings of variables that a launcher sets for the training process alone."""
+"""Calls `main()` of the module named by the first argument; imports nothing from the working directory."""
+_OF_THE_LAUNCHER = ("TORCHELASTIC", "NCCL_")
+"""Prefixes of environment variables that a launcher sets for the training process alone."""
 
 
 def spawn(
@@ -39,13 +39,13 @@ def spawn(
     pass_fds: Sequence[int] = (),
     log: IO[bytes] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start `module.main()`, which finds `arguments` in `sys.argv`; return at once.  OSError.
+    """Start `module.main()` with `arguments` in `sys.argv`; return at once.  OSError.
 
-    `variables` are added to its environment; it inherits `pass_fds`; `log` takes what it prints, by default
-    what this process prints to.
+    `variables` are added to its environment.  It inherits `pass_fds`.  Its output goes to `log`, by default
+    to the output of this process.
     """
     return subprocess.Popen(
-        [sys.executable, "-c", RUN, module, *arguments],
+        [sys.executable, "-c", _RUN, module, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,
@@ -57,8 +57,9 @@ def spawn(
 
 
 def _environment() -> dict[str, str]:
-    """Return this process's environment with its holdfast first, but for what is the launcher's."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(OF_THE_LAUNCHER)}
+    """Return this process's environment without the launcher's variables, and with this holdfast first in
+    PYTHONPATH."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(_OF_THE_LAUNCHER)}
     package = str(Path(__file__).resolve().parent.parent)
     others = filter(None, kept.get("PYTHONPATH", "").split(os.pathsep))
     path = [package, *map(os.path.abspath, others)]
@@ -66,7 +67,7 @@ def _environment() -> dict[str, str]:
 
 
 def ending(status: int) -> str:
-    """Say how a process has ended, after `it` or its name: `was killed by SIGKILL`, `ended with 1`."""
+    """Describe the end of a process, for a message: `was killed by SIGKILL`, `ended with 1`."""
     if status >= 0:
         return f"ended with {status}"
     known = -status in set(signal.Signals)
@@ -74,10 +75,10 @@ def ending(status: int) -> str:
 
 
 def yield_to_training() -> None:
-    """The lowest priority, for this thread and those that it begins, and for a session of its own.
+    """Set the lowest priority for this thread, the threads that it starts, and its session.
 
-    Linux may weigh sessions against each other; a process's own priority then counts only within its
-    session, so this one's is set, too (sched(7), autogroup).
+    Linux may weigh sessions against each other.  A process's priority then counts only within its session,
+    so the priority of the session is set, too (sched(7), autogroup).
     """
     with suppress(OSError):
         os.nice(19)
@@ -85,8 +86,8 @@ def yield_to_training() -> None:
 
 
 def weigh_session(nice: int) -> bool:
-    """Set the priority of this process's session, up to that of others (0); False if not now: Linux takes
-    ten changes a second."""
+    """Set the priority of this process's session; 0 is that of other sessions.  False if Linux refuses for
+    now, because it takes only ten changes a second."""
     try:
         Path("/proc/self/autogroup").write_text(str(nice))
     except BlockingIOError:

@@ -14,16 +14,15 @@ HoldfastError
 ├── AgentError                       a peer did not do its part
 │   ├── Deadline (also TimeoutError) ... in time: names who did not answer
 │   ├── AgentUnreachable             the agent of a node does not answer
-│   └── SegmentLost                  memory that an agent held is no more
+│   └── SegmentLost                  memory that an agent held is gone
 ├── NotRecoverable                   why each candidate step could not be used
 └── RankErrors                       errors by rank: their texts, and the errors themselves
 ```
 
-A message says what failed, where, what was expected and found, and what to do next (`hint`).  Names in it
-may come from anywhere, so its text has no character that a terminal acts on (`printable`); what may be a
-secret in a URL is left out (`redacted`).
-Between the processes of holdfast they travel with all that they carry (`holdfast.base.wire`); they survive
-pickling, too.
+A message states the failure, the place, the expected and the found value, and the next action (`hint`).
+Names in it may come from untrusted files, so control characters are escaped (`printable`) and possible
+secrets in URLs are left out (`redacted`).  Errors keep all their attributes between the processes of
+holdfast (`holdfast.base.wire`) and when pickled.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ class HoldfastWarning(UserWarning):
 
 NOTICES: dict[str, str] = {
     "another-optimizer": "an optimizer that is not in the state steps parameters of a model that is",
-    "buffers-of-ranks": "buffers that differ between ranks, of which the first rank's are saved",
+    "buffers-of-ranks": "buffers differ between ranks, and those of the first rank are saved",
     "dead-groups": "a restore has cut a wrapper's param_groups off from the optimizer inside",
-    "exchanged": "a module that was restored, and has a fresh one in its place at the next save",
-    "frozen-number": "a plain number of the state that neither this run nor the one before changes",
-    "generation-buffer": "a step is saved amid batches that were generated with earlier weights",
+    "exchanged": "a restored module was replaced by a fresh one before the next save",
+    "frozen-number": "a plain number of the state that neither this run nor the previous run changes",
+    "generation-buffer": "a step is saved between batches that were generated with earlier weights",
     "generators-outside": "random number generators in attributes, whose states no state_dict() has",
     "gradients": "a step is saved while gradients are accumulated, and they are used later",
     "held-long": "training was held for more than a second by a save",
@@ -62,29 +61,29 @@ NOTICES: dict[str, str] = {
     "one-rank-alone": "state that some ranks have and others lack",
     "order": "the order of a data loader's epoch that no step can hold",
     "other-data": "a place in the data that was counted over other data, or in other batches",
-    "other-run": "a step of another run that one of this run replaces",
-    "parts-replaced": "an optimizer has parameters that the model has not any more",
-    "positions": "parameters of an optimizer that nothing names",
+    "other-run": "a step of this run replaces a step of another run",
+    "parts-replaced": "an optimizer has parameters that the model no longer has",
+    "positions": "parameters of an optimizer that have no name",
     "replaced": "a container of the state that a restore had to replace",
-    "same-class": "objects of one class that go by their number",
+    "same-class": "objects of the same class that are named by their number",
     "set-aside": "much is copied before each save returns",
     "settings-put-back": "settings of an optimizer that another object wrote while it was loaded",
     "tensors-outside": "tensors in attributes that no state_dict() has",
-    "two-values": "one object of the state, saved with two values",
-    "unsaved-note": "a label or metrics of a step that no save was due of",
+    "two-values": "one object of the state is saved with two values",
+    "unsaved-note": "a label or metrics for a step at which no save was due",
     "untaken-key": "a key of the restored step that the state lacks, or that comes after the restore",
-    "untied": "tensors of a module that were one when they were saved, and are two",
+    "untied": "tensors of a module that were tied when they were saved, and are separate now",
 }
-"""Notices of a training, each told once: in a few words what was seen, by the name that silences it.
+"""Notices about a training, by the name that silences them; each is given once.
 Each has a row in docs/reference/notices.md."""
 _silenced: set[str] = set()
 
 
 def silence(*notices: str) -> None:
-    """Tell nothing of these notices in this process any more; their names stand at the end of what is told,
-    in brackets: `holdfast.silence("gradients")`.
+    """Silence notices in this process by name: `holdfast.silence("gradients")`.  A notice ends with its
+    name in brackets.
 
-    UsageError for a name that there is not.  Failures cannot be silenced.
+    UsageError for an unknown name.  Failures cannot be silenced.
     """
     for name in notices:
         if not isinstance(name, str) or name not in NOTICES:
@@ -97,19 +96,19 @@ def silence(*notices: str) -> None:
 
 
 def notice_text(notice: str, message: str) -> str | None:
-    """The text of a notice, with its name behind it; None if the user has silenced it."""
+    """Return the text of a notice, with its name at the end; None if the user has silenced it."""
     assert notice in NOTICES, notice
     return None if notice in _silenced else f"{message} [{notice}]"
 
 
 def warn_user(message: str, hint: str | None = None, *, notice: str | None = None) -> None:
-    """Give a HoldfastWarning at the line of the user's script that called holdfast.  `notice`: its name, if
-    it is one that can be silenced.
+    """Give a HoldfastWarning at the line of the user's script that called holdfast.  `notice`: the name by
+    which users can silence it.
 
-    That is the first line, going back through the calls, which is neither in holdfast nor in torch or the
-    standard library, whose hooks call holdfast, too.  A helper thread has no such line: that of the thread
-    which waits for it (`waiting`) is taken.  Frames of a thread that runs are not looked at, which can hang
-    Python 3.11.0 to 3.11.4 and crash a free-threaded one.
+    That line is in the innermost frame outside holdfast, torch and the standard library (hooks of the
+    latter two call holdfast).  A helper thread has no such frame, so the frames of the thread that waits
+    for it are used (`waiting`).  Frames of a running thread are never read: that can hang Python 3.11.0 to
+    3.11.4 and crash a free-threaded Python.
     """
     told = message if notice is None else notice_text(notice, message)
     if told is None:
@@ -127,10 +126,10 @@ def warn_user(message: str, hint: str | None = None, *, notice: str | None = Non
 
 
 def printable(text: str, keep: str = "") -> str:
-    """The text, with its characters that are no visible ones written as `\\x1b`, but for those in `keep`.
+    """Escape the invisible characters of a text, as `\\x1b`, except those in `keep`.
 
-    A terminal acts on some (its title, the clipboard, what was written before), and others turn the order
-    of letters round.
+    A terminal obeys some of them (they set its title or the clipboard, or overwrite earlier lines), and
+    others reverse the order of letters.
     """
     if text.isprintable():
         return text
@@ -139,23 +138,22 @@ def printable(text: str, keep: str = "") -> str:
 
 _SECRET = "key|secret|token|pass|pwd|auth|sas|sig|cred"
 SECRET = re.compile(_SECRET, re.IGNORECASE)
-"""Parts of names by which the options of a URL look like secrets."""
+"""Matches names of URL options that look like secrets."""
 _IN_URL = re.compile(
-    rf"(://|:/{{1,3}}(?=[^/\s'\"@]*:))[^/\s'\"]*@"  # also of a slash too few or too many
+    rf"(://|:/{{1,3}}(?=[^/\s'\"@]*:))[^/\s'\"]*@"  # also with a slash too few or too many
     rf"|([?&][^=&\s]*(?:{_SECRET})[^=&\s]*=)[^&\s'\"]+",
     re.IGNORECASE,
 )
 
 
 def redacted(text: str) -> str:
-    """The text, with `...` for who is named before the host of a URL, and for options that look like
-    secrets."""
+    """Replace the user part of URLs, and options that look like secrets, by `...`."""
     return _IN_URL.sub(lambda m: f"{m[1]}...@" if m[1] else f"{m[2]}...", text)
 
 
 class _Waiting(threading.local):
     frames: Sequence[FrameType] = ()
-    """The frame, if there is one, in which another thread waits for what this one does for it."""
+    """The frame, if any, in which another thread waits for the work of this thread."""
 
 
 waiting = _Waiting()
@@ -166,7 +164,7 @@ _PACKAGES = (os.path.join(_PYTHON, "site-packages"), os.path.join(_PYTHON, "dist
 
 
 def _caller(frame: FrameType | None) -> FrameType | None:
-    """The first frame of a user's code, going back from `frame`; None if there is none."""
+    """Return the innermost frame of a user's code, from `frame` outwards; None if there is none."""
     while frame is not None and not _is_users(frame):
         frame = frame.f_back
     return frame
@@ -208,18 +206,18 @@ class HoldfastError(Exception):
         return printable(text + (f"\n  hint: {self.hint}" if self.hint else ""), "\n")
 
     def _says(self, name: str, value: str) -> bool:
-        """True if the message states it: a key by itself, a number after its name, as in `rank 3`."""
+        """True if the message has the value: a key by itself, or a number after its name (`rank 3`)."""
         stated = re.escape(value) if name == "file" else rf"\b{name} {value}\b"
         return re.search(stated, self.message) is not None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return rebuilt, (type(self), self.args, self.__dict__)
+        return rebuild_error, (type(self), self.args, self.__dict__)
 
 
-def rebuilt(
+def rebuild_error(
     kind: type[HoldfastError], args: tuple[Any, ...], fields: dict[str, Any]
 ) -> HoldfastError:
-    """Return the error that had these arguments and attributes in another process."""
+    """Return an error of class `kind` with these arguments and attributes, without calling `__init__`."""
     error = kind.__new__(kind, *args)
     error.args = args
     error.__dict__.update(fields)
@@ -275,17 +273,17 @@ class UnsupportedVersion(FormatError):
 
 
 class StoreError(HoldfastError):
-    """Storage said no.  `retryable`: the same call may succeed later."""
+    """Storage refused or failed.  `retryable`: the same call may succeed later."""
 
     retryable = False
 
 
 class NotFound(StoreError):
-    """No object of that key."""
+    """There is no object under this key."""
 
 
 class Exists(StoreError):
-    """put-if-absent found an object of that key."""
+    """put-if-absent found an object under this key."""
 
 
 class Unavailable(StoreError):
@@ -311,11 +309,11 @@ class AgentUnreachable(AgentError):
 
 
 class SegmentLost(AgentError):
-    """Memory that an agent held is no more, or holds something else now."""
+    """Memory that an agent held is gone, or was reused."""
 
 
 class NotRecoverable(HoldfastError):
-    """No step could be restored; `reasons` maps each candidate step to why."""
+    """No step could be restored; `reasons` gives the reason for each candidate step."""
 
     def __init__(self, message: str, reasons: dict[int, str] | None = None, **where: Any) -> None:
         super().__init__(message, **where)
@@ -339,7 +337,7 @@ class RankErrors(HoldfastError):
 
 
 PASSED_OVER = (Corrupt, FormatError, NotFound)
-"""What is wrong with a step, and not with the call: an older step may do."""
+"""Errors that blame the step and not the call: a restore then tries an older step."""
 
 for _kind in [kind for kind in vars().values() if isinstance(kind, type)]:
     if issubclass(_kind, (HoldfastError, HoldfastWarning)):

@@ -1,7 +1,7 @@
 """Events: what happened, when, how long it took, how many bytes.
 
-Code says `with span("persist", step=7, bytes=n):` or `emit("save.skipped", step=7)`.  Whoever wants
-to know subscribes a function; nobody listening costs next to nothing.  Counters are kept always.
+Code says `with span("persist", step=7, bytes=n):` or `emit("save.skipped", step=7)`.  Users subscribe a
+function to receive events; without subscribers an event costs almost nothing.  Counters always count.
 
     with holdfast.events.listen(print):
         holdfast.save("runs/x", {"model": model}, step=1)
@@ -25,7 +25,7 @@ Sink = Callable[["Event"], None]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that happened.  `duration_s` is None for a moment, a number for a span."""
+    """An event.  `duration_s` is None for a moment, a number for a span."""
 
     name: str
     time_s: float
@@ -41,7 +41,7 @@ _sinks: list[Sink] = []
 _lock = threading.Lock()
 counters: Counter[str] = Counter()
 last_step = 0
-"""The step that `Checkpointer.step` was told last, for whoever watches over this process."""
+"""The step passed to the last call of `Checkpointer.step`, for the launcher that watches this process."""
 
 
 def subscribe(sink: Sink) -> Callable[[], None]:
@@ -99,5 +99,5 @@ def _deliver(event: Event) -> None:
     for sink in tuple(_sinks):
         try:
             sink(event)
-        except Exception as error:  # whoever listens must not break what he listens to
+        except Exception as error:  # a failing subscriber must not break the save
             warn_user(f"event sink {sink!r} failed: {error!r}")

@@ -1,8 +1,8 @@
-"""Python's cyclic garbage collector, held back while many objects are made that will stay.
+"""Pauses Python's cyclic garbage collector while many long-lived objects are made.
 
-A plan or a restore of n tensors makes tens of objects for each of them, none of them garbage.  The
-collector cannot know that: it goes over all objects of the process again each time a quarter more has
-been made, which took half of the time of a first save of 100,000 tensors.
+A plan or a restore of n tensors makes tens of objects per tensor, none of them garbage.  The collector
+cannot know that: it scans all objects of the process each time their number has grown by a quarter.  This
+took half of the time of a first save of 100,000 tensors.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _was_enabled = False
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Hold the collector back in this block, in all threads of the process.
+    """Pause the collector in this block, in all threads of the process.
 
-    For work in memory that ends by itself: nothing is waited for inside.  Blocks of several threads may
-    overlap; the last one to end switches the collector on again, if it was on before the first.
+    Only for work in memory that does not wait for anything.  Blocks of several threads may overlap: the
+    collector resumes when the last of them ends, if it was enabled before the first.
     """
     global _holders, _was_enabled
     with _lock:

@@ -1,7 +1,7 @@
-"""This place: where process numbers mean the same processes, and whether one of them is gone.
+"""Identity of this host and its pid namespace, and whether one of their processes is alive.
 
-What is left behind by dead processes is deleted by living ones, so everything here answers "cannot tell"
-rather than guess: another user's processes may be hidden, and hosts can have the same name.
+Living processes delete the files that dead processes left behind, so these functions return "unknown"
+rather than guess: processes of other users may be hidden, and hosts can have the same name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal
 
 
 def boot_id() -> str:
-    """The id of this boot of the host; empty if the system does not say."""
+    """Return the id of the host's current boot; empty if the system has none."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
@@ -23,7 +23,7 @@ def boot_id() -> str:
 
 @cache
 def host_id() -> str | None:
-    """Host, boot and pid namespace in one line; None if the system does not say."""
+    """Return host, boot and pid namespace in one line; None if one of them is unknown."""
     boot = boot_id()
     try:
         processes = os.stat("/proc/self/ns/pid").st_ino
@@ -35,7 +35,7 @@ def host_id() -> str | None:
 
 
 def _stat(pid: int) -> list[bytes]:
-    """Return what the kernel says of a process, from its state on; nothing if it is unseen."""
+    """Return the fields of /proc/<pid>/stat, from the process state on; empty if it cannot be read."""
     try:
         line = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
@@ -44,27 +44,27 @@ def _stat(pid: int) -> list[bytes]:
 
 
 def _status(pid: int) -> tuple[bool, str] | None:
-    """Return (is alive, start time in clock ticks since boot) of a process; None if unseen."""
+    """Return (is alive, start time in clock ticks since boot) of a process; None if it is not visible."""
     fields = _stat(pid)
     return (fields[0] not in b"ZX", fields[19].decode()) if len(fields) > 19 else None
 
 
 def is_sibling(pid: int) -> bool:
-    """True if a process has the parent that this one has."""
+    """True if a process has the same parent as this process."""
     return _stat(pid)[1:2] == [str(os.getppid()).encode()]
 
 
 def start_time(pid: int) -> str | None:
-    """Start time of a process: tells it from a later one of its number.
+    """Return the start time of a process, which distinguishes it from a later process with the same number.
 
-    None if there is no such process, or if it cannot be seen.
+    None if the process does not exist or is not visible.
     """
     seen = _status(pid)
     return seen[1] if seen is not None and seen[0] else None
 
 
 def process_state(pid: int, since: str) -> Literal["runs", "gone", "unknown"]:
-    """Tell what became of the process that had number `pid` in this place, started at `since`."""
+    """Return the state of the process with number `pid` on this host that started at `since`."""
     if pid <= 0 or not since.isdigit() or int(since) == 0:
         return "unknown"
     try:

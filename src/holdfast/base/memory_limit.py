@@ -1,4 +1,4 @@
-"""Memory that this process may have."""
+"""The amount of memory that this process may use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def memory_bytes(root: Path = Path("/")) -> int:
-    """Return the memory of the host, or less where a control group limits it."""
+    """Return the bytes of the host's memory, or the limit of a control group if that is lower."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     lines: list[str] = []
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""What a run has to tell its user: collected in the background, told when a call of the script is done."""
+"""Warnings and errors of background work, kept until a call of the user's script can give them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from holdfast.base.errors import notice_text, warn_user
 
 
 class Notices:
-    """Warnings and errors that are still to be told.  For one thread."""
+    """Warnings and errors that the user has not seen yet.  For one thread."""
 
     def __init__(self, on_error: Literal["warn", "raise"]) -> None:
         self.on_error = on_error
         self._warnings: list[str] = []
         self._errors: list[tuple[BaseException, str]] = []
         self._last: BaseException | None = None
-        """The error that `complain_once` was called with last."""
+        """The error of the last call of `complain_once`."""
         self._noticed: set[tuple[str, str]] = set()
 
     @property
@@ -26,7 +26,7 @@ class Notices:
         self._warnings += texts
 
     def once(self, notice: str, text: str, *, about: str = "") -> None:
-        """Warn of what was noticed, once for each thing that it is `about`."""
+        """Give a notice once for each value of `about`."""
         if (notice, about) in self._noticed:
             return
         self._noticed.add((notice, about))
@@ -35,24 +35,24 @@ class Notices:
             self._warnings.append(told)
 
     def was_given(self, notice: str) -> None:
-        """Note that somebody else has told a notice."""
+        """Record that a notice was given elsewhere, so `once` does not repeat it."""
         self._noticed.add((notice, ""))
 
     def complain(self, error: BaseException, text: str = "") -> None:
-        """Tell of a failure: by raising it, or by a warning, as `on_error` says."""
+        """Report a failure: raise it or warn, as `on_error` says."""
         if self.on_error == "raise":
             self._errors.append((error, text or str(error)))
         else:
             self._warnings.append(text or str(error))
 
     def complain_once(self, error: BaseException | None, text: str) -> None:
-        """Complain, unless it is the same error as at the last call.  None: there is none any more."""
+        """Report an error unless the last call had the same one.  None: the failure is over."""
         if error is not None and error is not self._last:
             self.complain(error, text)
         self._last = error
 
     def was_told(self, error: BaseException | None) -> bool:
-        """True if `complain_once` was called with that error last; of None, always."""
+        """True if the last call of `complain_once` had this error; always true for None."""
         return error is None or error is self._last
 
     def only_warn(self) -> None:
@@ -62,7 +62,7 @@ class Notices:
         self._errors = []
 
     def tell(self) -> None:
-        """Give the warnings, and then raise the first error; others come with the next calls."""
+        """Give all warnings, then raise the first error; further errors wait for the next calls."""
         texts, self._warnings = self._warnings, []
         for text in texts:
             warn_user(text)
@@ -71,7 +71,7 @@ class Notices:
             raise error
 
     def tell_all(self) -> None:
-        """Tell all, the first error by raising it and the others as warnings: there is no next call."""
+        """Raise the first error and give everything else as warnings, because no call follows."""
         self._spare_errors(self._errors[1:])
         self._errors = self._errors[:1]
         self.tell()

@@ -1,16 +1,15 @@
-"""Bounds on what storage may take: a frozen file system or a hung server must not hang the training.
+"""Time limits for storage: a frozen file system or a hung server must not hang the training.
 
-The kernel cannot be interrupted in a call on a file system that does not answer; the thread that made the
-call is lost until it does.  So the thread that must not be lost does not make it:
+A system call on a file system that does not answer cannot be interrupted; it blocks the calling thread
+until the file system answers.  So the training thread lets a helper thread make the call:
 
     training thread ---- operation ----> helper thread ----> the kernel
           |  waits `limit_s`                  |
           '---> Deadline "put 'steps/...': storage has not answered for 600 s"
 
-An operation that was given up may still take effect when storage comes back.  Until then its store answers
-every further operation with the same error at once, so that neither time nor threads add up; when it has
-ended, the store is asked again.  What there is to tidy up is left to the thread that comes back
-(`Patience.tidy`).
+An abandoned operation may still take effect when storage comes back.  Until it has returned, its store
+refuses every further operation with the same error at once, so neither waiting times nor threads
+accumulate.  The helper thread that returns does the pending clean-up (`Patience.tidy`).
 
 Threads that somebody else watches (`holdfast.base.threads.in_threads`) make their calls themselves: what is
 under way is noted by thread, and whoever waits for them looks at how long it has been (`ThreadWatch`).
@@ -32,16 +31,16 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from holdfast.base.calls import CallThread, is_done
 from holdfast.base.errors import Deadline, HoldfastError, waiting
 
-P = ParamSpec("P")
-R = TypeVar("R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
-PATIENCE_S = 600.0
-"""Seconds that one operation of storage may take where nobody has said otherwise."""
+_PATIENCE_S = 600.0
+"""Default limit for one operation of storage, in seconds."""
 
 
 class StorageCall:
-    """One call of storage: what it is, since when it is under way, and whether it is over, or left behind:
-    nobody waits for it any more."""
+    """A call of storage: its description and start time, whether it has returned (`is_over`), and whether
+    its caller has stopped waiting (`is_left`)."""
 
     __slots__ = ("is_left", "is_over", "limit_s", "patience", "place", "since", "what")
 
@@ -63,11 +62,11 @@ class StorageCall:
         return f"{self.what} '{self.place}': storage has not answered for {self.took_s:.3g} s"
 
     def given_up(self) -> Deadline:
-        """The error of whoever waits for it no more."""
+        """Return the error for a caller that stops waiting."""
         return Deadline(
             str(self),
-            hint="the file system is frozen, or its server does not answer; what was asked for may still "
-            "happen when it comes back",
+            hint="the file system is frozen, or its server does not answer; the operation may still "
+            "take effect when it comes back",
         )
 
 
@@ -75,12 +74,12 @@ class _Thread(threading.local):
     """Limits that hold for one thread."""
 
     is_watched = False
-    """Somebody else looks at how long its operations take."""
+    """Another thread checks how long its operations take."""
     watch: ThreadWatch | None = None
-    """The `ThreadWatch` that does so, for one of several threads."""
+    """The `ThreadWatch` that checks it, if it is one of several threads."""
     until: float | None = None
-    """Time at which its operations have to be done, by `time.monotonic`."""
-    limit_s = PATIENCE_S
+    """Deadline of all its operations, by `time.monotonic`."""
+    limit_s = _PATIENCE_S
     """Seconds that an operation may take, for stores that the thread opens."""
 
 
@@ -90,7 +89,7 @@ _under_way: dict[int, StorageCall] = {}
 _idle: list[CallThread] = []
 """Threads that make calls of storage, and have none now."""
 _lock = threading.Lock()
-"""Guards what is noted as over and as left behind."""
+"""Guards `is_over`, `is_left` and the lists of `Patience`."""
 os.register_at_fork(after_in_child=_under_way.clear)
 os.register_at_fork(after_in_child=_idle.clear)  # their threads are the parent's
 os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
@@ -99,7 +98,7 @@ os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-d
 class Patience:
     """Limits how long each operation of one store may take.  Thread-safe.
 
-    `limit_s` is None: for ever, unless the caller is `within` a limit of its own.
+    If `limit_s` is None there is no limit, except the caller's own (`within`).
     """
 
     __slots__ = ("_stuck", "_untidy", "limit_s")
@@ -107,19 +106,19 @@ class Patience:
     def __init__(self) -> None:
         self.limit_s: float | None = _thread.limit_s
         self._stuck: list[StorageCall] = []
-        """Operations that are left behind and not over."""
+        """Abandoned operations that have not returned."""
         self._untidy: list[Callable[[], object]] = []
         """Calls to make when all of those operations are over."""
 
     def run(
         self,
-        call: Callable[[], R],
+        call: Callable[[], _R],
         what: str,
         place: str,
         undo: Callable[[Any], object] | None = None,
-    ) -> R:
-        """Do `call`.  Deadline if it has not returned after `limit_s`; it may return later, and `undo` is
-        given what nobody takes then."""
+    ) -> _R:
+        """Do `call`.  Deadline if it has not returned after `limit_s`; if it returns later, `undo` gets its
+        result."""
         operation = StorageCall(what, place, self)
         limit_s = self._limit_s()
         if limit_s is None or _thread.is_watched:
@@ -127,7 +126,9 @@ class Patience:
         self._check()
         try:
             helper = _helper()
-        except RuntimeError:  # no thread can be begun: when Python ends, or the host has no more
+        except (
+            RuntimeError
+        ):  # no thread can start: Python is ending, or the host has no more threads
             return _do(operation, call, undo)
         frames = [sys._getframe()]
         try:
@@ -146,8 +147,8 @@ class Patience:
         return done.result()
 
     def tidy(self, call: Callable[[], object], what: str, place: str) -> None:
-        """Do `call`, which is about what nobody needs any more: while something is left behind, the thread
-        that comes back last does it, and this one goes on."""
+        """Do `call`, a clean-up that nobody waits for.  While abandoned operations have not returned, the
+        last of their threads does it instead, and this method returns at once."""
         with _lock:
             if self._stuck:
                 self._untidy.append(call)
@@ -155,8 +156,8 @@ class Patience:
         self.run(call, what, place)
 
     def _leave(self, operation: StorageCall, *, always: bool = False) -> bool:
-        """Wait for it no more, unless by now it is over: then False.  The store is not asked again until it
-        is, if it took as long as it may or `always`."""
+        """Abandon an operation; False if it has returned meanwhile.  If it has used up its limit, or
+        `always`, the store refuses further operations until it returns."""
         with _lock:
             if operation.is_over:
                 return False
@@ -166,7 +167,7 @@ class Patience:
             return True
 
     def _over(self, operation: StorageCall) -> list[Callable[[], object]]:
-        """Note that an operation is over; return the calls that are to tidy up now."""
+        """Record that an operation has returned; return the clean-up calls that are due now."""
         with _lock:
             operation.is_over = True
             if operation not in self._stuck:
@@ -184,13 +185,13 @@ class Patience:
         return left_s if self.limit_s is None else min(left_s, self.limit_s)
 
     def _check(self) -> None:
-        """Deadline while an operation that was given up is still under way."""
+        """Deadline while an abandoned operation has not returned."""
         for operation in self._stuck[:1]:
             raise operation.given_up()
 
 
-def _do(operation: StorageCall, call: Callable[[], R], undo: Callable[[Any], object] | None) -> R:
-    """Do `call`.  Whoever was left behind meanwhile does nothing with what it returns: its Deadline."""
+def _do(operation: StorageCall, call: Callable[[], _R], undo: Callable[[Any], object] | None) -> _R:
+    """Do `call`.  Deadline, and `undo` of the result, if the operation was abandoned meanwhile."""
     me = threading.get_ident()
     around = _under_way.get(me)
     _under_way[me] = operation
@@ -224,15 +225,15 @@ def _helper() -> CallThread:
         return CallThread("holdfast-storage")
 
 
-def _watched(call: Callable[[], R], frames: list[FrameType]) -> R:
+def _watched(call: Callable[[], _R], frames: list[FrameType]) -> _R:
     """Make a call on a helper thread, for a thread with these frames, which looks at how long it takes."""
     _thread.is_watched, waiting.frames = True, frames
     return call()
 
 
-def bounded(call: Callable[[], R], what: str, place: str, limit_s: float | None = None) -> R:
-    """Do `call`, which asks storage otherwise than by a store, or several times.  Deadline after
-    `limit_s`, or as long as an operation of a store may take."""
+def bounded(call: Callable[[], _R], what: str, place: str, limit_s: float | None = None) -> _R:
+    """Do `call`, which uses storage without a store or makes several operations.  Deadline after `limit_s`,
+    by default the limit of one operation."""
     patience = Patience()
     patience.limit_s = patience.limit_s if limit_s is None else limit_s
     return patience.run(call, what, place)
@@ -240,7 +241,7 @@ def bounded(call: Callable[[], R], what: str, place: str, limit_s: float | None 
 
 @contextmanager
 def opening(limit_s: float) -> Iterator[None]:
-    """Let each operation of a store that is opened in this block take `limit_s` seconds at most."""
+    """Limit each operation of the stores that are opened in this block to `limit_s` seconds."""
     before, _thread.limit_s = _thread.limit_s, limit_s
     try:
         yield
@@ -250,7 +251,7 @@ def opening(limit_s: float) -> Iterator[None]:
 
 @contextmanager
 def within(limit_s: float) -> Iterator[None]:
-    """Let all operations of this thread in this block together take `limit_s` seconds at most."""
+    """Limit the operations of this thread in this block to `limit_s` seconds in total."""
     before, until = _thread.until, time.monotonic() + limit_s
     _thread.until = until if before is None else min(before, until)
     try:
@@ -260,10 +261,9 @@ def within(limit_s: float) -> Iterator[None]:
 
 
 class ThreadWatch:
-    """Threads that one other thread waits for: it looks at how long their operations take, and gives up on
-    all of them together.
+    """Watches several threads for the thread that waits for them, which abandons all of them together.
 
-    None of them does anything more then: it raises as soon as its operation is over, or it begins another.
+    An abandoned thread does no more work: it raises when its current operation returns or the next begins.
     """
 
     def __init__(self) -> None:
@@ -272,7 +272,7 @@ class ThreadWatch:
 
     @contextmanager
     def over_this_thread(self) -> Iterator[None]:
-        """Note, in this block, that this thread is being waited for."""
+        """Watch the current thread in this block."""
         before, me = (_thread.is_watched, _thread.watch), threading.get_ident()
         _thread.is_watched, _thread.watch = True, self
         self._members.add(me)
@@ -283,7 +283,7 @@ class ThreadWatch:
             _thread.is_watched, _thread.watch = before
 
     def check(self) -> None:
-        """Deadline if an operation takes longer than it may: all threads are left behind."""
+        """Deadline if an operation has exceeded its limit; all threads are abandoned."""
         for operation in self._under_way():
             if operation.limit_s is not None and operation.took_s > operation.limit_s:
                 self._give_up(operation)
@@ -298,53 +298,53 @@ class ThreadWatch:
         raise late.given_up()
 
     def _under_way(self) -> list[StorageCall]:
-        found = [_under_way.get(member) for member in tuple(self._members)]
-        return [operation for operation in found if operation is not None]
+        operations = (_under_way.get(member) for member in tuple(self._members))
+        return [operation for operation in operations if operation is not None]
 
 
 def slowest(least_s: float = 1.0, of: Patience | None = None) -> str:
-    """Name the operation under way for longest, for messages; empty if none has taken `least_s`.  `of`: of
-    one store alone."""
-    asked = [one for one in tuple(_under_way.values()) if of is None or one.patience is of]
-    late = [one for one in asked if one.took_s >= least_s]
-    return str(min(late, key=lambda one: one.since)) if late else ""
+    """Describe the longest current operation, for messages; empty if none has taken `least_s`.  `of` limits
+    the search to one store."""
+    calls = [call for call in tuple(_under_way.values()) if of is None or call.patience is of]
+    late = [call for call in calls if call.took_s >= least_s]
+    return str(min(late, key=lambda call: call.since)) if late else ""
 
 
 class Asks(Protocol):
-    """Whatever asks storage: a store, a reader, a writer."""
+    """An object that uses storage: a store, a reader, a writer."""
 
     @property
     def patience(self) -> Patience:
-        """The limits to how long its operations may take."""
+        """The limits of its operations."""
 
     def place_of(self, key: str) -> str:
-        """Return the place that operations on `key` are about, for messages."""
+        """Return the place of `key`, for messages."""
 
 
-S = TypeVar("S", bound=Asks)
+_S = TypeVar("_S", bound=Asks)
 
 
-def patient(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Make a method an operation of storage; its first argument, if it is a text, is the key."""
+def patient(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S, _P], _R]:
+    """Limit the time of a method by its object's `patience`; a text as first argument is the key."""
     return patient_or(None)(method)
 
 
 class Decorator(Protocol):
-    """Makes a patient method of a method."""
+    """Limits the time of a method."""
 
     def __call__(
-        self, method: Callable[Concatenate[S, P], R], /
-    ) -> Callable[Concatenate[S, P], R]: ...
+        self, method: Callable[Concatenate[_S, _P], _R], /
+    ) -> Callable[Concatenate[_S, _P], _R]: ...
 
 
 def patient_or(undo: Callable[[Any], object] | None) -> Decorator:
-    """`patient` for what returns something to close: `undo` closes what nobody takes any more."""
+    """`patient` for a method that returns a resource: `undo` closes it if the caller no longer waits."""
 
-    def decorate(method: Callable[Concatenate[S, P], R], /) -> Callable[Concatenate[S, P], R]:
+    def decorate(method: Callable[Concatenate[_S, _P], _R], /) -> Callable[Concatenate[_S, _P], _R]:
         name = method.__name__
 
         @wraps(method)
-        def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        def call(self: _S, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
             key = args[0] if args else ""
             place = self.place_of(key if isinstance(key, str) else "")
             return self.patience.run(partial(method, self, *args, **kwargs), name, place, undo)

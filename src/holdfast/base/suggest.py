@@ -1,4 +1,4 @@
-"""Near misses: names that the user may have meant."""
+"""Suggestions for misspelt names."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from fnmatch import fnmatchcase
 
 
 def did_you_mean(name: str, known: Iterable[str], most: int = 3) -> str | None:
-    """`did you mean a, b?`, or None.  Bounded work however many names there are."""
+    """Return `did you mean 'a', 'b'?`, or None.  Searches at most 2000 names."""
     names = list(known)
     tail = name.rsplit(".", 1)[-1]
     if len(names) > 2000:
         names = [n for n in names if n.rsplit(".", 1)[-1] == tail][:2000] or names[:2000]
-    found = get_close_matches(name, names, most, 0.5)
-    return f"did you mean {', '.join(map(repr, found))}?" if found else None
+    close = get_close_matches(name, names, most, 0.5)
+    return f"did you mean {', '.join(map(repr, close))}?" if close else None
 
 
 def matching_nothing(patterns: Iterable[str], names: Iterable[str]) -> list[str]:
-    """The patterns that match none of the names."""
+    """Return the patterns that match no name."""
     known = list(names)
     return [p for p in patterns if not any(fnmatchcase(name, p) for name in known)]
 
 
 def did_you_mean_pattern(pattern: str, names: Iterable[str]) -> str | None:
-    """`did you mean 'model.*'?` for a pattern that matches none of the names, or None.
+    """Return `did you mean 'model.*'?` for a pattern that matches no name, or None.
 
-    Near are names, and patterns of all that begins as some names do, at the pattern's depth.
+    Candidates are the names, and prefixes of names at the pattern's depth followed by `.*`.
     """
     known = list(dict.fromkeys(names))
     if any(c in pattern for c in "*?["):

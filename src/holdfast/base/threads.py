@@ -1,9 +1,8 @@
-"""Threads for work beside the training: side by side, or one after the other; and what becomes of it when
-Python ends.
+"""Background threads, in parallel or one after the other, and their end when Python ends.
 
-All of them are daemons.  Python waits for other threads when it ends, and one that storage does not answer
-would hold it up for ever.  Instead what was begun may go on for `EXIT_S` seconds, and whoever has begun
-it says what was dropped (`at_exit`).
+All of them are daemons: Python waits for other threads when it ends, and a thread blocked in storage would
+hold it up for ever.  Instead, work that has begun may continue for `EXIT_S` seconds, and the module that
+began it reports the dropped work (`at_exit`).
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from typing import Any, ParamSpec, TypeVar
 from holdfast.base.calls import CallThread, is_done, result_of
 from holdfast.base.patience import ThreadWatch
 
-P = ParamSpec("P")
-T = TypeVar("T")
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 EXIT_S = 60.0
-"""Seconds that work which was begun may go on when Python ends."""
-LOOK_S = 0.5
+"""Seconds that work in progress may continue when Python ends."""
+_LOOK_S = 0.5
 
 _unfinished: dict[Future[Any], threading.Thread] = {}
 """Work that Python waits for when it ends, with the thread of its worker; there is one end of Python."""
@@ -35,12 +34,12 @@ _endings: list[Callable[[float], None]] = []
 
 
 class ThreadPages(threading.local):
-    """Memory of each thread that begins at a page, and is used again."""
+    """Reusable, page-aligned scratch memory of each thread."""
 
     view: memoryview | None = None
 
     def get(self, size: int) -> memoryview:
-        """Return `size` bytes, which hold anything."""
+        """Return `size` bytes of undefined content."""
         if self.view is None or len(self.view) < size:
             self.view = memoryview(mmap.mmap(-1, max(size, 1)))
         return self.view[:size]
@@ -49,7 +48,7 @@ class ThreadPages(threading.local):
 class Worker:
     """One thread that does what it is given, in order; Python waits for that when it ends.
 
-    The thread ends with the object, or after `shutdown`, when it has done what it was given.
+    It ends after its tasks, once the object is gone or `shutdown` was called.
     """
 
     def __init__(self, name: str) -> None:
@@ -59,11 +58,11 @@ class Worker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Wait until all is done."""
+        """Wait until all tasks are done."""
         self.shutdown()
         self._calls.thread.join()
 
-    def submit(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    def submit(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
         """Returns at once.  RuntimeError after `shutdown`."""
         future = self._calls.submit(work, *args, **kwargs)
         _unfinished[future] = self._calls.thread
@@ -93,7 +92,7 @@ def _forget_one(future: Future[Any]) -> None:
 def in_threads(work: Callable[[Any], None], items: list[Any], threads: int) -> None:
     """Call `work` for every item from several threads; the first error stops the rest.
 
-    Deadline if storage does not answer one of them, whose thread is left behind.
+    Deadline if storage does not answer one of the threads; that thread is abandoned.
     """
     if threads == 1 or len(items) < 2:
         for item in items:
@@ -137,7 +136,7 @@ class _Crew:
     def wait(self) -> None:
         look_s = 0.01
         while not self._done.wait(look_s):
-            look_s = min(2 * look_s, LOOK_S)
+            look_s = min(2 * look_s, _LOOK_S)
             self._watch.check()
         if self._error is not None:
             raise self._error
@@ -168,18 +167,18 @@ class _Crew:
 
 
 def before_exit(work: Callable[[], None]) -> Callable[[], None]:
-    """Call `work` on the main thread when Python ends, before what was begun is waited for.  Returns a
+    """Call `work` on the main thread when Python ends, before the wait for work in progress.  Returns a
     function that cancels it."""
     return _listed(_before, work)
 
 
 def at_exit(ending: Callable[[float], None]) -> Callable[[], None]:
-    """Call `ending` when Python ends and what was begun is done, or `EXIT_S` seconds are over; with the
-    seconds that were waited.  Returns a function that cancels it."""
+    """Call `ending(seconds waited)` when Python ends, after the work in progress or `EXIT_S` seconds.
+    Returns a function that cancels it."""
     return _listed(_endings, ending)
 
 
-def _listed(works: list[T], work: T) -> Callable[[], None]:
+def _listed(works: list[_T], work: _T) -> Callable[[], None]:
     works.append(work)
 
     def cancel() -> None:
@@ -190,7 +189,7 @@ def _listed(works: list[T], work: T) -> Callable[[], None]:
 
 
 def idle(limit_s: float) -> bool:
-    """Wait until no worker has anything to do; True if that came within `limit_s`."""
+    """Wait until all workers are idle; False if they are not within `limit_s`."""
     until = time.monotonic() + limit_s
     while unfinished := tuple(_unfinished):
         for future in unfinished:
@@ -210,7 +209,7 @@ def _when_python_ends() -> None:
         for ending in tuple(_endings):
             try:
                 ending(time.monotonic() - since)
-            except BaseException as error:  # nobody is left to catch it, and there are others
+            except BaseException as error:  # the other endings must still run
                 traceback.print_exception(error)
 
 

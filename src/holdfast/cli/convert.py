@@ -12,13 +12,13 @@ from holdfast.base.sizes import parse_size
 from holdfast.cli.options import Argument, Option, TargetArgument, split_target
 from holdfast.cli.screen import Result, phases, say
 from holdfast.cli.words import good, many, size
-from holdfast.formats.converting import FORMATS, Converted, convert
+from holdfast.formats.converting import TARGET_FORMATS, Converted, convert
 
 
 def run(
     source: TargetArgument,
     target: Annotated[str, Argument("DST", "A new folder, or a root that gets one more step.")],
-    to: Annotated[str, Option(f"One of {', '.join(FORMATS)}.", "FORMAT")] = "universal",
+    to: Annotated[str, Option(f"One of {', '.join(TARGET_FORMATS)}.", "FORMAT")] = "universal",
     from_: Annotated[
         str | None, Option("Format of the source, if not recognised: dcp, ...", "FORMAT", "--from")
     ] = None,

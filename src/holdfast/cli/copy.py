@@ -21,9 +21,9 @@ from holdfast.core.checkpoint.names import committed, read_manifest
 from holdfast.core.checkpoint.notes import carry, read_notes
 from holdfast.core.checkpoint.recorded import segments
 from holdfast.core.checkpoint.transfer import Transferred, transfer
-from holdfast.core.checkpoint.unproved import newest_of
+from holdfast.core.checkpoint.unproved import newest_step
 from holdfast.core.store import Store, open_store
-from holdfast.formats.read.detect import near_path, split
+from holdfast.formats.read.detect import near_path, split_format
 from holdfast.tiers.records.log import leading
 from holdfast.tiers.records.transfer import TransferredLog, transfer_log
 
@@ -104,7 +104,7 @@ def _both(source: str, target: str, every: bool) -> tuple[Store, Store, list[int
         "copy leaves as it is",
         "`holdfast convert` writes it as a step; or copy its files by other tools",
     )
-    prefix, path = split(target)
+    prefix, path = split_format(target)
     if prefix:
         what = f"{target} names a {prefix} checkpoint; copy keeps holdfast's own format"
         raise UsageError(what, hint=f"give the path {path!r}, or `holdfast convert --to {prefix}`")
@@ -115,7 +115,7 @@ def _both(source: str, target: str, every: bool) -> tuple[Store, Store, list[int
         return store, into, [step]
     saved = committed(store)
     try:
-        newest_of(saved, store.url)
+        newest_step(saved, store.url)
     except NotRecoverable as error:
         error.hint = near_path(url) or error.hint
         raise

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 from holdfast.cli.options import Argument, Option, ShowAll, open_target
 from holdfast.cli.screen import Result, heading, progress, say, table
 from holdfast.cli.words import and_more, dim, good, many, size
-from holdfast.core.checkpoint.diffing import Difference, compare, total_bytes
+from holdfast.core.checkpoint.diffing import Difference, compare_checkpoints, total_bytes
 from holdfast.core.checkpoint.opened import Checkpoint
 
 _MOST_ROWS = 20
@@ -37,7 +37,7 @@ def run(
     """Compare names, shapes, values and extras of two steps.  Exit 1 if anything differs."""
     x, y = open_target(a), open_target(b)
     with progress("comparing", total_bytes(x, y, only)) as done:
-        found = compare(x, y, only=only, progress=done)
+        found = compare_checkpoints(x, y, only=only, progress=done)
     head = {"a": _label(x), "b": _label(y), "identical": found.identical}
     return Result(
         lambda: head | _plain(found),

@@ -9,13 +9,13 @@ from holdfast.base.errors import FormatError, HoldfastError
 from holdfast.cli.options import RootArgument
 from holdfast.cli.screen import Result, heading, say, table
 from holdfast.cli.words import age, age_s, bad, dim, good, many, size
-from holdfast.core.checkpoint.listing import Listing, Step, survey
+from holdfast.core.checkpoint.listing import Listing, Step, survey_root
 from holdfast.core.checkpoint.names import Saved
 from holdfast.core.checkpoint.notes import Notes, read_notes
 from holdfast.core.layout import Mesh
 from holdfast.core.store import Store, open_store
 from holdfast.formats.read.detect import detect, near_path, open_as, steps_as
-from holdfast.formats.read.foreign import file_of
+from holdfast.formats.read.foreign import container_file
 from holdfast.tiers.records.log import leading
 
 _COLUMNS = ("", ">step", ">size", "tier", "age", ">run", "mesh", ">tensors", ">files", "state")
@@ -30,7 +30,7 @@ def run(url: RootArgument) -> Result:
         found: dict[str, Any] = {"url": url, "format": foreign, "steps": steps}
     else:
         store = open_store(url)
-        listing = survey(store)
+        listing = survey_root(store)
         found = _found(listing, store.url) | _noted(store) | _recorded(store, listing)
         for row in found["steps"]:
             row["labels"] = found["labels"].get(row["step"], [])
@@ -100,7 +100,7 @@ def _look(url: str, name: str, step: int) -> dict[str, Any]:
         m = open_as(name, url, step).manifest
     except HoldfastError as error:
         return row | {"problem": error.message}
-    num_files = len({file_of(f) for f in m.files})
+    num_files = len({container_file(f) for f in m.files})
     known = {"bytes": m.total_bytes, "num_tensors": len(m.tensors), "num_files": num_files}
     return row | known | {"problem": None}
 

@@ -282,11 +282,11 @@ def _is_folder(text: str, url: str, step: int) -> bool:
 def _is_there(url: str) -> bool:
     """Tell whether anything exists at a path, or in a store of that name."""
     from holdfast.core.store import LocalStore
-    from holdfast.formats.read.detect import split
+    from holdfast.formats.read.detect import split_format
     from holdfast.formats.read.folder import OneFile, open_place
 
     try:
-        store = open_place(split(url)[1])
+        store = open_place(split_format(url)[1])
     except HoldfastError:
         return False
     if isinstance(store, OneFile):

@@ -16,7 +16,7 @@ from holdfast.cli.options import Option, ShowAll, TargetArgument, open_target
 from holdfast.cli.screen import Result, TableRow, fields, heading, say, table
 from holdfast.cli.words import and_more, dim, many, ranks_text, size
 from holdfast.core.checkpoint.opened import Checkpoint
-from holdfast.core.checkpoint.reshaping import Reading, Reshape, parse_mesh, tensor_bytes
+from holdfast.core.checkpoint.reshaping import Reading, Reshape, parse_mesh, total_tensor_bytes
 from holdfast.core.layout import Mesh
 from holdfast.policy.redundancy import Protection, choose, parse, protection
 from holdfast.policy.survival import Scheme, copy, none, rs
@@ -52,7 +52,7 @@ def run(
     readings = [reshape.reading(r) for r in ranks]
     data, found = _data(checkpoint, reshape, readings), None
     if nodes is not None:
-        share = -(-tensor_bytes(reshape) // reshape.mesh.world)  # a save divides evenly
+        share = -(-total_tensor_bytes(reshape) // reshape.mesh.world)  # a save divides evenly
         found = found_for(
             nodes, redundancy, [share] * reshape.mesh.world, reshape.holdings(),
             mtbf_hours=node_mtbf_hours, repair_minutes=repair_minutes,
@@ -124,7 +124,7 @@ def _show_ranks(checkpoint: Checkpoint, reshape: Reshape, readings: list[Reading
     noun = "files" if checkpoint.format == "holdfast" else "parts"
     columns = (">rank", "at", ">tensors", ">wanted", f">{noun} touched", ">size of those")
     table(columns, rows)
-    total = tensor_bytes(reshape)
+    total = total_tensor_bytes(reshape)
     most = max(r.wanted_bytes for r in readings)
     say()
     say(f"The step holds {size(total)} of tensors; a rank wants at most {size(most)} of it.")
@@ -167,7 +167,7 @@ def _data(checkpoint: Checkpoint, reshape: Reshape, readings: list[Reading]) -> 
         "saved_mesh": dict(reshape.manifest.mesh),
         "mesh": dict(reshape.mesh.axes),
         "assumed": dict(reshape.assumed),
-        "tensor_bytes": tensor_bytes(reshape),
+        "tensor_bytes": total_tensor_bytes(reshape),
         "ranks": rows,
     }
 

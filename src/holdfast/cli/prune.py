@@ -10,7 +10,7 @@ from holdfast.base.errors import UsageError
 from holdfast.cli.options import Option, RootArgument, own_root
 from holdfast.cli.screen import Result, say, table
 from holdfast.cli.words import bad, dim, good, many, size
-from holdfast.core.checkpoint.listing import Step, survey
+from holdfast.core.checkpoint.listing import Step, survey_root
 from holdfast.core.checkpoint.names import Saved
 from holdfast.core.checkpoint.notes import read_notes
 from holdfast.core.checkpoint.pruning import prunable, prune, seconds_in
@@ -43,7 +43,7 @@ def run(
     best = None if keep_best is None else _best(keep_best)
     keep = Keep(last=keep_last, every=keep_every, best=best, newer=keep_newer)
     store = own_root(url, "holdfast only reads", "delete it with the tools of what wrote it")
-    steps = survey(store).steps
+    steps = survey_root(store).steps
     sound = [Saved(s.run, s.step) for s in steps if s.problem is None]
     spare = {leading(store, sound)} if sound else set()
     gone = prunable(store, keep, spare) if dry_run else prune(store, keep, spare=spare)

@@ -29,8 +29,8 @@ from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.format.dtypes import DTYPES
 from holdfast.core.format.manifest import FileEntry, Manifest, TensorEntry, to_sharding
 from holdfast.core.layout import Box, Placement, Sharding, chunk, parts_of, whole
-from holdfast.formats.read.foreign import file_of
-from holdfast.formats.read.sections import Place, Sections
+from holdfast.formats.read.foreign import container_file
+from holdfast.formats.read.sections import FilePlace, Sections
 
 
 def entry_bytes(t: TensorEntry) -> int:
@@ -128,7 +128,7 @@ def _lies(checkpoint: Checkpoint, t: TensorEntry, replicas: int) -> list[tuple[s
 
 def _places_of(
     checkpoint: Checkpoint, t: TensorEntry, most: int | None = None
-) -> list[tuple[Box, list[Place]]]:
+) -> list[tuple[Box, list[FilePlace]]]:
     """Return boxes and places of the parts of a foreign tensor, at most `most` of them."""
     m = checkpoint.manifest
     assert isinstance(checkpoint.store, Sections)
@@ -151,7 +151,7 @@ def _place_rows(checkpoint: Checkpoint, t: TensorEntry, show_all: bool) -> list[
 
 def _in_files(m: Manifest) -> Callable[[Sequence[int]], str]:
     """Return the function that labels parts in a drawing by their file instead of their number."""
-    names = {f.rank: file_of(f) for f in m.files}
+    names = {f.rank: container_file(f) for f in m.files}
     return lambda parts: ", ".join(dict.fromkeys(cut_short(names[p], 24) for p in parts[:2])) or "-"
 
 

@@ -11,7 +11,7 @@ from holdfast.cli.screen import Result, progress, say
 from holdfast.cli.words import bad, dim, good, many, size
 from holdfast.core.checkpoint.names import committed, read_manifest, step_prefix
 from holdfast.core.checkpoint.opened import Checkpoint
-from holdfast.core.checkpoint.unproved import newest_of
+from holdfast.core.checkpoint.unproved import newest_step
 from holdfast.core.checkpoint.verifying import Report, good_before, verify
 from holdfast.core.store import Store, open_store
 from holdfast.formats.read.detect import detect, near_path, open_as
@@ -34,7 +34,7 @@ def run(target: TargetArgument, quick: Annotated[bool, Option(DEPTHS)] = False) 
     if step is None:
         saved = committed(store)
         try:
-            step = newest_of(saved, store.url)
+            step = newest_step(saved, store.url)
         except NotRecoverable as error:
             error.hint = near_path(url) or error.hint
             raise

@@ -36,7 +36,7 @@ from holdfast.base.arguments import (
 )
 from holdfast.base.errors import Corrupt, HoldfastError, NotFound, OutOfSpace, UsageError, warn_user
 from holdfast.base.host import boot_id
-from holdfast.base.sizes import MAX_BYTES
+from holdfast.base.sizes import MAX_SIZE_BYTES
 from holdfast.base.suggest import did_you_mean
 from holdfast.base.version import __version__
 from holdfast.base.wire import decode_json
@@ -48,12 +48,12 @@ from holdfast.core.checkpoint.outfiles import (
     FileDigests,
     Outfile,
     Progress,
-    check_files,
+    read_back,
     write_files,
 )
 from holdfast.core.codec.digest import hexdigest
 from holdfast.core.format.dtypes import DTYPES
-from holdfast.core.format.manifest import encode
+from holdfast.core.format.manifest import encode_manifest
 from holdfast.core.store import LocalStore, Store, get_small, open_store
 from holdfast.core.store.directories import (
     first_link,
@@ -64,22 +64,22 @@ from holdfast.core.store.directories import (
 )
 from holdfast.core.store.oserrors import translated
 from holdfast.formats.looking import open as open_checkpoint
-from holdfast.formats.read.detect import split
+from holdfast.formats.read.detect import split_format
 from holdfast.formats.read.folder import MARK, ListedFolder, OneFile, last_name
-from holdfast.formats.read.foreign import file_of
+from holdfast.formats.read.foreign import container_file
 from holdfast.formats.read.sections import Sections
-from holdfast.formats.write.bucket import ATTEMPT, BucketTarget, bucket_for
-from holdfast.formats.write.planned import Planned, Rename, WriteOptions, weights, with_attached
+from holdfast.formats.write.bucket import CONVERSION_PREFIX, BucketTarget, bucket_for
+from holdfast.formats.write.planned import Planned, Renaming, WriteOptions, weights, with_attached
 from holdfast.formats.write.ranks import Ranks, converting_ranks
 
-P = ParamSpec("P")
-T = TypeVar("T")
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
-FORMATS = ("universal", "deepspeed", "dcp", "huggingface", "torch")
-PARTIAL = ".partial"
+TARGET_FORMATS = ("universal", "deepspeed", "dcp", "huggingface", "torch")
+_PARTIAL = ".partial"
 _WEIGHTS_ONLY = ("huggingface", "torch")
 
-Told = Callable[[str, int, int], object]
+_Told = Callable[[str, int, int], object]
 """Called with a phase ("check", "write", "verify"), the bytes just done, and the bytes it will do."""
 
 
@@ -105,11 +105,11 @@ def convert(
     step: int | None = None,
     key: str = "model",
     dtype: str | None = None,
-    rename: Rename | None = None,
+    rename: Renaming | None = None,
     max_file_bytes: int = 5_000_000_000,
     memory_bytes: int = 2 << 30,
     verify: bool = True,
-    progress: Told | None = None,
+    progress: _Told | None = None,
 ) -> Converted:
     """Rewrite one step of `source` (a URL, also with a prefix) as format `to`, at the path or URL `target`.
 
@@ -123,15 +123,15 @@ def convert(
     call = "convert"
     source = source if isinstance(source, Checkpoint) else path_of(source, call, "source")
     target = path_of(target, call, "target")
-    prefix, path = split(target)
+    prefix, path = split_format(target)
     if prefix:
         raise UsageError(
             f"target {target!r} names a format besides a path",
             hint=f"give the path {path!r}, and the format as to={prefix!r}",
         )
-    choice_of(to, FORMATS, call, "to")
+    choice_of(to, TARGET_FORMATS, call, "to")
     step = None if step is None else step_of(step, call)
-    memory_bytes = count_of(memory_bytes, call, "memory_bytes", most=MAX_BYTES)
+    memory_bytes = count_of(memory_bytes, call, "memory_bytes", most=MAX_SIZE_BYTES)
     flag_of(verify, call, "verify")
     if progress is not None:
         function_of(progress, call, "progress", "that takes a phase and two numbers of bytes", 3)
@@ -151,7 +151,7 @@ def convert(
 
 
 def _options(
-    max_file_bytes: int, dtype: str | None, rename: Rename | None, key: str
+    max_file_bytes: int, dtype: str | None, rename: Renaming | None, key: str
 ) -> WriteOptions:
     call = "convert"
     if dtype is not None and (not isinstance(dtype, str) or dtype not in DTYPES):
@@ -161,7 +161,7 @@ def _options(
         raise unfit(call, "dtype", dtype, what, typed=typed, hint=hint)
     if rename is not None:
         function_of(rename, call, "rename", "that takes a name and returns the new one", 1)
-    max_file_bytes = count_of(max_file_bytes, call, "max_file_bytes", most=MAX_BYTES)
+    max_file_bytes = count_of(max_file_bytes, call, "max_file_bytes", most=MAX_SIZE_BYTES)
     return WriteOptions(max_file_bytes, dtype, rename, text_of(key, call, "key"))
 
 
@@ -184,7 +184,7 @@ class _Conversion:
     options: WriteOptions
     memory_bytes: int
     verify: bool
-    told: Told | None
+    told: _Told | None
 
     def __post_init__(self) -> None:
         self.identity = self._identity_now()
@@ -192,7 +192,7 @@ class _Conversion:
         if "://" in self.target:
             self.bucket = bucket_for(self.target, self.to, self.identity, self.source.step)
             return
-        self.partial = LocalStore(self.target + PARTIAL)
+        self.partial = LocalStore(self.target + _PARTIAL)
         """The mark, and the folder of what is written."""
         self.work = LocalStore(os.path.join(self.partial.root, "files"), durable=False)
 
@@ -225,7 +225,7 @@ class _Conversion:
             plan.left_out,
         )
 
-    def _on_disk(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def _on_disk(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Do a part of the conversion; what the file system says of it is a StoreError."""
         with translated("convert into", "", self.target):
             return work(*args, **kwargs)
@@ -383,7 +383,7 @@ class _Conversion:
         if self.bucket is None:
             self.work.sync([f.path for f in files])
         if self.verify:
-            check_files(work, written, progress=self._progress("verify", files))
+            read_back(work, written, progress=self._progress("verify", files))
         return len(there)
 
     def _check_sums(self, ranks: Ranks, origin: Store) -> None:
@@ -479,7 +479,7 @@ class _Conversion:
 
 def _attempt_name(identity: str) -> str:
     """Return the attempt name of a step, by the identity of the conversion that writes it."""
-    return f"{ATTEMPT}{identity}"
+    return f"{CONVERSION_PREFIX}{identity}"
 
 
 def _has(store: LocalStore, file: Outfile) -> bool:
@@ -495,18 +495,21 @@ def _identity(
     """Return a digest of the source's state and what is asked: a begun conversion with it is this one; what
     that writes into the source's folder does not count.  `is_stamped`: also of the times and numbers that
     files have on this host."""
-    manifest = hexdigest(encode(source.manifest))
+    manifest = hexdigest(encode_manifest(source.manifest))
     files: list[Any] = []
     if isinstance(source.store, Sections):  # listed anew: they may have changed since it was opened
         origin = source.store.origin
         origin = origin.anew() if isinstance(origin, ListedFolder) else origin
         keys = origin.list()
         if isinstance(origin, OneFile):  # and what it names, if it is an index
-            origin, keys = origin.inner, sorted({*keys, *map(file_of, source.manifest.files)})
+            origin, keys = (
+                origin.inner,
+                sorted({*keys, *map(container_file, source.manifest.files)}),
+            )
         inner = origin.inner if isinstance(origin, ListedFolder) else origin
         folder = inner.root if isinstance(inner, LocalStore) else inner.url
         own = target.removeprefix(f"{folder.rstrip('/')}/")
-        below = f"{own}/", f"{own}{PARTIAL}/"
+        below = f"{own}/", f"{own}{_PARTIAL}/"
         theirs = [k for k in keys if k != own and not k.startswith(below)]
         files = [(k, *(_stamp(origin, k) if is_stamped else (origin.size(k),))) for k in theirs]
     asked = (options.max_file_bytes, options.dtype, options.key)
@@ -543,4 +546,4 @@ def _locked(directory: str) -> Iterator[None]:
         os.close(fd)
 
 
-__all__ = ["FORMATS", "Converted", "convert"]
+__all__ = ["TARGET_FORMATS", "Converted", "convert"]

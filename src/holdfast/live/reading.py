@@ -18,17 +18,17 @@ from holdfast.core.checkpoint.names import (
     Known,
     Saved,
     check_step,
-    describe,
     manifest_key,
     read_head,
     seen,
     step_numbers,
+    steps_text,
 )
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.checkpoint.peers import raise_on_all
 from holdfast.core.checkpoint.recorded import is_recorded, last_recorded
 from holdfast.core.checkpoint.unproved import tell_passed_over
-from holdfast.core.format.manifest import Manifest, decode
+from holdfast.core.format.manifest import Manifest, decode_manifest
 from holdfast.core.group import Group
 from holdfast.core.store import LocalStore, Store, in_one, open_store, split_prefix
 from holdfast.live.restore.targets import RestoreOptions
@@ -184,7 +184,7 @@ def load_step(
 def shared_manifest(store: Store, group: Group, step: int) -> Manifest:
     """The manifest of a step, the same on every rank.  Collective."""
     try:
-        manifest = decode(manifest_bytes(store, group, step), manifest_key(step))
+        manifest = decode_manifest(manifest_bytes(store, group, step), manifest_key(step))
     except FormatError as error:
         error.step = step
         raise
@@ -199,7 +199,7 @@ def manifest_bytes(store: Store, group: Group, step: int) -> bytes:
         try:
             return store.get(manifest_key(step))
         except NotFound:
-            have = describe(step_numbers(store))
+            have = steps_text(step_numbers(store))
             hint = (
                 f"it is recorded: `holdfast replay {store.url} DST --to {step}` makes it a full one"
             )

@@ -13,10 +13,10 @@ from holdfast.base.patience import bounded
 from holdfast.base.wire import decode_json
 from holdfast.core.checkpoint import claiming
 from holdfast.core.checkpoint.claiming import Claim
-from holdfast.core.checkpoint.names import WHOLE, RootKeys, describe
+from holdfast.core.checkpoint.names import CLAIMED_PARTS, RootKeys, steps_text
 from holdfast.core.checkpoint.tidying import sweep
 from holdfast.core.store import LocalStore, Store, be_patient, open_store, split_prefix
-from holdfast.core.store.local import sweep as sweep_unfinished
+from holdfast.core.store.local import sweep_temp_files
 
 if TYPE_CHECKING:
     from holdfast.core.group import Group
@@ -28,9 +28,9 @@ PATIENT_SHARE = 0.9
 def require_native_root(url: str | os.PathLike[str]) -> None:
     """UsageError for a root that a prefix calls a foreign checkpoint, or whose scheme is unknown."""
     if split_prefix(os.fspath(url)) is not None:
-        from holdfast.formats.read.detect import split
+        from holdfast.formats.read.detect import split_format
 
-        prefix = split(os.fspath(url))[0]
+        prefix = split_format(os.fspath(url))[0]
         raise UsageError(
             f"{url} names a {prefix} checkpoint; holdfast saves in its own format",
             hint=f"give a root of its own, and restore(source={os.fspath(url)!r}); for a folder of that "
@@ -64,8 +64,8 @@ def claim_root(store: Store, group: Group) -> tuple[Claim, bool, str]:
     """
 
     def take() -> bytes:
-        with RootKeys(store, below=WHOLE) as keys:
-            mine, held = claiming.take(store, keys)
+        with RootKeys(store, below=CLAIMED_PARTS) as keys:
+            mine, held = claiming.take_root(store, keys)
             if held is None or held.is_over():
                 sweep(store, mine, 0, keys)
         crashed = held is not None and held.started != "closed"
@@ -77,7 +77,7 @@ def claim_root(store: Store, group: Group) -> tuple[Claim, bool, str]:
 def steps_in(*homes: RootKeys) -> str:
     """The steps of some homes, in words; empty if there are none."""
     steps = {step for keys in homes for step in keys.manifests}
-    return describe([*steps], 3) if steps else ""
+    return steps_text([*steps], 3) if steps else ""
 
 
 def sweep_host(store: Store) -> None:
@@ -87,6 +87,6 @@ def sweep_host(store: Store) -> None:
         try:
             # by a patience of its own: a root is not stuck because it takes long to look through
             limit_s = store.patience.limit_s
-            bounded(lambda: sweep_unfinished(store.root), "sweep", store.root, limit_s)
+            bounded(lambda: sweep_temp_files(store.root), "sweep", store.root, limit_s)
         except (HoldfastError, OSError) as error:  # below the root may lie what nobody may look at
             emit("sweep.failed", error=str(error))

@@ -137,8 +137,8 @@ class Cluster:
 # -- failures -------------------------------------------------------------------------------------
 
 
-KINDS = ("process", "node")
-MOST = 1_000_000
+_KINDS = ("process", "node")
+_MOST = 1_000_000
 """Most failures of one run: more are not simulated."""
 
 
@@ -162,11 +162,11 @@ def at_random(
 ) -> list[Failure]:
     """Failures of a job with that mean between two of them.  UsageError if there are too many."""
     count = until_s / mtbf_s
-    if count > MOST:
+    if count > _MOST:
         shown = f"{count:,.0f}" if count < 1e15 else f"{count:.3g}"
         raise UsageError(
             f"{shown} failures are too many to simulate",
-            hint=f"at most {MOST:,}: fewer days, or a longer mean time between failures",
+            hint=f"at most {_MOST:,}: fewer days, or a longer mean time between failures",
         )
     scale_s = mtbf_s / math.gamma(1 + 1 / shape)
     times: list[float] = []
@@ -204,10 +204,10 @@ def _read(
     for row in rows:
         where = f"{name}, failure {rows.line_num - 1}"
         kind = (row["kind"] or "").strip()
-        if kind not in KINDS:
+        if kind not in _KINDS:
             raise UsageError(
                 f"{where}: {kind!r} is no kind of failure",
-                hint=did_you_mean(kind, KINDS) or "process or node",
+                hint=did_you_mean(kind, _KINDS) or "process or node",
             )
         node = int(rng.integers(num_nodes))
         try:

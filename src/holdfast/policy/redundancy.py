@@ -23,7 +23,7 @@ from holdfast.policy.survival import (
     time_to_loss,
 )
 
-MAX_GROUP = 8
+_MAX_GROUP = 8
 """Members of a group: more cost less memory, and are likelier to lose two at once."""
 
 RECOMPUTE = "recompute"
@@ -54,14 +54,14 @@ def choose(num_nodes: int) -> Scheme:
     return copy(2) if num_nodes == 2 else rs(1)
 
 
-def groups(
+def parity_groups(
     nodes: Sequence[str], scheme: Scheme, holdings: Sequence[int] | None = None
 ) -> list[tuple[int, ...]]:
     """Ranks in groups, from the name of each rank's node; every rank is in one.
 
     `holdings`: numbers that ranks share which hold the same state.  Where such ranks are on enough nodes,
     they are one another's group: each can make what it keeps from its own replica.  Else the i-th ranks of
-    all nodes make up groups.  These are of even size, `MAX_GROUP` at most.  Where nodes have different
+    all nodes make up groups.  These are of even size, `_MAX_GROUP` at most.  Where nodes have different
     numbers of ranks and some would be left over, ranks are dealt to as many groups as the fullest node has
     ranks.  On a single node, its ranks are a group: that mends damage, not the loss of the node.
     UsageError if a rank finds too few others.
@@ -69,7 +69,7 @@ def groups(
     if not scheme.losses:
         return [(rank,) for rank in range(len(nodes))]
     least = scheme.losses + 1
-    most = max(MAX_GROUP, least)
+    most = max(_MAX_GROUP, least)
     alike = replicas_apart(nodes, scheme, holdings)
     if alike is not None:
         return [group for row in alike for group in _even(row, least, most)]
@@ -113,7 +113,7 @@ def fitting(scheme: Scheme, nodes: Sequence[str], holdings: Sequence[int] | None
     """The scheme, or if there are too few nodes for it, as after a loss, the strongest that there are."""
     while scheme.losses:
         try:
-            groups(nodes, scheme, holdings)
+            parity_groups(nodes, scheme, holdings)
         except UsageError:
             scheme = Scheme(scheme.kind, scheme.losses - 1)
         else:
@@ -151,7 +151,7 @@ def _even(row: list[int], least: int, most: int) -> list[tuple[int, ...]]:
 # -- what a scheme costs and bears ----------------------------------------------------------------
 
 
-SNAPSHOTS = 2
+_SNAPSHOTS = 2
 """Snapshots of each rank in memory: the newest complete one, and the one that is being filled."""
 
 
@@ -188,11 +188,11 @@ def protection(
     node_mtbf_s: float,
     repair_s: float,
 ) -> Protection:
-    """A scheme for ranks on these nodes, with images of so many bytes; `holdings` as for `groups`.
+    """A scheme for ranks on these nodes, with images of so many bytes; `holdings` as for `parity_groups`.
 
     Nodes fail at a constant rate and are replaced within `repair_s`.  UsageError if the scheme needs more.
     """
-    found = groups(nodes, scheme, holdings)
+    found = parity_groups(nodes, scheme, holdings)
     kept: dict[int, int] = {}
     for group in found:
         k, m = scheme.blocks(len(group))
@@ -202,7 +202,7 @@ def protection(
     names = list(numbers)
     by_node = [0] * len(numbers)
     for rank, node in enumerate(nodes):
-        by_node[numbers[node]] += SNAPSHOTS * (shares[rank] + kept[rank])
+        by_node[numbers[node]] += _SNAPSHOTS * (shares[rank] + kept[rank])
     on_nodes = [tuple(numbers[nodes[r]] for r in group) for group in found]
     largest_set = min(scheme.losses + 1, len(numbers))
     fatal = fatal_sets(scheme, on_nodes, largest_set) if len(numbers) <= 64 else []

@@ -24,7 +24,7 @@ from holdfast.policy.cluster import GROUP, HOUR_S, Cluster, Failure
 from holdfast.policy.tuning import Auto, Retuned, Tuner
 from holdfast.policy.wasted import Costs, Frequencies, Rates, choose_frequencies
 
-RAREST_HOURS = 24.0
+_RAREST_HOURS = 24.0
 
 
 class Policy(Protocol):
@@ -115,7 +115,7 @@ def strategies(cluster: Cluster, auto: Auto) -> list[Strategy]:
 
 
 def _fixed(costs: Costs, rates: Rates, tiers: tuple[str, ...]) -> Fixed:
-    rarest = max(1, int(RAREST_HOURS * HOUR_S / costs.step_s))
+    rarest = max(1, int(_RAREST_HOURS * HOUR_S / costs.step_s))
     found = choose_frequencies(costs, rates, tiers, overhead=1.0, rarest=rarest)
     return Fixed(found or Frequencies(durable=rarest))
 

@@ -26,23 +26,23 @@ from holdfast.policy.wasted import (
     Frequencies,
     Rates,
     Waste,
-    changed,
     choose_frequencies,
     floors,
     wasted,
+    with_knob,
 )
 
-Kind = Literal["process", "node"]
+FailureKind = Literal["process", "node"]
 
 START = Frequencies(durable=100, memory=10, delta=1, batch=10)
 """Frequencies until costs are known."""
-KNOBS = ("durable", "memory", "delta", "batch")
-LOOK_EVERY = 100
+_KNOBS = ("durable", "memory", "delta", "batch")
+_LOOK_EVERY = 100
 """Steps between two looks: a look takes a few milliseconds."""
-RECENT = 16
-PRIOR_HOURS = 24.0
+_RECENT = 16
+_PRIOR_HOURS = 24.0
 """Hours assumed between failures, before any was seen.  It weighs as much as one failure."""
-REPLAY = 0.2
+_REPLAY = 0.2
 """Share of a step's time that it takes to replay it, until it is measured."""
 
 _COSTS = tuple(f.name[:-2] for f in fields(Costs) if f.name != "step_s")
@@ -98,7 +98,7 @@ class History:
     """The failures of a run so far, and the time it trained; to be kept with its checkpoints."""
 
     trained_s: float = 0.0
-    failures: Mapping[Kind, int] = field(default_factory=lambda: {"process": 0, "node": 0})
+    failures: Mapping[FailureKind, int] = field(default_factory=lambda: {"process": 0, "node": 0})
 
     def rates(self, auto: Auto, beyond: float) -> Rates:
         """Failures per second.  With a prior of Gamma(1, 1 / p), n failures in T make it
@@ -107,7 +107,7 @@ class History:
         if auto.mtbf_hours is not None:
             found = {kind: part / (auto.mtbf_hours * 3600) for kind, part in share.items()}
         else:
-            prior = {kind: part / (PRIOR_HOURS * 3600) for kind, part in share.items()}
+            prior = {kind: part / (_PRIOR_HOURS * 3600) for kind, part in share.items()}
             found = {
                 kind: p * (1 + self.failures[kind]) / (1 + p * self.trained_s)  # type: ignore[index]
                 for kind, p in prior.items()
@@ -129,7 +129,7 @@ class Tuner:
         *,
         beyond: float = 1.0,
         history: History | None = None,
-        look_every: int = LOOK_EVERY,
+        look_every: int = _LOOK_EVERY,
         start: Frequencies = START,
         known: Mapping[str, float] | None = None,
     ) -> None:
@@ -149,7 +149,7 @@ class Tuner:
         self._look_every = look_every
         self._next_look = 0
         self._chosen: tuple[tuple[Costs, Rates, int] | None, Frequencies | None] = (None, None)
-        self._step_s: deque[tuple[int, float]] = deque(maxlen=RECENT)
+        self._step_s: deque[tuple[int, float]] = deque(maxlen=_RECENT)
         self._recent: dict[str, deque[float]] = {}
 
     # -- what is told ------------------------------------------------------------------------------
@@ -163,9 +163,9 @@ class Tuner:
         """Note a cost, once it is known: a field of `Costs` without its `_s`, other than `step`."""
         if what not in _COSTS:
             raise UsageError(f"{what!r} is no cost", hint=did_you_mean(what, _COSTS))
-        self._recent.setdefault(what, deque(maxlen=RECENT)).append(seconds)
+        self._recent.setdefault(what, deque(maxlen=_RECENT)).append(seconds)
 
-    def failed(self, kind: Kind, count: int = 1) -> None:
+    def failed(self, kind: FailureKind, count: int = 1) -> None:
         """Note failures of a kind since the last call; a negative `count` if some prove to be of
         another kind."""
         failures = {
@@ -193,7 +193,7 @@ class Tuner:
         guessed = {
             "durable_load": learned["durable"],
             "memory_load": learned.get("memory", 0.0),
-            "replay": REPLAY * step_s,
+            "replay": _REPLAY * step_s,
             "open": learned.get("batch", 0.0),
         }
         return Costs(step_s, **{f"{what}_s": s for what, s in {**guessed, **learned}.items()})
@@ -230,7 +230,7 @@ class Tuner:
         if not must and now.total - then.total < self.auto.gain * now.total:
             return None
         knob = self._first_towards(target, costs)
-        before, self.frequencies = self.frequencies, changed(self.frequencies, knob, target)
+        before, self.frequencies = self.frequencies, with_knob(self.frequencies, knob, target)
         why = must or f"wasted time goes from {now.total:.2%} to {then.total:.2%} with {target}"
         return Retuned(step, knob, before, self.frequencies, f"{why}; {self._failures()}")
 
@@ -270,8 +270,8 @@ class Tuner:
         is allowed on the way; where none saves any, the one that wastes least."""
         ways = {
             knob: way
-            for knob in KNOBS
-            if (way := changed(self.frequencies, knob, target)) != self.frequencies and way.valid
+            for knob in _KNOBS
+            if (way := with_knob(self.frequencies, knob, target)) != self.frequencies and way.valid
         }
         waste = {knob: wasted(costs, self.rates, way) for knob, way in ways.items()}
         saving = wasted(costs, self.rates, self.frequencies).saving

@@ -187,7 +187,7 @@ def one_base_optimum(*, mtbf_s: float, save_s: float, batch_s: float) -> tuple[f
     return f, sqrt(batch_s / f)
 
 
-def changed(f: Frequencies, knob: str, to: Frequencies) -> Frequencies:
+def with_knob(f: Frequencies, knob: str, to: Frequencies) -> Frequencies:
     """`f` with one knob as in `to`.  Records and their batches come and go together."""
     if knob in ("delta", "batch") and f.delta != to.delta:
         return replace(f, delta=to.delta, batch=to.batch)

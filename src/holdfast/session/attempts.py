@@ -9,7 +9,7 @@ from functools import cache
 import msgspec
 
 from holdfast.base.errors import HoldfastError
-from holdfast.core.checkpoint.lineage import Line, line_from
+from holdfast.core.checkpoint.lineage import Lineage, line_from
 from holdfast.core.checkpoint.names import committed, step_numbers
 from holdfast.core.checkpoint.tidying import discard
 from holdfast.core.store import Store
@@ -34,7 +34,7 @@ class UnderWay:
         """On the coordinator: root, thread and attempt of each save that has not been committed."""
         self._taken: deque[str] = deque(maxlen=16)
         """Names of the attempts that this rank has written for last."""
-        self._lines: dict[str, Line] = {}
+        self._lines: dict[str, Lineage] = {}
         """The line of what this process trains, by root: the steps that it loaded, or has saved itself."""
 
     def begin(self, store: Store, wanted: int | None) -> SaveAttempt:
@@ -56,16 +56,16 @@ class UnderWay:
             self._open.append((store.url, me, attempt))
             return attempt
 
-    def line(self, url: str) -> Line:
+    def line(self, url: str) -> Lineage:
         """Return the line of what the next save of a root is of."""
         with self._lock:
             return self._lines.get(url, ())
 
-    def go_on(self, store: Store, run: int, step: int, line: Line) -> None:
+    def go_on(self, store: Store, run: int, step: int, line: Lineage) -> None:
         """Note that training goes on from a step, which was loaded, or committed."""
         self.take_over(store.url, line_from(run, step, line, committed(store)))
 
-    def take_over(self, url: str, line: Line) -> None:
+    def take_over(self, url: str, line: Lineage) -> None:
         """Take a line of a root, which another process of the training has found."""
         with self._lock:
             self._lines[url] = line

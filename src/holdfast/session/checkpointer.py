@@ -642,9 +642,9 @@ class Checkpointer:
 
 
 def _check_metrics(given: object, call: str) -> None:
-    from holdfast.core.checkpoint.notes import values_of
+    from holdfast.core.checkpoint.notes import metrics_of
 
-    values_of(given, call)
+    metrics_of(given, call)
 
 
 def _check_choices(

@@ -20,7 +20,7 @@ from holdfast.base.arguments import (
 from holdfast.base.errors import HoldfastError, UsageError
 from holdfast.base.events import emit
 from holdfast.core.checkpoint.claiming import newest_claim, once_attempt, runs_of_steps
-from holdfast.core.checkpoint.names import WHOLE, RootKeys, read_head
+from holdfast.core.checkpoint.names import CLAIMED_PARTS, RootKeys, read_head
 from holdfast.core.checkpoint.recorded import segments_in
 from holdfast.core.checkpoint.tidying import sweep
 from holdfast.core.group import Group
@@ -102,7 +102,7 @@ def begin_once(
     `goes_on`: the save is of a training, so one of an older step than the newest begins another run, unless
     a run is at work in the root; and so does one of a training that is not of the newest run (`of_run`).
     """
-    keys = RootKeys(store, below=WHOLE)
+    keys = RootKeys(store, below=CLAIMED_PARTS)
     held = newest_claim(store, keys.below("claims/"))
     run = max([held.run if held else 0, *runs_of_steps(store, keys)])
     if segments_in(keys.below("log/"), step) and _records_lead_on(keys, step):

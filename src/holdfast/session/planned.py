@@ -36,7 +36,7 @@ from holdfast.base.threads import Worker
 from holdfast.base.version import __version__
 from holdfast.base.wire import WireError, decode_msgpack
 from holdfast.core.checkpoint.committing import commit
-from holdfast.core.checkpoint.lineage import Line, is_in_line
+from holdfast.core.checkpoint.lineage import Lineage, is_in_line
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.checkpoint.pruning import prune
 from holdfast.core.checkpoint.tidying import Keep, discard
@@ -44,7 +44,7 @@ from holdfast.core.codec.digest import ALGORITHM, CHUNK_BYTES, hexdigest
 from holdfast.core.format.checking import check
 from holdfast.core.format.image import plan_image
 from holdfast.core.format.manifest import (
-    VERSION,
+    FORMAT_VERSION,
     FileEntry,
     FragmentEntry,
     Manifest,
@@ -371,14 +371,14 @@ def _manifest(
     attempt: SaveAttempt,
     written: Sequence[RankWritten],
     extras: Callable[[Mapping[str, TensorEntry]], dict[str, Any]] | None,
-    line: Line,
+    line: Lineage,
     by: str,
 ) -> Manifest:
     """The manifest of what all ranks have written; it is known from that alone, but for its `line`."""
     tensors, shardings, planned = _merged(written)
     values = {name: tree for w in written for name, tree in w.values.items()}
     manifest = Manifest(
-        holdfast=VERSION,
+        holdfast=FORMAT_VERSION,
         step=attempt.step,
         run=attempt.run,
         line=line,

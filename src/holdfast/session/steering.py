@@ -21,7 +21,7 @@ from holdfast.core.group import Group
 from holdfast.core.store import LocalStore, Store
 from holdfast.live.every import Every
 from holdfast.live.saving import Save
-from holdfast.policy.tuning import START, Auto, History, Kind, Tuner
+from holdfast.policy.tuning import START, Auto, FailureKind, History, Tuner
 from holdfast.policy.wasted import Frequencies
 from holdfast.session.tiers import Tiers
 from holdfast.session.tuning_store import TuningState, TuningStore
@@ -97,7 +97,7 @@ class Steering:
         sound = all(n is None or n > 0 for n in kept.frequencies) and found.delta in (None, 1)
         if kept.tiers == tuple(sorted(tiers)) and found.durable and sound and found.valid:
             start = found
-        failures: dict[Kind, int] = {"process": kept.process, "node": kept.node}
+        failures: dict[FailureKind, int] = {"process": kept.process, "node": kept.node}
         return Tuner(
             auto, tiers, history=History(kept.trained_s, failures),
             look_every=LOOK_EVERY, start=start, known=kept.costs,

@@ -15,7 +15,7 @@ import msgspec
 from holdfast.base.errors import NotFound, NotRecoverable, warn_user
 from holdfast.base.wire import decode_json
 from holdfast.core.checkpoint.listing import came_later, stated_attempt
-from holdfast.core.checkpoint.names import Saved, describe
+from holdfast.core.checkpoint.names import Saved, steps_text
 from holdfast.core.checkpoint.recorded import last_recorded
 from holdfast.core.checkpoint.unproved import tell_passed_over
 from holdfast.core.group import Group
@@ -115,8 +115,8 @@ class Survey:
         if elsewhere:
             raise NotFound(
                 f"no step {step} in {' or in '.join([self._url, *elsewhere])}; steps there: "
-                + describe([s.step for s in self.root.saved])
-                + "".join(f"; in {where}: {describe(have)}" for where, have in elsewhere.items())
+                + steps_text([s.step for s in self.root.saved])
+                + "".join(f"; in {where}: {steps_text(have)}" for where, have in elsewhere.items())
             )
         return Candidate(0, step)  # nor in storage, which says what it has
 

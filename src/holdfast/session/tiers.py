@@ -21,7 +21,7 @@ from holdfast.base.events import emit
 from holdfast.base.notices import Notices
 from holdfast.base.patience import within
 from holdfast.core.checkpoint.claiming import Claim, release
-from holdfast.core.checkpoint.lineage import Line
+from holdfast.core.checkpoint.lineage import Lineage
 from holdfast.core.checkpoint.tidying import Keep
 from holdfast.core.group import Group
 from holdfast.core.layout import Mesh
@@ -174,7 +174,7 @@ class Tiers:
     def run(self) -> int:
         return self.claim.run
 
-    def own(self, line: Line) -> None:
+    def own(self, line: Lineage) -> None:
         """Let the run delete steps of the runs that it went on from, and of no others."""
         self.durable.steps.line = line
 

@@ -21,7 +21,7 @@ from typing import Final, TypeVar, final
 
 from holdfast.base.arguments import count_of, flag_of, function_of, instance_of, seconds_of
 from holdfast.core.store import delete_many
-from holdfast.core.store.contract import Bulk, Bytes, Entries, Entry, Reader, Store, Writer
+from holdfast.core.store.contract import Bulk, Bytes, Entry, EntryList, Reader, Store, Writer
 
 T = TypeVar("T")
 
@@ -112,13 +112,13 @@ class Wrapper(ABC):
         self.around(operation, lambda: delete_many(self.inner, keys))
 
     @final
-    def entries_many(self, prefixes: Sequence[str]) -> Entries:
+    def entries_many(self, prefixes: Sequence[str]) -> EntryList:
         """`Bulk.entries_many`: counts as one call, even if the inner store lists prefix by prefix."""
         return self.around(
             Operation("entries_many", " ".join(prefixes)), lambda: self._look(prefixes)
         )
 
-    def _look(self, prefixes: Sequence[str]) -> Entries:
+    def _look(self, prefixes: Sequence[str]) -> EntryList:
         if isinstance(self.inner, Bulk):
             return self.inner.entries_many(prefixes)
         return sorted({entry for prefix in prefixes for entry in self.inner.entries(prefix)})

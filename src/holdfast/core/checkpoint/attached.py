@@ -1,4 +1,4 @@
-"""Files that are kept beside a step: how they are packed into one object, and read from it.
+"""Files attached to a step: how they are packed into one object and read from it.
 
     steps/0000000100/0001-000003/attached.pack     holdfast|config.json|tokenizer.json|digest table
 
@@ -18,10 +18,10 @@ from holdfast.core.checkpoint.files import Files
 from holdfast.core.codec.digest import digest_chunks, hexdigest, num_chunks
 from holdfast.core.format.manifest import PACK_HEAD, AttachedFile, PackEntry
 
-PACK = "attached.pack"
+_PACK = "attached.pack"
 
 
-def pack(attempt: str, contents: Mapping[str, bytes]) -> tuple[PackEntry, bytes]:
+def make_pack(attempt: str, contents: Mapping[str, bytes]) -> tuple[PackEntry, bytes]:
     """Return the entry of a pack in the folder of an attempt, and its bytes."""
     body = PACK_HEAD + b"".join(contents.values())
     table = np.empty(num_chunks(len(body)), "<u8")
@@ -32,7 +32,7 @@ def pack(attempt: str, contents: Mapping[str, bytes]) -> tuple[PackEntry, bytes]
         start += len(data)
     data = body + table.tobytes()
     digest = hexdigest(table.tobytes())
-    return PackEntry(f"{attempt}/{PACK}", len(data), len(body), digest, tuple(files)), data
+    return PackEntry(f"{attempt}/{_PACK}", len(data), len(body), digest, tuple(files)), data
 
 
 class Attachments(Mapping[str, bytes]):
@@ -44,7 +44,7 @@ class Attachments(Mapping[str, bytes]):
         self._files = {f.name: f for f in found.files} if found is not None else {}
 
     def __getitem__(self, name: str) -> bytes:
-        """The bytes of a file.  Corrupt if they are not what was attached; KeyError if there is none."""
+        """Return the bytes of a file.  Corrupt if they differ from the attached file; KeyError."""
         entry, images = self._files[name], self._images
         object = images.manifest.objects[-1]
         size = images.manifest.chunk_bytes

@@ -1,4 +1,4 @@
-"""Claims: which run may write to a root, and whether the process that did is still there."""
+"""Claims: which run may write to a root, and whether the process of the last claim still runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ import msgspec
 from holdfast.base.errors import Corrupt, Exists, NotFound, UsageError
 from holdfast.base.host import host_id, is_sibling, process_state, start_time
 from holdfast.base.wire import decode_json
-from holdfast.core.checkpoint.names import WHOLE, RootKeys, parse_attempt, read_head, run_of_log
+from holdfast.core.checkpoint.names import (
+    CLAIMED_PARTS,
+    RootKeys,
+    parse_attempt,
+    read_head,
+    run_of_log,
+)
 from holdfast.core.codec.digest import hexdigest
 from holdfast.core.store import Store, get_small
 
@@ -23,7 +29,7 @@ _CLAIM = re.compile(r"claims/(\d{10})\.json")
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """The process that took a root: enough to tell whether it is still there."""
+    """The process that took a root, with the facts that tell whether it still runs."""
 
     run: int
     host: str
@@ -55,13 +61,13 @@ def claim_key(run: int) -> str:
 
 
 def claim(store: Store) -> Claim:
-    """Take a root, as `take`."""
-    return take(store, RootKeys(store, below=WHOLE))[0]
+    """Take a root, as `take_root`."""
+    return take_root(store, RootKeys(store, below=CLAIMED_PARTS))[0]
 
 
-def take(store: Store, keys: RootKeys, above: int = 0) -> tuple[Claim, Claim | None]:
+def take_root(store: Store, keys: RootKeys, above: int = 0) -> tuple[Claim, Claim | None]:
     """Take a root: the next run number, for this process, which is also beyond `above`.  Return also the
-    claim that was there.  `keys`: those of the `WHOLE` root.
+    claim that was there.  `keys`: those of the `CLAIMED_PARTS` root.
 
     These may be old.  Another run that has claimed since has put the number that is next, or deleted the
     claim that was the newest, which is read here; then claims are listed anew, as if there were none.
@@ -98,8 +104,8 @@ def take(store: Store, keys: RootKeys, above: int = 0) -> tuple[Claim, Claim | N
         return mine, held
 
 
-def last_run(store: Store, keys: RootKeys) -> int:
-    """The greatest number of a run that a root has a claim, steps or records of; 0 if it has none."""
+def greatest_run(store: Store, keys: RootKeys) -> int:
+    """Return the greatest run number among the claims, steps and records of a root; 0 if there are none."""
     held = newest_claim(store, keys.below("claims/"))
     return max(held.run if held else 0, _last_saved(store, keys))
 
@@ -147,19 +153,19 @@ def is_newest(store: Store, mine: Claim) -> bool:
 
 
 def check_claim(store: Store, mine: Claim) -> None:
-    """UsageError if another run has taken the root since, or the root is there no more."""
+    """UsageError if another run has taken the root since, or the root is gone."""
     if is_newest(store, mine):
         return
     held = newest_claim(store)
     if held is None:
         raise UsageError(
-            f"{store.url} knows of no run any more: it was moved, emptied or deleted under run {mine.run}, "
-            "which commits no more",
-            hint="start the run again, on the root where it is now",
+            f"{store.url} has no claim: the root was moved, emptied or deleted.  Run {mine.run} stops "
+            "committing",
+            hint="start the run again with the present place of the root",
         )
     if held.run != mine.run:
         raise UsageError(
-            f"{store.url} was taken over by {held}; this is run {mine.run}, which commits no more",
+            f"{store.url} was taken over by {held}; this run {mine.run} stops committing",
             hint="two runs must not write to one root; stop one of them",
         )
 

@@ -30,10 +30,10 @@ from holdfast.base.errors import Exists, HoldfastError, NotFound, StoreError, Us
 from holdfast.base.threads import in_threads
 from holdfast.core.checkpoint.claiming import Claim, check_claim
 from holdfast.core.checkpoint.names import attempt_in, manifest_key, step_prefix
-from holdfast.core.format.manifest import FileEntry, Manifest, encode
+from holdfast.core.format.manifest import FileEntry, Manifest, encode_manifest
 from holdfast.core.store import LocalStore, Store
 
-CHECK_THREADS = 8
+_CHECK_THREADS = 8
 
 
 def commit(
@@ -47,11 +47,11 @@ def commit(
     saved, or deleted, this step meanwhile: then nothing is committed.
     """
     key = manifest_key(manifest.step)
-    data = encode(manifest) if data is None else data
+    data = encode_manifest(manifest) if data is None else data
     seen = _present(store, key)
     if mine is not None:
         check_claim(store, mine)
-    check_files(store, manifest)
+    check_lengths(store, manifest)
     try:
         _put(store, key, data, seen)
     except (Exists, NotFound):
@@ -92,7 +92,7 @@ def _overtaken(store: Store, step: int, now: bytes | None) -> UsageError:
     )
 
 
-def check_files(store: Store, manifest: Manifest) -> None:
+def check_lengths(store: Store, manifest: Manifest) -> None:
     """StoreError unless every file of a manifest is there, with its length."""
     prefix = step_prefix(manifest.step)
     there: dict[str, int] = {}
@@ -115,4 +115,4 @@ def check_files(store: Store, manifest: Manifest) -> None:
             )
 
     doubtful = [f for f in manifest.objects if there.get(prefix + f.path) != f.bytes]
-    in_threads(check, doubtful, CHECK_THREADS)
+    in_threads(check, doubtful, _CHECK_THREADS)

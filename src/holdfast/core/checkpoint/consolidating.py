@@ -26,7 +26,7 @@ import numpy as np
 
 from holdfast.base.errors import UsageError
 from holdfast.base.version import __version__
-from holdfast.core.checkpoint.attached import pack
+from holdfast.core.checkpoint.attached import make_pack
 from holdfast.core.checkpoint.claiming import newest_claim, runs_of_steps
 from holdfast.core.checkpoint.committing import commit
 from holdfast.core.checkpoint.names import RootKeys, step_prefix
@@ -45,8 +45,8 @@ from holdfast.core.format.manifest import (
 )
 from holdfast.core.store import Store
 
-AXIS = "file"
-WEIGHTS = ("param", "buffer")
+_AXIS = "file"
+WEIGHT_KINDS = ("param", "buffer")
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Consolidation:
         _write_indexes(target, self.draft, self.files)
         entry = None
         if self.attached:
-            entry, data = pack(self.draft.attempt, self.attached)
+            entry, data = make_pack(self.draft.attempt, self.attached)
             target.put(step_prefix(self.draft.step) + entry.path, data)
         commit(target, msgspec.structs.replace(self.draft, files=entries, attached=entry))
 
@@ -103,12 +103,12 @@ def plan_consolidation(
 
 def _assign(manifest: Manifest, max_file_bytes: int) -> list[_File]:
     """Tensors to files, in order: weights apart from the rest, a new file where one is full."""
-    with_weights = {_key(t.name) for t in manifest.tensors if t.state in WEIGHTS}
+    with_weights = {_key(t.name) for t in manifest.tensors if t.state in WEIGHT_KINDS}
     last: dict[tuple[str, bool], _File] = {}
     files: list[_File] = []
     for number, t in enumerate(manifest.tensors):
         key = _key(t.name)
-        weight = t.state in WEIGHTS
+        weight = t.state in WEIGHT_KINDS
         size = math.prod(t.shape) * DTYPES[t.dtype].bytes
         file = last.get((key, weight))
         if file is None or (file.bytes and file.bytes + size > max_file_bytes):
@@ -149,10 +149,10 @@ def _draft(
         attempt=attempt,
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         software={**old.software, "holdfast": __version__},
-        mesh=((AXIS, max(len(files), 1)),),
+        mesh=((_AXIS, max(len(files), 1)),),
         chunk_bytes=CHUNK_BYTES,
         algorithm=old.algorithm,
-        shardings=tuple(ShardingEntry(on={AXIS: (k,)}) for k in range(len(files))),
+        shardings=tuple(ShardingEntry(on={_AXIS: (k,)}) for k in range(len(files))),
         tensors=tensors,
         aliases=old.aliases,
         files=(),
@@ -255,4 +255,4 @@ def _write_indexes(store: Store, manifest: Manifest, files: Sequence[_File]) -> 
         store.put(f"{step_prefix(manifest.step)}{key}{INDEX}", text.encode())
 
 
-__all__ = ["WEIGHTS", "Consolidation", "keep_extras", "plan_consolidation"]
+__all__ = ["WEIGHT_KINDS", "Consolidation", "keep_extras", "plan_consolidation"]

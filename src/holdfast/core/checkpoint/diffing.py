@@ -1,6 +1,6 @@
 """Comparing two checkpoints, whatever layouts they were saved under, in bounded memory.
 
-Tensors of both are read in the same batches of at most `BLOCK_BYTES`: many small tensors at once, and
+Tensors of both are read in the same batches of at most `COMPARED_BYTES`: many small tensors at once, and
 large ones in blocks of rows.  Values are first compared bit for bit; only what differs is looked at as
 numbers.  NaN equals NaN; 0.0 and -0.0 differ in bits but by nothing in value.
 """
@@ -28,9 +28,9 @@ from holdfast.core.format.extras import decode
 from holdfast.core.format.manifest import TensorEntry
 from holdfast.core.layout import Box, flat_range
 
-BLOCK_BYTES = 64 << 20
-SLICE = 1 << 20
-"""Elements that are looked at as numbers at once: bounds the float64 copies."""
+COMPARED_BYTES = 64 << 20
+_SLICE = 1 << 20
+"""Elements converted to numbers at a time; bounds the memory of the float64 copies."""
 
 
 @dataclass
@@ -70,10 +70,10 @@ class Difference:
         return not (self.only_a or self.only_b or self.kinds or self.values or self.extras)
 
 
-Part = tuple[TensorEntry, Box]
+_Part = tuple[TensorEntry, Box]
 
 
-def compare(
+def compare_checkpoints(
     a: Checkpoint,
     b: Checkpoint,
     *,
@@ -103,7 +103,7 @@ def compare(
 
 
 def _check_pattern(a: Checkpoint, b: Checkpoint, only: str) -> None:
-    """UsageError for a pattern that matches nothing: what is not compared is not equal."""
+    """UsageError for a pattern that matches nothing, lest "nothing compared" read as "equal"."""
     names = [*a.names(), *b.names()]
     if not matching_nothing([only], names):
         return
@@ -137,14 +137,14 @@ def _paths(path: str, value: Any) -> Iterator[str]:
 
 
 def total_bytes(a: Checkpoint, b: Checkpoint, only: str | None = None) -> int:
-    """Number of bytes of each checkpoint that `compare` will read."""
+    """Number of bytes of each checkpoint that `compare_checkpoints` will read."""
     return sum(math.prod(t.shape) * DTYPES[t.dtype].bytes for t in _match_names(a, b, only))
 
 
 def _match_names(
     a: Checkpoint, b: Checkpoint, only: str | None, into: Difference | None = None
 ) -> list[TensorEntry]:
-    """Tensors of the same name, dtype and shape; other ones go into `into`."""
+    """Return the tensors with the same name, dtype and shape in both; report the others in `into`."""
     found = into or Difference()
     pattern = "*" if only is None else only
     ours = {n: a.manifest.tensors[a.index(n)] for n in a.names() if fnmatchcase(n, pattern)}
@@ -166,9 +166,9 @@ def _kind(t: TensorEntry) -> str:
     return f"{t.dtype} {list(t.shape)}"
 
 
-def batches(tensors: list[TensorEntry], limit: int = BLOCK_BYTES) -> Iterator[list[Part]]:
+def batches(tensors: list[TensorEntry], limit: int = COMPARED_BYTES) -> Iterator[list[_Part]]:
     """Boxes that cover every tensor in order, in groups of at most `limit` bytes."""
-    batch: list[Part] = []
+    batch: list[_Part] = []
     size = 0
     for t in tensors:
         itemsize = DTYPES[t.dtype].bytes
@@ -192,7 +192,7 @@ def blocks(shape: tuple[int, ...], most: int) -> Iterator[Box]:
         yield from flat_range(shape, start, min(start + step, size))
 
 
-def _read(checkpoint: Checkpoint, batch: list[Part]) -> list[Array]:
+def _read(checkpoint: Checkpoint, batch: list[_Part]) -> list[Array]:
     wants, values = [], []
     for t, box in batch:
         array: Array = np.empty(box.shape, RAW[DTYPES[t.dtype].bytes])
@@ -206,8 +206,8 @@ def _compare_values(into: ValueDifferences, dtype: str, a: Array, b: Array) -> N
     """Add what differs between two runs of raw elements."""
     if np.array_equal(a.view("u1"), b.view("u1")):
         return
-    for start in range(0, a.size, SLICE):
-        x, y = a[start : start + SLICE], b[start : start + SLICE]
+    for start in range(0, a.size, _SLICE):
+        x, y = a[start : start + _SLICE], b[start : start + _SLICE]
         bits = (x.view("u1") != y.view("u1")).reshape(x.size, -1).any(axis=1)
         into.num_differing += int(bits.sum())
         if bits.any():

@@ -1,4 +1,4 @@
-"""A step's files: byte ranges that are verified by their digests before anybody sees them.
+"""A step's files: byte ranges that are verified by their digests before they are returned.
 
 Their readers stay open from one read to the next: a file system then reads ahead.
 """
@@ -43,7 +43,7 @@ class OpenReaders:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Keep objects open until this and every other such block has ended."""
+        """Keep objects open until all `kept` blocks have ended."""
         with self._lock:
             self._num_keepers += 1
         try:
@@ -112,7 +112,7 @@ class OpenReaders:
         self._close_idle(MOST_OPEN)
 
     def _close_idle(self, most: int) -> None:
-        """Close those that nobody uses, the longest unused first, while more than `most` are open."""
+        """While more than `most` readers are open, close unused ones, least recently used first."""
         with self._lock:
             if not self._num_keepers:
                 most = 0

@@ -16,28 +16,32 @@ from collections.abc import Callable, Iterable
 
 from holdfast.core.checkpoint.names import Saved
 
-Line = tuple[tuple[int, int], ...]
+Lineage = tuple[tuple[int, int], ...]
 """Runs, each with its last step that counts; newest first."""
 
-RECENT = 16
+RECENT_RUNS = 16
 """Runs that stay in a line when their steps are gone: they may have left records, which others delete."""
 
 Owns = Callable[[Saved], bool]
 """Tells steps, and records by the first step of their file, that a run may delete."""
 
 
-def line_from(run: int, step: int, line: Line, there: Iterable[Saved]) -> Line:
-    """Return the line of a run that goes on from a step, whose own run had that `line`.  Runs of which no
-    step is `there` any more are left out, but for recent ones."""
+def line_from(run: int, step: int, line: Lineage, there: Iterable[Saved]) -> Lineage:
+    """Return the line of a run that continues from a step of a run with this `line`.  Runs without a step
+    among `there` are left out, except recent ones."""
     saved = list(there)
 
     def has_steps(of_run: int, last: int) -> bool:
         return any(s.run == of_run and s.step <= last for s in saved)
 
     before = [pair for pair in line if pair[0] != run]
-    return (run, step), *before[:RECENT], *(pair for pair in before[RECENT:] if has_steps(*pair))
+    return (
+        (run, step),
+        *before[:RECENT_RUNS],
+        *(pair for pair in before[RECENT_RUNS:] if has_steps(*pair)),
+    )
 
 
-def is_in_line(saved: Saved, run: int, line: Line) -> bool:
+def is_in_line(saved: Saved, run: int, line: Lineage) -> bool:
     """True if a step is of the run itself, or one that it went on from."""
     return saved.run == run or any(saved.run == r and saved.step <= last for r, last in line)

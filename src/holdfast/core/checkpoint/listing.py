@@ -13,7 +13,7 @@ from holdfast.base.errors import HoldfastError, NotFound
 from holdfast.base.text import first_of
 from holdfast.base.threads import in_threads
 from holdfast.core.checkpoint.names import (
-    ATTEMPT,
+    MANIFEST_ATTEMPT,
     STEP,
     RootKeys,
     Saved,
@@ -23,7 +23,7 @@ from holdfast.core.checkpoint.names import (
     step_prefix,
     verified_attempt,
 )
-from holdfast.core.format.manifest import HEAD_BYTES, FileEntry, Manifest
+from holdfast.core.format.manifest import MANIFEST_HEAD_BYTES, FileEntry, Manifest
 from holdfast.core.store import Store, at_a_time
 
 
@@ -62,12 +62,12 @@ class Listing:
 
 def stated_attempt(store: Store, step: int) -> str | None:
     """The attempt that the beginning of a step's manifest states; not verified.  None if it states none."""
-    data = bytearray(HEAD_BYTES + 128)
+    data = bytearray(MANIFEST_HEAD_BYTES + 128)
     try:
         store.read(manifest_key(step), 0, memoryview(data))
     except HoldfastError:
         return None
-    match = ATTEMPT.match(data)
+    match = MANIFEST_ATTEMPT.match(data)
     return match[1].decode() if match else None
 
 
@@ -88,7 +88,7 @@ def attempt_of(store: Store, step: int) -> str | None:
         return None
 
 
-def survey(store: Store) -> Listing:
+def survey_root(store: Store) -> Listing:
     """Read every manifest, and list the length of every file."""
     keys, sizes = RootKeys(store), dict(store.entries("steps/"))
     read: dict[int, Manifest | HoldfastError] = {}
@@ -120,7 +120,7 @@ def _judge(
 
 
 def wrong_size(store: Store, manifest: Manifest, file: FileEntry) -> str | None:
-    """Say what is wrong with a file's length; None if it is there and as long as it must be."""
+    """Describe the fault of a file's length; None if the file exists with the stated length."""
     try:
         found = store.size(step_prefix(manifest.step) + file.path)
     except NotFound:

@@ -38,15 +38,21 @@ from holdfast.base.errors import (
     UsageError,
 )
 from holdfast.base.threads import in_threads
-from holdfast.core.format.manifest import HEAD_BYTES, Manifest, decode, decode_head, verified
+from holdfast.core.format.manifest import (
+    MANIFEST_HEAD_BYTES,
+    Manifest,
+    decode_head,
+    decode_manifest,
+    verified,
+)
 from holdfast.core.store import Store, at_a_time, delete_many, keys_below
 
 AND_LOG = ("log/", "steps/")
 """The parts that a restart looks at, and a run with records that tidies up."""
-WHOLE = ("claims/", *AND_LOG)
+CLAIMED_PARTS = ("claims/", *AND_LOG)
 """The parts that a claim looks at."""
 FOLDERS = ("steps", "claims", "log")
-"""Folders that a root consists of, in which nobody else's files belong."""
+"""The folders of a root.  They hold files of holdfast only."""
 TOP_NAMES = frozenset({*FOLDERS, "job.json", "tuning.json"})
 """All that holdfast keeps directly below a root."""
 STEP = r"(\d{10}|[1-9]\d{10,14})"
@@ -59,7 +65,9 @@ _NUMBERED = re.compile(r"(\d{4,})-(\d{6,})")
 _LOG = re.compile(
     rf"log/(\d{{10}})/(?:{STEP}-{STEP}/r\d{{5,}}\.log|plan-[0-9a-f]{{16}}\.json|r\d{{5,}}-\d+\.writing)"
 )
-ATTEMPT = re.compile(rb'\{"holdfast":\d+,"step":\d+,"run":\d+,"attempt":"([\w.-]+)"', re.ASCII)
+MANIFEST_ATTEMPT = re.compile(
+    rb'\{"holdfast":\d+,"step":\d+,"run":\d+,"attempt":"([\w.-]+)"', re.ASCII
+)
 
 NOTES_KEY = "steps/notes.json"
 """Labels and metrics of a root's steps; see `notes`."""
@@ -145,7 +153,7 @@ class Known:
                 self._saved.setdefault(one.step, one)
 
     def among(self, steps: Iterable[int]) -> dict[int, Saved]:
-        """Return those of some steps that are known; others are forgotten: somebody has deleted them."""
+        """Return the known steps among `steps`, and forget all others: another process deleted them."""
         there, known = set(steps), dict(self._saved)
         for step in known.keys() - there:
             self._saved.pop(step, None)
@@ -168,7 +176,7 @@ class RootKeys:
         """Length of each object, or -1 where it is not known."""
         self.keys = [*self.sizes]
         self.marked: list[str] = []
-        """Keys of what is to be deleted at the end of the block."""
+        """Keys to delete at the end of the block."""
         matches = ((key, _MANIFEST.fullmatch(key)) for key in self.keys)
         self.manifests = {int(match[1]): key for key, match in matches if match}
         """Key of the manifest of each step."""
@@ -213,7 +221,7 @@ class RootKeys:
         delete_many(self.store, self.marked)
 
     def below(self, prefix: str) -> list[str]:
-        """The keys that begin so, of what was listed."""
+        """Return the listed keys that begin with `prefix`."""
         return [key for key in self.keys if key.startswith(prefix)]
 
     def mark_below(self, prefix: str) -> None:
@@ -223,14 +231,14 @@ class RootKeys:
         self.mark(key for key in found if "/" not in key.removeprefix(prefix))
 
     def mark(self, keys: Iterable[str]) -> None:
-        """Mark keys, which count as gone from here on."""
+        """Mark keys for deletion; from now on they count as gone."""
         gone = set(keys)
         self.marked += sorted(gone)
         self.keys = [key for key in self.keys if key not in gone]
 
 
 MOST_TRIES = 10
-"""Times that a root is looked at, when what was seen there is deleted before it is read."""
+"""Attempts to read a root whose steps are deleted between the listing and the read."""
 
 
 def seen(
@@ -257,8 +265,8 @@ def step_numbers(store: Store) -> list[int]:
 
 
 def read_head(store: Store, step: int, key: str) -> Saved | None:
-    """Return what a manifest's beginning says of its step; None if the manifest was deleted meanwhile."""
-    data = bytearray(HEAD_BYTES)
+    """Read run and step from the beginning of a manifest; None if the manifest was deleted meanwhile."""
+    data = bytearray(MANIFEST_HEAD_BYTES)
     try:
         store.read(key, 0, memoryview(data))
         _, stated, run = decode_head(bytes(data), key)
@@ -273,14 +281,14 @@ def read_head(store: Store, step: int, key: str) -> Saved | None:
 
 
 def _fault(store: Store, key: str) -> str | None:
-    """Say what is wrong with a manifest whose beginning is not sound; None if it was deleted meanwhile."""
+    """Describe the fault of a manifest with a damaged beginning; None if it was deleted meanwhile."""
     try:
         size = store.size(key)
     except NotFound:
         return None
     if not size:
         return "is empty (0 bytes)"
-    if size < HEAD_BYTES:
+    if size < MANIFEST_HEAD_BYTES:
         return f"is cut short ({size} bytes)"
     return f"does not begin as a manifest does ({size:,} bytes)"
 
@@ -293,7 +301,7 @@ def verified_attempt(store: Store, step: int) -> str | None:
 
 def attempt_in(data: bytes, step: int) -> str | None:
     """The attempt that the manifest with these bytes names, as `verified_attempt`."""
-    match = ATTEMPT.match(verified(data, manifest_key(step)))
+    match = MANIFEST_ATTEMPT.match(verified(data, manifest_key(step)))
     return match[1].decode() if match else None
 
 
@@ -301,13 +309,13 @@ def read_manifest(store: Store, step: int) -> Manifest:
     """The manifest of a step.  NotFound with what there is; Corrupt or FormatError if unsound."""
     key = manifest_key(step)
     try:
-        manifest = decode(store.get(key), key)
+        manifest = decode_manifest(store.get(key), key)
     except NotFound:
         raise NotFound(
             f"no step {step} in {store.url}",
             step=step,
             key=key,
-            hint=f"steps there: {describe(step_numbers(store))}",
+            hint=f"steps there: {steps_text(step_numbers(store))}",
         ) from None
     except (FormatError, StoreError) as error:
         error.step = step
@@ -323,7 +331,7 @@ def check_step(manifest: Manifest, step: int) -> None:
         raise Corrupt(f"manifest is of step {manifest.step}, not {step}", key=key, step=step)
 
 
-def describe(steps: list[int], most: int = 10) -> str:
+def steps_text(steps: list[int], most: int = 10) -> str:
     """List steps for a message: the last `most` of them."""
     steps = sorted(steps)
     text = ", ".join(map(str, steps[-most:]))

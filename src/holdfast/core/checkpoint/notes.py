@@ -34,27 +34,27 @@ from holdfast.base.wire import decode_json
 from holdfast.core.checkpoint.names import (
     NOTES_KEY,
     RootKeys,
-    describe,
     manifest_key,
     read_head,
     step_numbers,
+    steps_text,
 )
 from holdfast.core.codec.digest import hexdigest
 from holdfast.core.format.manifest import CONTROL
 from holdfast.core.format.sealing import with_seal, without_seal
 from holdfast.core.store import Store, get_small
-from holdfast.core.store.contract import SMALL_BYTES
+from holdfast.core.store.contract import SMALL_FILE_BYTES
 
-MOST_CHARS = 100
+_MOST_CHARS = 100
 """Most characters of a label, and of the name of a metric."""
-TRIES = 100
-"""Writers that come first, one after the other, before one gives up."""
+_TRIES = 100
+"""Attempts to replace the notes before a writer gives up, each lost to another writer."""
 SECOND_LOOK_S = 1.0
-HINT = (
+_HINT = (
     f"nothing is deleted until then: put it back, or delete {NOTES_KEY}, and label the steps anew"
 )
 
-Values = dict[str, float | None]
+Metrics = dict[str, float | None]
 """Metrics by name; None is not a number."""
 
 
@@ -62,7 +62,7 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Metrics that were noted of a step of one run."""
 
     run: int
-    values: Values
+    values: Metrics
 
 
 class Notes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -85,7 +85,7 @@ class Notes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             found.setdefault(step, []).append(label)
         return found
 
-    def values(self, run: int, step: int) -> Values:
+    def values(self, run: int, step: int) -> Metrics:
         """The metrics that were noted of that run's step."""
         noted = self.metrics.get(step)
         return noted.values if noted is not None and noted.run == run else {}
@@ -95,9 +95,9 @@ class Notes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_notes(store: Store) -> Notes:
-    """The notes of a root; none if there are none.  Corrupt or FormatError if they are damaged."""
+    """Read the notes of a root; empty if it has none.  Corrupt or FormatError if they are damaged."""
     data = _present(store)
-    return Notes() if data is None else decode(data)
+    return Notes() if data is None else decode_notes(data)
 
 
 def notes_among(keys: RootKeys) -> Notes:
@@ -106,25 +106,25 @@ def notes_among(keys: RootKeys) -> Notes:
     return read_notes(keys.store) if is_there else Notes()
 
 
-def encode(notes: Notes) -> bytes:
+def encode_notes(notes: Notes) -> bytes:
     return with_seal(msgspec.json.encode(notes))
 
 
-def decode(data: bytes) -> Notes:
+def decode_notes(data: bytes) -> Notes:
     """Parse notes.  Corrupt or FormatError if they are not what was written."""
     body, expected = without_seal(data)
-    if len(data) > SMALL_BYTES or hexdigest(body) != expected:
-        raise Corrupt("the notes of steps are damaged", key=NOTES_KEY, hint=HINT)
+    if len(data) > SMALL_FILE_BYTES or hexdigest(body) != expected:
+        raise Corrupt("the notes of steps are damaged", key=NOTES_KEY, hint=_HINT)
     try:
         notes = decode_json(b"".join((body, b"}")), Notes)
     except msgspec.DecodeError as error:
-        raise FormatError(f"the notes of steps: {error}", key=NOTES_KEY, hint=HINT) from None
+        raise FormatError(f"the notes of steps: {error}", key=NOTES_KEY, hint=_HINT) from None
     names = [*notes.labels, *(name for one in notes.metrics.values() for name in one.values)]
     for name in filter(CONTROL.search, names):
         said = f"the notes of steps: the name {name!r:.200} has a control character"
-        raise FormatError(said, key=NOTES_KEY, hint=HINT)
+        raise FormatError(said, key=NOTES_KEY, hint=_HINT)
     if notes.holdfast != 1:
-        raise FormatError(f"notes of version {notes.holdfast}", key=NOTES_KEY, hint=HINT)
+        raise FormatError(f"notes of version {notes.holdfast}", key=NOTES_KEY, hint=_HINT)
     return notes
 
 
@@ -138,21 +138,21 @@ def _present(store: Store) -> bytes | None:
 def change(store: Store, edit: Callable[[Notes], Notes]) -> None:
     """Write the notes as `edit` makes them of those that are there.  Blocks; it may be called again, of
     notes that another process has written meanwhile."""
-    for _ in range(TRIES):
+    for _ in range(_TRIES):
         seen = _present(store)
-        old = Notes() if seen is None else decode(seen)
+        old = Notes() if seen is None else decode_notes(seen)
         new = edit(old)
         if new == old:
             return
         try:
             if seen is None:
-                store.put(NOTES_KEY, encode(new), if_absent=True)
+                store.put(NOTES_KEY, encode_notes(new), if_absent=True)
             else:
-                store.put(NOTES_KEY, encode(new), replacing=seen)
+                store.put(NOTES_KEY, encode_notes(new), replacing=seen)
             return
         except (Exists, NotFound):
             continue
-    raise Unavailable(f"other processes wrote {NOTES_KEY} {TRIES} times in a row", key=NOTES_KEY)
+    raise Unavailable(f"other processes wrote {NOTES_KEY} {_TRIES} times in a row", key=NOTES_KEY)
 
 
 # -- labels ---------------------------------------------------------------------------------------
@@ -165,9 +165,9 @@ def label_of(value: Any, call: str) -> str:
 
 def _short_text(value: Any, call: str, name: str, what: str) -> str:
     text = text_of(value, call, name, what)
-    if len(text) > MOST_CHARS or not text.isprintable() or not text.strip():
+    if len(text) > _MOST_CHARS or not text.isprintable() or not text.strip():
         raise unfit(
-            call, name, value, f"{what}: one line of at most {MOST_CHARS} characters", typed=False
+            call, name, value, f"{what}: one line of at most {_MOST_CHARS} characters", typed=False
         )
     return text
 
@@ -178,12 +178,12 @@ def pin(store: Store, step: int, label: str, *, second_look_s: float = 0.0) -> N
     Called while nobody deletes steps in this process.  `second_look_s`: of other processes nobody knows
     what they are deleting, so look once more after that time.
     """
-    check_there(store, step)
+    _check_committed(store, step)
     change(store, lambda n: with_labels(n, {label: step}))
     if second_look_s:
         time.sleep(second_look_s)
     try:
-        check_there(store, step)
+        _check_committed(store, step)
     except NotFound:
         change(store, lambda n: with_labels(n, {label: None}) if n.labels.get(label) == step else n)
         raise
@@ -218,27 +218,28 @@ def with_labels(notes: Notes, labels: Mapping[str, int | None]) -> Notes:
     return msgspec.structs.replace(notes, labels={**notes.labels, **labels})
 
 
-def check_there(store: Store, step: int) -> None:
+def _check_committed(store: Store, step: int) -> None:
     """NotFound, with the steps that there are, unless a step is committed."""
     key = manifest_key(step)
     try:
         store.size(key)
     except NotFound:
-        hint = f"steps there: {describe(step_numbers(store))}"
+        hint = f"steps there: {steps_text(step_numbers(store))}"
         raise NotFound(f"no step {step} in {store.url}", step=step, key=key, hint=hint) from None
 
 
 # -- metrics --------------------------------------------------------------------------------------
 
 
-def values_of(given: Any, call: str, name: str = "metrics") -> Values:
-    """Metrics as they are stored: numbers by name.  What is not finite is None, and never the best."""
+def metrics_of(given: Any, call: str, name: str = "metrics") -> Metrics:
+    """Check metrics and return them as stored: numbers by name.  A value that is not finite becomes None
+    and is never the best."""
     what = "a dict of numbers by name, such as {'loss': 0.3}"
     if not isinstance(given, Mapping):
         raise unfit(call, name, given, what)
     if not given:
         raise unfit(call, name, given, f"{what}, and not empty", typed=False)
-    found: Values = {}
+    found: Metrics = {}
     for key, value in given.items():
         named = _short_text(key, call, name, "names of metrics as text")
         found[named] = _number(value, call, f"{name}[{shown(named)}]")
@@ -259,13 +260,13 @@ def _is_nan(value: Any) -> bool:
         return False
 
 
-def measure(store: Store, step: int, values: Values, *, coming: Mapping[int, int]) -> None:
+def measure(store: Store, step: int, values: Metrics, *, coming: Mapping[int, int]) -> None:
     """Note metrics of a step, beside those that it has.  NotFound if there is no such step, and it is not
     `coming`, which gives the run by step.  What is noted of steps that are gone is dropped."""
     there = set(RootKeys(store).manifests) | set(coming)
     run = coming.get(step)
     if run is None:
-        check_there(store, step)
+        _check_committed(store, step)
         saved = read_head(store, step, manifest_key(step))
         run = -1 if saved is None else saved.run
 

@@ -24,7 +24,7 @@ from holdfast.base.errors import FormatError, UsageError
 from holdfast.base.suggest import did_you_mean
 from holdfast.base.wire import decode_json
 from holdfast.core.checkpoint.files import Files
-from holdfast.core.checkpoint.names import describe, read_manifest, step_prefix
+from holdfast.core.checkpoint.names import read_manifest, step_prefix, steps_text
 from holdfast.core.checkpoint.reading import read_alone
 from holdfast.core.checkpoint.rows import RAW, Array, ArrayTarget, Want
 from holdfast.core.checkpoint.unproved import newest_manifest
@@ -35,7 +35,7 @@ from holdfast.core.format.manifest import FileEntry, Manifest
 from holdfast.core.layout import Box, Sharding, whole
 from holdfast.core.store import Store, open_store
 
-Range = slice | tuple[int, int] | None
+_Range = slice | tuple[int, int] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class Checkpoint:
         size = whole(t.shape).size * DTYPES[t.dtype].bytes
         return TensorInfo(name, t.dtype, t.shape, t.state, t.replica, sharding, size)
 
-    def read(self, name: str, box: Sequence[Range] | Box | None = None) -> Array:
+    def read(self, name: str, box: Sequence[_Range] | Box | None = None) -> Array:
         """A tensor, or the part of it that `box` says, as a new array of its own dtype.
 
         `box` gives (start, stop), a slice or None per dim.  Blocks while it reads; verified.
@@ -247,7 +247,7 @@ def plain_tensor(tag: str, body: Any) -> Any:
     raise FormatError(f"malformed extras: unknown tag {tag!r}")
 
 
-def to_box(box: Sequence[Range] | Box | None, shape: tuple[int, ...], name: str) -> Box:
+def to_box(box: Sequence[_Range] | Box | None, shape: tuple[int, ...], name: str) -> Box:
     """A Box from what a user may write; UsageError if it does not lie in `shape`."""
     if box is None:
         return whole(shape)
@@ -268,7 +268,7 @@ def to_box(box: Sequence[Range] | Box | None, shape: tuple[int, ...], name: str)
     return Box(tuple(a for a, _ in found), tuple(b for _, b in found))
 
 
-def _range(r: Range, n: int) -> tuple[int, int]:
+def _range(r: _Range, n: int) -> tuple[int, int]:
     """Start and stop, also of other libraries' integers.  TypeError or ValueError for no range."""
     if r is None:
         return 0, n
@@ -281,4 +281,4 @@ def _range(r: Range, n: int) -> tuple[int, int]:
     return operator.index(start), operator.index(stop)
 
 
-__all__ = ["Checkpoint", "TensorInfo", "describe", "to_box"]
+__all__ = ["Checkpoint", "TensorInfo", "steps_text", "to_box"]

@@ -35,15 +35,15 @@ from holdfast.core.layout import flat_range
 from holdfast.core.store import Store, Writer
 from holdfast.core.store.contract import check_blocks, reads_of
 
-MAX_BLOCK_BYTES = 16 << 20
-MIN_BLOCK_BYTES = 1 << 20
-CAST_BYTES = 2 << 20
-READ_BYTES = 2 << 20
+_MAX_BLOCK_BYTES = 16 << 20
+_MIN_BLOCK_BYTES = 1 << 20
+_CAST_BYTES = 2 << 20
+_READ_BYTES = 2 << 20
 """Bytes of scratch of a reading thread (`reading.BLOCK_CHUNKS` chunks)."""
-MIN_MEMORY_BYTES = MIN_BLOCK_BYTES + CAST_BYTES + READ_BYTES
+MIN_MEMORY_BYTES = _MIN_BLOCK_BYTES + _CAST_BYTES + _READ_BYTES
 
 Progress = Callable[[int], object]
-Seal = Callable[[int, memoryview], None]
+_Seal = Callable[[int, memoryview], None]
 """Called with each block's first byte and the block, in order; may change the block."""
 
 
@@ -79,19 +79,19 @@ class ElementSpan:
 
 @dataclass(frozen=True)
 class Outfile:
-    """A file to be.  What neither literals nor spans cover is zero, or the seal's."""
+    """A planned file.  Bytes that neither literals nor spans cover are zero, or written by the seal."""
 
     path: str
     bytes: int
     literals: tuple[Literal, ...]
     spans: tuple[ElementSpan, ...]
-    seal: Callable[[], Seal] | None = None
+    seal: Callable[[], _Seal] | None = None
     """Makes the seal of one writing of the file."""
 
 
 @dataclass(frozen=True)
 class FileDigests:
-    """Digests of a file's blocks, which say what it ought to hold."""
+    """Digests of the blocks that a file must hold."""
 
     path: str
     bytes: int
@@ -145,10 +145,10 @@ def write_files(
     return [job.written() for job in jobs]
 
 
-def check_files(
+def read_back(
     store: Store, files: Sequence[FileDigests], *, progress: Progress | None = None
 ) -> None:
-    """Read files back from storage.  Corrupt, with the first range that is not what was written."""
+    """Read files back from storage.  Corrupt, with the first range that differs from the written bytes."""
     tell = progress or (lambda _: None)
     buffers = ThreadPages()
 
@@ -176,8 +176,8 @@ def _shares(memory_bytes: int) -> tuple[int, int]:
         raise UsageError(f"memory_bytes={memory_bytes}: at least {MIN_MEMORY_BYTES} are needed")
     cores = max(1, (os.cpu_count() or 2) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     threads = min(max(4, min(cores, 16)), memory_bytes // MIN_MEMORY_BYTES)
-    block = memory_bytes // threads - CAST_BYTES - READ_BYTES
-    return threads, min(block // MIN_BLOCK_BYTES * MIN_BLOCK_BYTES, MAX_BLOCK_BYTES)
+    block = memory_bytes // threads - _CAST_BYTES - _READ_BYTES
+    return threads, min(block // _MIN_BLOCK_BYTES * _MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES)
 
 
 class _GivenUpError(Exception):
@@ -256,7 +256,7 @@ class _UnfinishedFile:
             self._turn.notify_all()
 
     def fail(self) -> None:
-        """Wake those who wait for a block that will not come."""
+        """Wake the threads that wait for a block which will not come."""
         with self._turn:
             self._failed = True
             self._turn.notify_all()
@@ -289,8 +289,8 @@ class _UnfinishedFile:
         first = span.first + (at - span.start) // itemsize
         if tensor.dtype == span.dtype:
             return _boxes(span.tensor, tensor.shape, first, into, itemsize)
-        for begin in range(0, len(into), CAST_BYTES // 16 * itemsize):
-            part = into[begin : begin + CAST_BYTES // 16 * itemsize]
+        for begin in range(0, len(into), _CAST_BYTES // 16 * itemsize):
+            part = into[begin : begin + _CAST_BYTES // 16 * itemsize]
             self._cast(span, first + begin // itemsize, part)
         return []
 

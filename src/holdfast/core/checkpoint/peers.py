@@ -1,4 +1,4 @@
-"""Calls between ranks that load together, and how an error of one becomes an error of all."""
+"""Calls between ranks that load together, and how an error of one rank becomes an error of all."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _SAME = (Corrupt, Unavailable, NotFound, FormatError)
 
 
 def of_the_step(failed: dict[int, WireError]) -> tuple[int, WireError] | None:
-    """A rank, and its error, that tells what is wrong with the step; None if no error does."""
+    """Return the first rank whose error blames the step, with that error; None if there is none."""
     for kind in _SAME:
         for rank, one in failed.items():
             if one.kind == kind.__name__:
@@ -58,8 +58,8 @@ def of_the_step(failed: dict[int, WireError]) -> tuple[int, WireError] | None:
     return None
 
 
-def agree(peers: Peers, error: BaseException | None, step: int | None) -> None:
-    """Raise on every rank if any rank has an error: the same one where its kind matters, else
+def raise_together(peers: Peers, error: BaseException | None, step: int | None) -> None:
+    """Raise on every rank if any rank has an error: the same error if its class matters to callers, else
     RankErrors."""
     if not peers.any(error is not None):
         return
@@ -80,6 +80,6 @@ def raise_on_all(peers: Peers, step: int) -> Iterator[None]:
     except Exception as failed:
         error = failed
     if peers.size > 1:
-        agree(peers, error, step)
+        raise_together(peers, error, step)
     elif error is not None:
         raise error

@@ -21,7 +21,7 @@ from holdfast.base.errors import FormatError, HoldfastError, NotFound, Unsupport
 from holdfast.base.events import emit
 from holdfast.base.threads import in_threads
 from holdfast.base.wire import decode_json
-from holdfast.core.checkpoint.committing import check_files
+from holdfast.core.checkpoint.committing import check_lengths
 from holdfast.core.checkpoint.names import (
     RootKeys,
     Saved,
@@ -30,12 +30,12 @@ from holdfast.core.checkpoint.names import (
     read_manifest,
     step_prefix,
 )
-from holdfast.core.checkpoint.notes import Notes, Values, notes_among, read_notes
+from holdfast.core.checkpoint.notes import Metrics, Notes, notes_among, read_notes
 from holdfast.core.checkpoint.tidying import INDEX, Keep, Lock, marking
 from holdfast.core.format.manifest import verified
 from holdfast.core.store import LocalStore, Store, at_a_time
 
-UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([smhd])")
 
 # -- rules ----------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ def seconds_in(newer: Any, call: str = "Keep", name: str = "newer") -> float:
     match = _TIME.fullmatch(text_of(newer, call, name, what))
     if match is None:
         raise unfit(call, name, newer, what, typed=False)
-    return float(match[1]) * UNITS[match[2]]
+    return float(match[1]) * _UNITS[match[2]]
 
 
 # -- choosing -------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class Stated(msgspec.Struct, frozen=True):
     """The statements of a manifest on its step that rules ask for."""
 
     created: str
-    metrics: Values = {}
+    metrics: Metrics = {}
 
 
 def _all_stated(keys: RootKeys, saved: list[Saved]) -> dict[int, Stated | None]:
@@ -179,7 +179,7 @@ def _stated(keys: RootKeys, saved: Saved) -> Stated | None:
 
 
 def _time_of(facts: Stated | None) -> float:
-    """When a step was saved, in seconds of the epoch; infinite where nobody can say."""
+    """Return the time of a save, in seconds since the epoch; infinite if it is unknown."""
     try:
         return calendar.timegm(time.strptime(facts.created if facts else "", "%Y-%m-%dT%H:%M:%SZ"))
     except ValueError:
@@ -195,7 +195,7 @@ def _sound(keys: RootKeys, step: int) -> bool:
     if last == step and named <= set(keys.keys):
         return True
     try:
-        check_files(keys.store, read_manifest(keys.store, step))
+        check_lengths(keys.store, read_manifest(keys.store, step))
     except HoldfastError:
         return False
     return True

@@ -18,9 +18,9 @@ import numpy as np
 from holdfast.core.checkpoint.peers import Peers
 from holdfast.core.checkpoint.rows import Interval
 
-OPEN_CLAIMS = 1000
+_OPEN_CLAIMS = 1000
 """Up to this many claims are told to all ranks instead of to coordinators: fewer round trips."""
-AGAIN = 0.01
+_AGAIN = 0.01
 """Every rank reads for itself if that reads at most this fraction of the bytes again."""
 
 
@@ -77,7 +77,7 @@ def _unpack(data: bytes | memoryview, width: int) -> list[tuple[int, ...]]:
 def assign_reads(peers: Peers, needed: dict[int, list[Interval]]) -> ReadAssignment:
     """Agree who reads what.  `needed`: chunks by file number."""
     mine = [(file, a, b) for file, intervals in needed.items() for a, b in intervals]
-    if peers.all_max(len(mine)) * peers.size <= OPEN_CLAIMS:
+    if peers.all_max(len(mine)) * peers.size <= _OPEN_CLAIMS:
         return _deal_openly(peers, needed, peers.all_gather(_pack(mine)))
     out: list[list[tuple[int, ...]]] = [[] for _ in range(peers.size)]
     for claim in mine:
@@ -102,7 +102,7 @@ def _deal_openly(
     claims, load = _claims(packed), dict[int, int]()
     orders = [(file, *order) for file in sorted(claims) for order in assign(claims[file], load)]
     again = sum((b - a) * (len(needers) - 1) for _, a, b, _, needers in orders)
-    if again <= AGAIN * sum(b - a for _, a, b, _, _ in orders):
+    if again <= _AGAIN * sum(b - a for _, a, b, _, _ in orders):
         return ReadAssignment(alone=needed)
     result = ReadAssignment()
     positions = [0] * peers.size

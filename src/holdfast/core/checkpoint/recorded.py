@@ -1,4 +1,4 @@
-"""Which steps are recorded, by the names of the files of records: none of them is read.
+"""Which steps are recorded, by the names of the files of records alone; no file is read.
 
 log/0000000007/0000001001-0000001010/r00003.log      rank 3's records of steps 1001 to 1010, by run 7
 """

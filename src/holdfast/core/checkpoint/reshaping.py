@@ -25,8 +25,18 @@ from holdfast.core.format.manifest import Manifest
 from holdfast.core.layout import Cut, Mesh, Sharding, Table, part_of, parts_of
 from holdfast.core.layout.pieces import Ints
 
-SHARDED = ("dp", "fsdp", "shard", "dp_shard", "dp_shard_cp", "data", "zero", "edp", "world", "rank")
-REPLICATED = ("replicate", "dp_replicate", "ddp", "hsdp")
+_SHARDED = (
+    "dp",
+    "fsdp",
+    "shard",
+    "dp_shard",
+    "dp_shard_cp",
+    "data",
+    "zero",
+    "edp",
+    "world",
+    "rank",
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +52,7 @@ class Reading:
     """Total length of the files touched."""
 
 
-MAX_DIGITS = 8
+_MAX_DIGITS = 8
 """Most digits in the size of an axis that is typed."""
 
 
@@ -51,7 +61,7 @@ def parse_mesh(text: str) -> Mesh:
     axes = []
     for part in text.split(","):
         name, _, size = part.strip().partition("=")
-        fits = size.isascii() and size.isdigit() and 0 < len(size.lstrip("0")) <= MAX_DIGITS
+        fits = size.isascii() and size.isdigit() and 0 < len(size.lstrip("0")) <= _MAX_DIGITS
         if not name or not fits:
             raise UsageError(
                 f"--mesh {text}: {part.strip()!r} is not an axis", hint="write it as dp=4,tp=2"
@@ -64,7 +74,7 @@ def parse_mesh(text: str) -> Mesh:
 
 
 def is_data_parallel(axis: str) -> bool:
-    return axis.lower().rstrip("0123456789") in SHARDED
+    return axis.lower().rstrip("0123456789") in _SHARDED
 
 
 @dataclass(frozen=True)
@@ -210,7 +220,7 @@ def _assumed(manifest: Manifest, mesh: Mesh, new_dp: tuple[str, ...]) -> list[tu
     return rows
 
 
-def tensor_bytes(reshape: Reshape) -> int:
+def total_tensor_bytes(reshape: Reshape) -> int:
     """Bytes of all tensors, once."""
     table = reshape.table
     return sum(math.prod(s) * int(i) for s, i in zip(table.shape.tolist(), table.itemsize))

@@ -30,7 +30,7 @@ RAW = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 """Element types by size, for moving bytes about."""
 
 Array = NDArray[Any]
-Ints = NDArray[np.int64]
+_Ints = NDArray[np.int64]
 Interval = tuple[int, int]
 
 
@@ -118,7 +118,7 @@ class Row(msgspec.Struct, frozen=True):
         return _row_major(self.piece.shape)
 
     def direct(self) -> memoryview | None:
-        """The target's memory for exactly `start..stop`, if there is such."""
+        """Return the target's memory for exactly `start..stop`; None if that is not contiguous."""
         if self.at is None:
             return None
         memory = self.want.target.memory()
@@ -130,7 +130,7 @@ class Row(msgspec.Struct, frozen=True):
         first = starts // chunk_bytes
         return list(zip(first.tolist(), (-(-(starts + length) // chunk_bytes)).tolist()))
 
-    def _runs(self, near: int) -> tuple[Ints, int]:
+    def _runs(self, near: int) -> tuple[_Ints, int]:
         """Byte offsets of the runs of the part in the file, and their length.
 
         Runs less than `near` bytes apart count as one, so there are few however tall the part is.
@@ -165,7 +165,7 @@ def _shifted(box: Box, by: tuple[int, ...]) -> Box:
 
 
 def plan_rows(manifest: Manifest, wants: list[Want]) -> list[Row]:
-    """The rows that make up the wants: which bytes of which files."""
+    """Return the rows of all wants: which bytes of which files they need."""
     if not wants:
         return []
     table = manifest.placement.table
@@ -198,7 +198,7 @@ def plan_rows(manifest: Manifest, wants: list[Want]) -> list[Row]:
 
 
 def _pieces_and_parts(
-    found: Located, wants: list[Want], start: Ints, stop: Ints
+    found: Located, wants: list[Want], start: _Ints, stop: _Ints
 ) -> tuple[list[Box], list[Box]]:
     """Boxes of pieces and of common parts, by row: the very box wanted where both equal it."""
     pieces = [wants[w].box for w in found.want.tolist()]
@@ -222,7 +222,7 @@ def _span(piece: Box, part: Box, itemsize: int) -> Interval:
     return first * itemsize, (last + 1) * itemsize
 
 
-def _padded(boxes: list[Box], width: int) -> tuple[Ints, Ints]:
+def _padded(boxes: list[Box], width: int) -> tuple[_Ints, _Ints]:
     """Starts and stops with one row per box; dims that a box lacks are 0..1."""
     start = np.zeros((len(boxes), width), np.int64)
     stop = np.ones((len(boxes), width), np.int64)
@@ -234,7 +234,7 @@ def _padded(boxes: list[Box], width: int) -> tuple[Ints, Ints]:
 
 
 def _spans(
-    found: Located, itemsize: Ints, want_start: Ints, want_stop: Ints
+    found: Located, itemsize: _Ints, want_start: _Ints, want_stop: _Ints
 ) -> tuple[NDArray[Any], ...]:
     """Per row: item size, the span of bytes in the piece, whether it is solid, and `Row.at` or -1."""
     piece, part = found.piece_stop - found.piece_start, found.stop - found.start
@@ -248,13 +248,13 @@ def _spans(
     return itemsize, first, last, solid, np.where(solid & _solid(part, box), at, -1)
 
 
-def _strides(shape: Ints) -> Ints:
+def _strides(shape: _Ints) -> _Ints:
     """Strides, in elements, of contiguous arrays; one row per array."""
     ones = np.ones((len(shape), 1), np.int64)
     return np.concatenate([np.cumprod(shape[:, :0:-1], axis=1)[:, ::-1], ones], axis=1)
 
 
-def _solid(part: Ints, shape: Ints) -> NDArray[np.bool_]:
+def _solid(part: _Ints, shape: _Ints) -> NDArray[np.bool_]:
     """True for each part that is one contiguous run of a row-major array of `shape`."""
     inside = np.cumsum(part != 1, axis=1) - (part != 1) > 0  # an outer dim has several
     found: NDArray[np.bool_] = np.all(~inside | (part == shape), axis=1)
@@ -282,7 +282,7 @@ class RowIndex:
         return [r for r in self.rows[lo:hi] if r.stop > start]
 
 
-def merge(intervals: Iterable[Interval]) -> list[Interval]:
+def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
     """Union of half-open intervals, sorted."""
     out: list[Interval] = []
     for a, b in sorted(intervals):
@@ -303,7 +303,9 @@ def group_rows(rows: list[Row]) -> dict[str, RowIndex]:
 
 def needs(indexes: dict[str, RowIndex], chunk_bytes: int) -> dict[str, list[Interval]]:
     """Chunks that the rows of each file touch."""
-    return {path: merge(_touched(index.rows, chunk_bytes)) for path, index in indexes.items()}
+    return {
+        path: merge_intervals(_touched(index.rows, chunk_bytes)) for path, index in indexes.items()
+    }
 
 
 def _touched(rows: list[Row], chunk_bytes: int) -> set[Interval]:

@@ -7,7 +7,7 @@ can.  The others go round by round: each rank reads and verifies its next chunks
 window (shared memory on a host; another host's ranks get the bytes sent), all agree that the round is
 there, and each places what it needs from all windows, while the next round is being read.
 
-Two windows per rank bound the memory; `agree` carries a failure of any rank to all of them.
+Two windows per rank bound the memory; `raise_together` carries a failure of any rank to all ranks.
 The mechanism is UCP's redundancy-bypassing load (section 4 there), per chunk instead of per file.
 """
 
@@ -20,7 +20,7 @@ from functools import partial
 from holdfast.base.garbage import uncollected
 from holdfast.base.threads import Worker, in_threads
 from holdfast.core.checkpoint.files import Files
-from holdfast.core.checkpoint.peers import Peers, SharedWindow, agree
+from holdfast.core.checkpoint.peers import Peers, SharedWindow, raise_together
 from holdfast.core.checkpoint.read_assignment import ReadAssignment, assign_reads
 from holdfast.core.checkpoint.reading import (
     Block,
@@ -34,20 +34,20 @@ from holdfast.core.checkpoint.reading import (
 from holdfast.core.checkpoint.rows import Interval, RowIndex, Want, group_rows, needs, plan_rows
 from holdfast.core.format.manifest import FileEntry
 
-WINDOW_BYTES = 8 << 20
+_WINDOW_BYTES = 8 << 20
 """Bytes read per rank and round.  Small windows cost few first touches of fresh pages, which can be
 slow; large ones cost fewer rounds.  bench/claims/load_resharded.py shows the whole."""
-FAR_WINDOW_BYTES = 32 << 20
+_FAR_WINDOW_BYTES = 32 << 20
 """The same for a store that takes long to begin to answer."""
 
 
-Run = tuple[int, int, int, int]
+_Run = tuple[int, int, int, int]
 """(file, first, stop, slot): chunks of a file, and where in a reader's window they begin."""
 
 
-def by_round(runs: Iterable[Run], per_round: int) -> dict[int, list[Run]]:
+def by_round(runs: Iterable[_Run], per_round: int) -> dict[int, list[_Run]]:
     """Cut runs, given with their positions among all chunks of a reader, where its rounds end."""
-    out: dict[int, list[Run]] = {}
+    out: dict[int, list[_Run]] = {}
     for file, a, b, position in runs:
         while a < b:
             number, slot = divmod(position, per_round)
@@ -72,11 +72,11 @@ class ExchangeRounds:
     def run(self, longest: int) -> BaseException | None:
         """Pass on up to `longest` chunks of each rank.
 
-        Returns what went wrong here in the last round, which the others do not know yet.
+        Returns the error of this rank in the last round, which the other ranks do not know yet.
         """
         size = self.files.manifest.chunk_bytes
         is_far = self.files.store_reads.threads > 0
-        per_window = max(1, (FAR_WINDOW_BYTES if is_far else WINDOW_BYTES) // size)
+        per_window = max(1, (_FAR_WINDOW_BYTES if is_far else _WINDOW_BYTES) // size)
         window = self.peers.window(2 * per_window * size)
         try:
             self.remote = set(range(self.peers.size)) - set(window.theirs) - {self.peers.rank}
@@ -94,7 +94,7 @@ class ExchangeRounds:
         mine = [(*run, position) for run, position in positions.items()]
         self.mine = by_round(mine, self.per_round)
         self.get = {r: by_round(runs, self.per_round) for r, runs in self.deal.get.items()}
-        to: dict[int, list[Run]] = {}
+        to: dict[int, list[_Run]] = {}
         for file, a, b, rank in self.deal.to:
             if rank in self.remote:
                 to.setdefault(rank, []).append((file, a, b, positions[file, a, b]))
@@ -106,7 +106,7 @@ class ExchangeRounds:
         with Worker("holdfast-ahead") as ahead:
             reading = ahead.submit(self._read, window, 0, size)
             for number in range(rounds):
-                agree(self.peers, failed or reading.exception(), step)
+                raise_together(self.peers, failed or reading.exception(), step)
                 if number + 1 < rounds:
                     reading = ahead.submit(self._read, window, number + 1, size)
                 try:
@@ -146,12 +146,12 @@ class ExchangeRounds:
                 work += [(run, half) for run in runs.get(number, ())]
         in_threads(lambda item: self._copy(item[0], item[1], size), work, self.threads)
 
-    def _copy(self, run: Run, half: memoryview, size: int) -> None:
+    def _copy(self, run: _Run, half: memoryview, size: int) -> None:
         entry, a, b = self._span(run)
         slot = run[3]
         self._put(entry, half[slot * size : slot * size + b - a], a)
 
-    def _span(self, run: Run) -> tuple[FileEntry, int, int]:
+    def _span(self, run: _Run) -> tuple[FileEntry, int, int]:
         entry = self.by_number[run[0]]
         return entry, *self.files.span(entry, run[1], run[2])
 
@@ -160,7 +160,7 @@ class ExchangeRounds:
             row.place(view, at)
 
     def _send(self, window: SharedWindow, number: int, size: int) -> Exception | None:
-        """Send bytes to, and place bytes from, ranks whose memory cannot be seen from here."""
+        """Exchange bytes with the ranks whose memory this rank cannot map, and place what arrives."""
         half = self._half(window.mine, number, size)
         out: list[list[memoryview]] = [[] for _ in range(self.peers.size)]
         for rank, runs in self.to.items():
@@ -210,7 +210,7 @@ def plan_shared(files: Files, wants: list[Want], peers: Peers) -> Callable[[], N
             open_all(files, [by_number[number] for number in sorted(mine)], threads)
         except Exception as failed:
             error = failed
-    agree(peers, error, files.manifest.step)
+    raise_together(peers, error, files.manifest.step)
     rounds = ExchangeRounds(files, by_number, indexes, deal, peers, cores_here())
     return partial(_read_shared, rounds, threads)
 
@@ -226,10 +226,10 @@ def _read_shared(rounds: ExchangeRounds, threads: int) -> None:
         run_blocks(files, blocks, rounds.indexes, threads)
     except Exception as failed:
         error = failed
-    agree(peers, error, step)
+    raise_together(peers, error, step)
     longest = peers.all_max(sum(b - a for _, a, b in deal.read))
     if longest:
-        agree(peers, rounds.run(longest), step)
+        raise_together(peers, rounds.run(longest), step)
 
 
 def _alone(

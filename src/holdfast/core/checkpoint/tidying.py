@@ -1,4 +1,4 @@
-"""Deleting: attempts that came to nothing, files that crashes left behind; steps go in `pruning`.
+"""Deletes failed attempts and files that crashes left behind.  `pruning` deletes steps.
 
 * *must*: a file that a manifest names is never deleted before the manifest;
 * *should*: files that no manifest names are deleted (a crash leaves them; the next save sweeps them).
@@ -22,13 +22,13 @@ from holdfast.core.checkpoint.names import (
     verified_attempt,
 )
 from holdfast.core.store import LocalStore, Store
-from holdfast.core.store.local import sweep as sweep_unfinished
+from holdfast.core.store.local import sweep_temp_files
 
 INDEX = ".safetensors.index.json"
 """Ending of the indexes beside a consolidated step's manifest, for Hugging Face's loaders."""
 
 Lock: TypeAlias = AbstractContextManager[Any]
-Marking: TypeAlias = AbstractContextManager[RootKeys]
+_Marking: TypeAlias = AbstractContextManager[RootKeys]
 _DIRECTORY = re.compile(rf"steps/{STEP}/([^/]+)")
 
 
@@ -74,7 +74,7 @@ class Keep:
         return (self.last, self.every, self.best, self.newer) == (None, None, None, None)
 
 
-def marking(store: Store, keys: RootKeys | None, below: str = "steps/") -> Marking:
+def marking(store: Store, keys: RootKeys | None, below: str = "steps/") -> _Marking:
     """Return `keys`, whose owner deletes what is marked; else keys that do so at the end of the block."""
     return RootKeys(store, below=[below]) if keys is None else nullcontext(keys)
 
@@ -119,7 +119,7 @@ def sweep(
                     keys.marked += images
                     gone.append(attempt)
     if isinstance(store, LocalStore):
-        sweep_unfinished(store.root, lambda path: _is_of_old(path, mine, upto))
+        sweep_temp_files(store.root, lambda path: _is_of_old(path, mine, upto))
     return gone
 
 

@@ -49,17 +49,17 @@ from holdfast.core.checkpoint.names import (
 )
 from holdfast.core.checkpoint.tidying import INDEX, discard
 from holdfast.core.codec.table import DigestTable
-from holdfast.core.format.manifest import FileEntry, Manifest, decode
+from holdfast.core.format.manifest import FileEntry, Manifest, decode_manifest
 from holdfast.core.store import Reader, Store
 from holdfast.core.store.contract import part_bytes, reads_of
 
-PART_BYTES = 8 << 20
+COPY_PART_BYTES = 8 << 20
 """Bytes of a part, unless the source asks for others, or the target takes only larger ones
 (`Writer.block_bytes`)."""
-THREADS = 4
+_THREADS = 4
 """Parts, or files, that are under way at once, unless the source asks for more."""
-MOST_INDEX_BYTES = 64 << 20
-FILES = 4
+_MOST_INDEX_BYTES = 64 << 20
+_FILES = 4
 """Files of several parts that are under way at once."""
 
 Progress = Callable[[int], object]
@@ -75,7 +75,7 @@ class Transferred:
     num_copied: int
     """Files that were not there yet."""
     bytes: int
-    """Bytes of these."""
+    """Bytes of the copied files."""
     is_new: bool
     """False if the step was in the target already, with this manifest."""
 
@@ -127,7 +127,7 @@ def _manifest(source: Store, step: int) -> tuple[Manifest, bytes]:
         read_manifest(source, step)  # NotFound, with the steps that there are
         raise NotFound(f"step {step} of {source.url} came and went", step=step, key=key)
     try:
-        manifest = decode(data, key)
+        manifest = decode_manifest(data, key)
     except FormatError as error:
         error.step = step
         raise
@@ -196,7 +196,7 @@ def _copy_indexes(source: Store, target: Store, manifest: Manifest) -> None:
     for key in source.list(prefix):
         if key.endswith(INDEX) and "/" not in key.removeprefix(prefix):
             with suppress(NotFound):
-                if source.size(key) <= MOST_INDEX_BYTES and _is_index(
+                if source.size(key) <= _MOST_INDEX_BYTES and _is_index(
                     text := source.get(key), manifest
                 ):
                     target.put(key, text)
@@ -329,7 +329,7 @@ class _FilesToCopy:
 def _prove(files: Files, file: FileEntry) -> None:
     """Read all chunks of a file.  Corrupt, NotFound."""
     chunk_bytes = files.manifest.chunk_bytes
-    num_chunks, step = -(-file.table // chunk_bytes), max(PART_BYTES // chunk_bytes, 1)
+    num_chunks, step = -(-file.table // chunk_bytes), max(COPY_PART_BYTES // chunk_bytes, 1)
     into = memoryview(bytearray(min(step * chunk_bytes, file.table)))
     with files.readers.kept():
         for first in range(0, num_chunks, step):
@@ -403,13 +403,13 @@ def _moved(place: int | None, by: int) -> int | None:
 
 def threads_of(source: Store) -> int:
     """Parts to read at once: the more, the longer a store takes to begin to answer."""
-    return reads_of(source).threads or THREADS
+    return reads_of(source).threads or _THREADS
 
 
 def shares(sizes: Sequence[int], threads: int) -> tuple[int, int]:
     """Number of objects to copy side by side, and of threads for each, `threads` at most in all: of objects
-    of one part as many as there are threads, of larger ones, whose writers hold more, at most `FILES`."""
-    most = threads if max(sizes, default=0) <= PART_BYTES else min(threads, FILES)
+    of one part as many as there are threads, of larger ones, whose writers hold more, at most `_FILES`."""
+    most = threads if max(sizes, default=0) <= COPY_PART_BYTES else min(threads, _FILES)
     most = max(min(most, len(sizes)), 1)
     numbers = {threads // most, -(-threads // most)}
     found = [(min(threads // in_each, most), in_each) for in_each in numbers]
@@ -422,7 +422,7 @@ def copy_object(this: Provable, source: Store, target: Store, threads: int, tell
     writer = target.create(this.key, this.num_bytes)
     try:
         wanted = reads_of(source).num_bytes if threads > 1 else 0
-        part = part_bytes(writer, wanted or PART_BYTES)
+        part = part_bytes(writer, wanted or COPY_PART_BYTES)
         buffers, size = ThreadPages(), min(part, this.num_bytes) + 2 * this.most_chunk_bytes
 
         def one(start: int) -> None:

@@ -1,8 +1,8 @@
-"""Telling of steps whose manifest is damaged, wherever another step is taken in their place.
+"""Warnings about steps with a damaged manifest, wherever another step is used instead.
 
-Where a step stands in time says the beginning of its manifest.  If that is damaged, nobody can tell whether
-the step is the newest.  It counts as the oldest then, so that a good one is taken; but that it may be the
-newest, and that what was trained for it is left out, has to be told, by name.
+The beginning of a manifest states the run and number of its step.  If that is damaged, the order of the
+step is unknown.  It then counts as the oldest step, so that a good step is used.  But it may be the newest,
+and its training would be lost, so a warning names it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from holdfast.core.checkpoint.names import MOST_TRIES, Saved, committed, manifes
 from holdfast.core.format.manifest import Manifest
 from holdfast.core.store import Store
 
-MOST = 5
+_MOST = 5
 
 
 def newest(store: Store) -> int:
     """The newest committed step.  NotRecoverable if there is none; HoldfastWarning of unproved ones."""
     saved = committed(store)
-    step = newest_of(saved, store.url)
+    step = newest_step(saved, store.url)
     tell_passed_over(store.url, saved, step)
     return step
 
@@ -38,7 +38,7 @@ def newest_manifest(store: Store) -> Manifest:
     raise gone
 
 
-def newest_of(saved: list[Saved], url: str) -> int:
+def newest_step(saved: list[Saved], url: str) -> int:
     """The newest of the steps of a root.  NotRecoverable if there is none."""
     if not saved:
         raise NotRecoverable(
@@ -76,6 +76,6 @@ def tell_unreadable(store: Store, saved: Iterable[Saved]) -> None:
 def _warn(url: str, unproved: list[Saved], so: str) -> None:
     parts = [f"step {s.step}: {manifest_key(s.step)} {s.problem}" for s in reversed(unproved)]
     warn_user(
-        f"{url} has steps whose manifest cannot be read ({'; '.join(first_of(parts, MOST))}): {so}",
+        f"{url} has steps whose manifest cannot be read ({'; '.join(first_of(parts, _MOST))}): {so}",
         f"`holdfast verify {url}@{unproved[-1].step}`; bring the file back from a copy, or delete it",
     )

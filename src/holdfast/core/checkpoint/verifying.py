@@ -30,7 +30,7 @@ from holdfast.core.checkpoint.listing import wrong_size
 from holdfast.core.checkpoint.names import committed, manifest_key, read_manifest
 from holdfast.core.checkpoint.opened import Checkpoint, plain_tensor
 from holdfast.core.checkpoint.reading import Scratch, threads_for
-from holdfast.core.checkpoint.rows import merge
+from holdfast.core.checkpoint.rows import merge_intervals
 from holdfast.core.codec.digest import num_chunks
 from holdfast.core.codec.table import DigestTable
 from holdfast.core.format.extras import MADE_OF, decode, referred
@@ -39,7 +39,7 @@ from holdfast.core.format.manifest import AttachedFile, FileEntry, Manifest
 from holdfast.core.layout import Placement
 from holdfast.core.store import Store
 
-BLOCK_CHUNKS = 32
+_BLOCK_CHUNKS = 32
 """8 MiB at the usual chunk size: large enough for full speed, small enough to report progress."""
 
 Progress = Callable[[int], object]
@@ -74,7 +74,7 @@ class Report:
 
 
 class Findings:
-    """A report that several threads add to, and whoever is told of the progress."""
+    """A report that several threads add to, and the callback for progress."""
 
     def __init__(self, report: Report, progress: Progress | None) -> None:
         self.report = report
@@ -134,7 +134,7 @@ def good_before(store: Store, step: int, *, quick: bool = False) -> int | None:
     return next((s for s in reversed(older) if verify(store, s, quick=quick).good), None)
 
 
-def image_of(manifest: Manifest, file: FileEntry, placement: Placement) -> Image:
+def planned_image(manifest: Manifest, file: FileEntry, placement: Placement) -> Image:
     """The image that a file must be, from the manifest alone; FormatError if sizes disagree."""
     image = plan_image(
         manifest.tensors,
@@ -230,7 +230,7 @@ class _Verification:
     def _image(self, file: FileEntry) -> Image:
         """The image that a file must be, by a placement of its own: its caches end with the file."""
         m = self.manifest
-        return image_of(m, file, Placement(m.layout, m.placement.table))
+        return planned_image(m, file, Placement(m.layout, m.placement.table))
 
     def _bad_chunks(self, file: FileEntry, table: DigestTable) -> list[tuple[int, int]]:
         """Runs of chunks that differ from the table."""
@@ -238,10 +238,10 @@ class _Verification:
         bad: list[tuple[int, int]] = []
 
         def one(first: int) -> None:
-            stop = min(first + BLOCK_CHUNKS, chunks)
+            stop = min(first + _BLOCK_CHUNKS, chunks)
             a, b = self.files.span(file, first, stop)
             try:
-                view = self._scratch.get(BLOCK_CHUNKS * size)[: b - a]
+                view = self._scratch.get(_BLOCK_CHUNKS * size)[: b - a]
                 self.files.readers.read(self.files.key(file), a, view)
                 wrong = table.differing(first, view)
             except HoldfastError as error:
@@ -251,8 +251,8 @@ class _Verification:
             self.findings.count(b - a)
 
         with self.files.readers.kept():
-            in_threads(one, list(range(0, chunks, BLOCK_CHUNKS)), self.threads)
-        return merge(bad)
+            in_threads(one, list(range(0, chunks, _BLOCK_CHUNKS)), self.threads)
+        return merge_intervals(bad)
 
     def _check_header(self, file: FileEntry, image: Image) -> None:
         found = memoryview(bytearray(file.data))

@@ -20,7 +20,7 @@ import numpy as np
 
 Matrix = tuple[tuple[int, ...], ...]
 
-PRIMITIVE = {1: 0b11, 4: 0b1_0011, 8: 0b1_0001_1101}
+_PRIMITIVE = {1: 0b11, 4: 0b1_0011, 8: 0b1_0001_1101}
 """The polynomial of GF(2^w): x + 1, x^4 + x + 1, x^8 + x^4 + x^3 + x^2 + 1."""
 
 
@@ -65,7 +65,7 @@ class Field:
 
 def _shifted(a: int, w: int) -> int:
     """a * x."""
-    return a << 1 if a < 1 << (w - 1) else (a << 1) ^ PRIMITIVE[w]
+    return a << 1 if a < 1 << (w - 1) else (a << 1) ^ _PRIMITIVE[w]
 
 
 @lru_cache

@@ -36,16 +36,16 @@ from holdfast.base.errors import UsageError
 from holdfast.core.codec.cauchy import Matrix, coding_matrix, field, rebuilding_matrix, word_bits
 from holdfast.core.codec.xors import Program, compiled
 
-Bytes = NDArray[np.uint8]
+ByteArray = NDArray[np.uint8]
 
 PACKET_BYTES = 16 << 10
 """Four make a unit of 64 KiB.  4 KiB were 9 to 14 % slower, 64 KiB 15 % faster with four times the unit."""
-XOR_UNIT_BYTES = 64
+_XOR_UNIT_BYTES = 64
 """A unit where all elements are 1, so that bytes are independent: a cache line."""
 TILE_BYTES = 1 << 20
 """Bytes of all blocks together, worked on at a time: what fits in a core's second cache."""
 
-SOURCES_AT_ONCE = 16
+_SOURCES_AT_ONCE = 16
 """Blocks that one program reads: larger ones take long to find and outgrow the cache."""
 
 
@@ -80,14 +80,19 @@ class Erasure:
     @property
     def unit_bytes(self) -> int:
         """Bytes of a unit: lengths of written blocks, and ends of ranges, are multiples of it."""
-        return XOR_UNIT_BYTES if self.word_bits == 1 else self.word_bits * self.packet_bytes
+        return _XOR_UNIT_BYTES if self.word_bits == 1 else self.word_bits * self.packet_bytes
 
     def padded(self, num_bytes: int) -> int:
         """`num_bytes` rounded up to whole units."""
         return -(-num_bytes // self.unit_bytes) * self.unit_bytes
 
     def accumulate(
-        self, parities: Mapping[int, Bytes], index: int, block: Bytes, *, fresh: bool = False
+        self,
+        parities: Mapping[int, ByteArray],
+        index: int,
+        block: ByteArray,
+        *,
+        fresh: bool = False,
     ) -> None:
         """XOR what data block `index` contributes into parities, by row; all rows or some.
 
@@ -99,14 +104,14 @@ class Erasure:
         elements = tuple((self.matrix[row][index],) for row in parities)
         self._xor(elements, [block], list(parities.values()), fresh)
 
-    def encode(self, data: Sequence[Bytes], parities: Mapping[int, Bytes]) -> None:
+    def encode(self, data: Sequence[ByteArray], parities: Mapping[int, ByteArray]) -> None:
         """Encode all k data blocks into parities, by row; all rows or some."""
         if len(data) != self.num_data:
             raise UsageError(f"{len(data)} data blocks for a code of {self.num_data}")
         self._check_numbers(parities, self.num_parity, "parity row")
         self._xor(tuple(self.matrix[r] for r in parities), data, list(parities.values()), True)
 
-    def rebuild(self, have: Mapping[int, Bytes], want: Mapping[int, Bytes]) -> None:
+    def rebuild(self, have: Mapping[int, ByteArray], want: Mapping[int, ByteArray]) -> None:
         """Write the blocks `want`, by number, from k or more others, `have`; of more, those of `choose`."""
         for numbers in (have, want):
             self._check_numbers(numbers, self.num_data + self.num_parity, "block")
@@ -134,7 +139,11 @@ class Erasure:
                 raise UsageError(f"no {what} {number} in a code with {limit}")
 
     def _xor(
-        self, elements: Matrix, sources: Sequence[Bytes], targets: Sequence[Bytes], fresh: bool
+        self,
+        elements: Matrix,
+        sources: Sequence[ByteArray],
+        targets: Sequence[ByteArray],
+        fresh: bool,
     ) -> None:
         """Targets, row by row, are (or grow by) the sum of elements times sources."""
         if not targets:
@@ -153,7 +162,7 @@ class Erasure:
                 read = [p for block in sources[part] for p in self._packets(block, start, stop)]
                 _run(program, read + written)
 
-    def _checked_size(self, sources: Sequence[Bytes], targets: Sequence[Bytes]) -> int:
+    def _checked_size(self, sources: Sequence[ByteArray], targets: Sequence[ByteArray]) -> int:
         for block in (*sources, *targets):
             if block.dtype != np.uint8 or block.ndim != 1 or not block.flags.c_contiguous:
                 raise UsageError("a block is a contiguous one-dim array of uint8")
@@ -174,7 +183,7 @@ class Erasure:
         packet = self.unit_bytes // self.word_bits
         return list(np.empty((num_packets, tile // self.unit_bytes, packet), np.uint8))
 
-    def _packets(self, block: Bytes, start: int, stop: int) -> list[NDArray[Any]]:
+    def _packets(self, block: ByteArray, start: int, stop: int) -> list[NDArray[Any]]:
         """Bytes start..stop as w arrays of (units, packet bytes); padded if the block is shorter."""
         part = block[start:stop]
         if len(part) < stop - start:
@@ -189,8 +198,8 @@ def _programs(elements: Matrix, w: int, fresh: bool) -> list[tuple[slice, Progra
     """Programs that multiply packets by a matrix, some sources after the other."""
     bits = field(w).bits
     found = []
-    for start in range(0, len(elements[0]), SOURCES_AT_ONCE):
-        part = slice(start, start + SOURCES_AT_ONCE)
+    for start in range(0, len(elements[0]), _SOURCES_AT_ONCE):
+        part = slice(start, start + _SOURCES_AT_ONCE)
         rows: list[set[int]] = [set() for _ in range(len(elements) * w)]
         for i, row in enumerate(elements):
             for j, element in enumerate(row[part]):

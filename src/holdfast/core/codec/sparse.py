@@ -19,41 +19,41 @@ from numpy.typing import NDArray
 
 from holdfast.base.errors import FormatError
 
-Bytes = NDArray[np.uint8]
+_Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
-MORE = 255
-HEAD_BYTES = 16
+_MORE = 255
+SPARSE_HEAD_BYTES = 16
 
 
 def most_bytes(entries: int, elements: int, itemsize: int) -> int:
-    """Most bytes that `pack` makes of so many entries among so many elements."""
-    return HEAD_BYTES + entries * (1 + itemsize) + elements // MORE
+    """Most bytes that `pack_sparse` makes of so many entries among so many elements."""
+    return SPARSE_HEAD_BYTES + entries * (1 + itemsize) + elements // _MORE
 
 
-def pack(positions: Ints, values: NDArray[Any]) -> Bytes:
+def pack_sparse(positions: Ints, values: NDArray[Any]) -> _Bytes:
     """Entries at ascending positions, with their values."""
     gaps = np.diff(positions, prepend=0)
-    wide = np.flatnonzero(gaps >= MORE)  # few
-    more = gaps[wide] // MORE
-    gaps[wide] -= more * MORE
+    wide = np.flatnonzero(gaps >= _MORE)  # few
+    more = gaps[wide] // _MORE
+    gaps[wide] -= more * _MORE
     lengths = np.ones(len(gaps), np.int64)
     lengths[wide] += more
     ends = np.cumsum(lengths)
-    codes = np.full(int(ends[-1]) if len(ends) else 0, MORE, np.uint8)
+    codes = np.full(int(ends[-1]) if len(ends) else 0, _MORE, np.uint8)
     codes[ends - 1] = gaps
     head = np.array([len(codes), len(positions)], "<u8").view(np.uint8)
     return np.concatenate([head, codes, np.ascontiguousarray(values).view(np.uint8)])
 
 
-def unpack(data: Bytes, dtype: np.dtype[Any]) -> tuple[Ints, NDArray[Any], Bytes]:
+def unpack_sparse(data: _Bytes, dtype: np.dtype[Any]) -> tuple[Ints, NDArray[Any], _Bytes]:
     """Positions, values of `dtype`, and what lies behind them.  FormatError if malformed."""
-    if len(data) < HEAD_BYTES:
+    if len(data) < SPARSE_HEAD_BYTES:
         raise FormatError(f"packed entries of {len(data)} bytes")
-    num_codes, count = (int(n) for n in data[:HEAD_BYTES].view("<u8"))
-    values_at = HEAD_BYTES + num_codes
+    num_codes, count = (int(n) for n in data[:SPARSE_HEAD_BYTES].view("<u8"))
+    values_at = SPARSE_HEAD_BYTES + num_codes
     end = values_at + count * dtype.itemsize
-    codes = data[HEAD_BYTES:values_at]
-    is_end = codes < MORE
+    codes = data[SPARSE_HEAD_BYTES:values_at]
+    is_end = codes < _MORE
     if end > len(data) or int(np.count_nonzero(is_end)) != count:
         raise FormatError(f"packed entries: {count} in {num_codes} of {len(data)} bytes")
     positions = np.cumsum(codes, dtype=np.int64)[is_end]

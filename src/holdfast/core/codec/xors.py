@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-MOST_BITS = 1 << 14
+_MOST_BITS = 1 << 14
 """In a matrix of more bits no pairs are shared: looking for them would take seconds."""
 
-Step = tuple[int, int | None, int]
+_Step = tuple[int, int | None, int]
 """Place z becomes place x XOR place y, or place x if y is None."""
 
 
@@ -25,7 +25,7 @@ Step = tuple[int, int | None, int]
 class Program:
     """Steps over places: the sources, then the targets, then `num_scratch` more."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[_Step, ...]
     num_scratch: int
 
 
@@ -35,7 +35,7 @@ def compiled(rows: list[set[int]], num_sources: int, *, fresh: bool) -> Program:
     No row is empty.
     """
     pairs: dict[int, tuple[int, int]] = {}
-    if len(rows) * num_sources <= MOST_BITS:
+    if len(rows) * num_sources <= _MOST_BITS:
         rows, pairs = share_pairs(rows, num_sources)
     return _Emitter(rows, pairs, num_sources, fresh).program()
 
@@ -80,7 +80,7 @@ class _Emitter:
         self.first_scratch = self.next_place = num_sources + len(rows)
         self.place = {i: i for i in range(num_sources)}
         self.free: list[int] = []
-        self.steps: list[Step] = []
+        self.steps: list[_Step] = []
         self.uses = Counter(t for terms in (*rows, *pairs.values()) for t in terms)
         self.home: dict[int, int] = {}
         if fresh:  # a pair that is all of a target is added up in the target

@@ -26,14 +26,14 @@ from holdfast.core.format.manifest import (
 from holdfast.core.layout import Box, num_corners, tiles
 
 MAX_DIMS = 64
-MAX_CHUNK_BYTES = 1 << 24
-MAX_DEPTH = 400
+_MAX_CHUNK_BYTES = 1 << 24
+_MAX_DEPTH = 400
 """Deepest nesting of extras."""
-MAX_PLAN = 1 << 26
+_MAX_PLAN = 1 << 26
 """Ranks times shardings: what planning costs, however small the manifest that states them."""
-MAX_LISTED = 1 << 24
+_MAX_LISTED = 1 << 24
 """Listed fragments times tensors, and corners of fragments: the same for irregular layouts."""
-MAX_NAME_BYTES = 200
+_MAX_NAME_BYTES = 200
 """Longest name of an attached file."""
 
 
@@ -42,11 +42,11 @@ def check(m: Manifest) -> None:
     require(m.step >= 0 and m.run >= 0, "negative step or run")
     require(all(run >= 0 and step >= 0 for run, step in m.line), "a line with negative numbers")
     require(m.algorithm == ALGORITHM, f"unknown digest algorithm {m.algorithm!r}")
-    whole_blocks = 0 < m.chunk_bytes <= MAX_CHUNK_BYTES and m.chunk_bytes % 4096 == 0
+    whole_blocks = 0 < m.chunk_bytes <= _MAX_CHUNK_BYTES and m.chunk_bytes % 4096 == 0
     require(whole_blocks, f"chunk_bytes {m.chunk_bytes}")
     require(len(m.mesh) <= MAX_DIMS, f"mesh of {len(m.mesh)} axes")
-    require(all(0 < n <= MAX_PLAN for _, n in m.mesh), f"mesh {m.mesh}")
-    require(m.layout.world * len(m.shardings) <= MAX_PLAN, f"mesh {m.mesh} has too many ranks")
+    require(all(0 < n <= _MAX_PLAN for _, n in m.mesh), f"mesh {m.mesh}")
+    require(m.layout.world * len(m.shardings) <= _MAX_PLAN, f"mesh {m.mesh} has too many ranks")
     require(len(m.layout.sizes) == len(m.mesh), f"mesh {m.mesh} names an axis twice")
     require(_is_safe(m.attempt) and "/" not in m.attempt, f"attempt {m.attempt!r}")
     name = with_control(m)
@@ -79,7 +79,7 @@ def _check_depth(tree: Any) -> None:
     """Refuse extras that are nested too deep to be walked by recursion."""
     level, depth = [tree], 0
     while level:
-        require(depth <= MAX_DEPTH, "extras are nested too deep")
+        require(depth <= _MAX_DEPTH, "extras are nested too deep")
         level = [
             value
             for node in level
@@ -107,7 +107,7 @@ def _check_tensors(m: Manifest) -> None:
         total += size
         if t.sharding in boxes:
             listed += len(boxes[t.sharding])
-            require(listed <= MAX_LISTED, f"more than {MAX_LISTED} listed fragments")
+            require(listed <= _MAX_LISTED, f"more than {_MAX_LISTED} listed fragments")
     held = sum(f.extras - f.data for f in m.files)
     require(total == held, f"tensors have {total} bytes, but files hold {held}")
 
@@ -124,7 +124,7 @@ def _check_tensor(t: TensorEntry, m: Manifest, dims: list[int], boxes: dict[int,
     parts = _full_parts(t, m.shardings[t.sharding], m.layout.sizes) if all(t.shape) else 0
     require(parts <= len(m.files), f"{t.name!r}: {parts} parts, but {len(m.files)} files")
     if t.sharding in boxes:
-        require(len(boxes[t.sharding]) <= MAX_LISTED, f"more than {MAX_LISTED} listed fragments")
+        require(len(boxes[t.sharding]) <= _MAX_LISTED, f"more than {_MAX_LISTED} listed fragments")
         _check_held(t, boxes[t.sharding])
     return size if all(t.shape) else 0
 
@@ -136,7 +136,7 @@ def _check_held(t: TensorEntry, boxes: list[Box]) -> None:
             0 <= a <= b <= n for a, b, n in zip(box.start, box.stop, t.shape)
         )
         require(inside, f"{t.name!r}: fragment {box} is not inside {t.shape}")
-    require(num_corners(boxes, t.shape) <= MAX_LISTED, f"{t.name!r}: too many fragments to check")
+    require(num_corners(boxes, t.shape) <= _MAX_LISTED, f"{t.name!r}: too many fragments to check")
     require(tiles(boxes, t.shape), f"{t.name!r}: fragments overlap or do not cover {t.shape}")
 
 
@@ -186,7 +186,7 @@ def is_safe_name(name: str) -> bool:
     """True if a file of this name, in a folder of any system, lies in that folder or below it."""
     parts = name.split("/")
     plain = all(p == p.strip() and p.isprintable() and ":" not in p for p in parts)
-    return plain and _is_safe(name) and len(name.encode(errors="replace")) <= MAX_NAME_BYTES
+    return plain and _is_safe(name) and len(name.encode(errors="replace")) <= _MAX_NAME_BYTES
 
 
 def _is_safe(path: str) -> bool:

@@ -21,8 +21,8 @@ import numpy as np
 
 from holdfast.base.errors import FormatError, UsageError
 
-MAX_DEPTH = 100
-LARGE = 1 << 63
+MAX_EXTRAS_DEPTH = 100
+_LARGE = 1 << 63
 """Least int, by its size, that JSON does not hold as a number of 64 bits."""
 FROZEN = "_frozen"
 """Return the name of a key's extra that lists the parameters which were left out: `model._frozen`."""
@@ -32,7 +32,7 @@ DCP_NAMES = "dcp.names"
 """Name of the extra that lists what DCP called otherwise, of a step that `dcp.save` has written."""
 NUMBERS = "biufc"
 """Kinds of numpy's dtypes of which arrays are saved."""
-SCALARS = NUMBERS + "SUmM"
+_SCALARS = NUMBERS + "SUmM"
 """Kinds of numpy's dtypes of which scalars are saved: numpy makes the dtype from its name alone."""
 MADE_OF = "._made_of"
 """End of the name of the extra that tells of what a tensor is made that is saved as several."""
@@ -40,14 +40,13 @@ _MALFORMED = (
     TypeError, ValueError, LookupError, AttributeError, ArithmeticError, SyntaxError, RuntimeError,
 )  # fmt: skip
 """Errors that Python, numpy and torch raise for a tag's body that is not what `encode` writes."""
-MAX_ALIKE = 1 << 8
+_MAX_ALIKE = 1 << 8
 """Most keys of a dict, or members of a set, that may have one hash: they are compared with each other."""
-EXACT = frozenset([str, int, float, complex, bool, bytes, type(None)])
+_EXACT = frozenset([str, int, float, complex, bool, bytes, type(None)])
 """Types of keys that come back as they were."""
 
-Json = Any
-OnTensor = Callable[[Any, str], Json]
-OnArray = Callable[[np.ndarray[Any, Any]], Any]
+_Json = Any
+_OnTensor = Callable[[Any, str], _Json]
 
 
 class Unsaved(UsageError):
@@ -63,7 +62,7 @@ class Unsaved(UsageError):
         return UsageError(f"{key}{dot}{self.path}: {self.why}", hint=self.hint)
 
 
-def _refuse(value: Any, path: str) -> Json:
+def _refuse(value: Any, path: str) -> _Json:
     raise Unsaved(
         path,
         f"a {type(value).__module__}.{type(value).__qualname__} cannot be saved",
@@ -74,27 +73,27 @@ def _refuse(value: Any, path: str) -> Json:
 
 def encode(
     value: Any,
-    on_other: OnTensor = _refuse,
+    on_other: _OnTensor = _refuse,
     path: str = "",
     depth: int = 0,
     *,
     utf8: bool = False,
-) -> Json:
+) -> _Json:
     """A JSON tree for `value`; `on_other(value, path)` is asked for what is none of the known types.
 
     `utf8`: strings that UTF-8 cannot write are refused, for no manifest can hold them.
     """
-    if depth > MAX_DEPTH:
-        raise Unsaved(f"{path[:80]}...", f"nested deeper than {MAX_DEPTH}")
+    if depth > MAX_EXTRAS_DEPTH:
+        raise Unsaved(f"{path[:80]}...", f"nested deeper than {MAX_EXTRAS_DEPTH}")
     if isinstance(value, str):
         return _text(value, path) if utf8 and not value.isascii() else str.__str__(value)
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, np.generic) and value.dtype.kind in SCALARS and _is_numpys(value.dtype):
+    if isinstance(value, np.generic) and value.dtype.kind in _SCALARS and _is_numpys(value.dtype):
         data = bytes(value) if isinstance(value, np.bytes_) else value.tobytes()
         return {"$scalar": [str(value.dtype), _b64(data)]}
     if isinstance(value, int):
-        return int(value) if abs(value) < LARGE else {"$int": _digits(int(value), path)}
+        return int(value) if abs(value) < _LARGE else {"$int": _digits(int(value), path)}
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
     if isinstance(value, complex):
@@ -103,8 +102,8 @@ def encode(
         return {"$bytes": _b64(bytes(value))}
     if type(value) is io.BytesIO:
         return {"$bytesio": _content(value, path)}
-    if isinstance(value, np.ndarray) and value.dtype.kind in NUMBERS and not _is_masked(value):
-        if _is_numpys(value.dtype):
+    if isinstance(value, np.ndarray) and value.dtype.kind in NUMBERS and _is_numpys(value.dtype):
+        if not isinstance(value, np.ma.MaskedArray):  # a mask is not in the memory of the array
             return {"$array": [str(value.dtype), list(value.shape), _b64(value.tobytes())]}
     return _encode_container(value, on_other, path, depth, utf8)
 
@@ -114,12 +113,7 @@ def _is_numpys(dtype: np.dtype[Any]) -> bool:
     return dtype.isbuiltin != 2
 
 
-def _is_masked(array: np.ndarray[Any, Any]) -> bool:
-    """True if some of an array's state, a mask, is not in its memory."""
-    return isinstance(array, np.ma.MaskedArray)
-
-
-def _content(file: io.BytesIO, path: str) -> Json:
+def _content(file: io.BytesIO, path: str) -> _Json:
     """The bytes of a file in memory, and the position in it."""
     if file.closed:
         raise Unsaved(path, "a BytesIO that is closed cannot be saved")
@@ -155,25 +149,27 @@ def no_text(error: UnicodeEncodeError, path: str = "") -> Unsaved:
 
 def _are_small_ints(values: Any) -> bool:
     """True if all are ints that stand for themselves; each then is its own tree."""
-    return set(map(type, values)) == {int} and min(values) > -LARGE and max(values) < LARGE
+    return set(map(type, values)) == {int} and min(values) > -_LARGE and max(values) < _LARGE
 
 
-def _encode_container(value: Any, on_other: OnTensor, path: str, depth: int, utf8: bool) -> Json:
-    def items(values: Any, other: OnTensor = on_other) -> list[Json]:
-        if depth < MAX_DEPTH and _are_small_ints(values):  # the 625 of a generator, each time
+def _encode_container(value: Any, on_other: _OnTensor, path: str, depth: int, utf8: bool) -> _Json:
+    def items(values: Any, other: _OnTensor = on_other) -> list[_Json]:
+        if depth < MAX_EXTRAS_DEPTH and _are_small_ints(
+            values
+        ):  # the 625 of a generator, each time
             return list(values)
         return [
             encode(v, other, f"{path}[{i}]", depth + 1, utf8=utf8) for i, v in enumerate(values)
         ]
 
-    def member(other: Any, path: str) -> Json:
+    def member(other: Any, path: str) -> _Json:
         tree = on_other(other, path)
         if isinstance(tree, dict) and "$object" in tree:  # what comes back has no hash
             why = f"a {type(other).__module__}.{type(other).__qualname__} in a set cannot be saved"
             raise Unsaved(path, why, "have it in a list or a dict")
         return tree
 
-    def key(k: Any) -> Json:
+    def key(k: Any) -> _Json:
         return encode(k, _refuse, f"{path} key", depth + 1, utf8=utf8)
 
     if depth and callable(getattr(value, "load_state_dict", None)):
@@ -206,7 +202,7 @@ def _encode_container(value: Any, on_other: OnTensor, path: str, depth: int, utf
     return on_other(value, path)
 
 
-def _check_keys(keys: Iterable[Any], trees: list[Json], path: str) -> None:
+def _check_keys(keys: Iterable[Any], trees: list[_Json], path: str) -> None:
     """Refuse keys, or members of a set, that would come back as one, or as what cannot be a key: those of
     classes that tell themselves apart otherwise than what they derive from."""
     if all(map(_is_exact, keys)):
@@ -223,7 +219,7 @@ def _check_keys(keys: Iterable[Any], trees: list[Json], path: str) -> None:
 
 def _is_exact(key: Any) -> bool:
     kind = type(key)
-    return kind in EXACT or (kind in (tuple, frozenset) and all(map(_is_exact, key)))
+    return kind in _EXACT or (kind in (tuple, frozenset) and all(map(_is_exact, key)))
 
 
 def _order(value: Any) -> str:
@@ -239,9 +235,9 @@ def _b64(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def decode(tree: Json, on_other: Callable[[str, Json], Any] | None = None, depth: int = 0) -> Any:
+def decode(tree: _Json, on_other: Callable[[str, _Json], Any] | None = None, depth: int = 0) -> Any:
     """Undo `encode`; `on_other(tag, body)` is asked for tags that are not its own."""
-    if depth > MAX_DEPTH * 3:
+    if depth > MAX_EXTRAS_DEPTH * 3:
         raise FormatError("extras are nested too deep")
     if isinstance(tree, list):
         return [decode(v, on_other, depth + 1) for v in tree]
@@ -254,13 +250,13 @@ def decode(tree: Json, on_other: Callable[[str, Json], Any] | None = None, depth
     return {k: decode(v, on_other, depth + 1) for k, v in tree.items()}
 
 
-def _decode_tag(tag: str, body: Json, on_other: Any, depth: int) -> Any:
+def _decode_tag(tag: str, body: _Json, on_other: Any, depth: int) -> Any:
     def items(values: Any) -> list[Any]:
         return [decode(v, on_other, depth) for v in values]
 
     def members(values: Iterable[Any]) -> list[Any]:
         found = [*map(_hashable, values)]
-        if max(Counter(map(hash, found)).values(), default=0) > MAX_ALIKE:
+        if max(Counter(map(hash, found)).values(), default=0) > _MAX_ALIKE:
             raise FormatError(f"malformed extras: {tag}: numbers that were chosen to have one hash")
         return found
 
@@ -281,7 +277,7 @@ def _decode_tag(tag: str, body: Json, on_other: Any, depth: int) -> Any:
             case "$bytes":
                 return base64.b64decode(body)
             case "$bytesio":
-                return file_of(base64.b64decode(body[0]), body[1])
+                return memory_file(base64.b64decode(body[0]), body[1])
             case "$scalar":
                 return _scalar(np.dtype(body[0]), base64.b64decode(body[1]))
             case "$array":
@@ -313,7 +309,7 @@ def _scalar(dtype: np.dtype[Any], data: bytes) -> Any:
     return np.frombuffer(data, dtype)[0]
 
 
-def file_of(data: bytes, position: int) -> io.BytesIO:
+def memory_file(data: bytes, position: int) -> io.BytesIO:
     """A file in memory with its position, which may lie behind its end."""
     file = io.BytesIO(data)
     file.seek(position)

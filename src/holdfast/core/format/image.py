@@ -24,8 +24,8 @@ from holdfast.core.format.manifest import MAX_EXTRAS_BYTES, TensorEntry
 from holdfast.core.layout import Box, Pieces
 
 ALIGN = 4096
-EXTRAS_NAME = "holdfast.extras"
-TABLE_NAME = "holdfast.digests"
+_EXTRAS_NAME = "holdfast.extras"
+_TABLE_NAME = "holdfast.digests"
 MAX_HEADER_BYTES = 100_000_000
 """Most bytes of a header, as in the safetensors library."""
 _PLAIN = re.compile(r"[\w.,:@/ -]*", re.ASCII).fullmatch
@@ -137,7 +137,7 @@ def _header_text(entries: list[tuple[str, str, str, int, int]]) -> bytes:
 def _header(pieces: bytes, size: int, extras_bytes: int, table_bytes: int) -> bytes:
     """The whole header: that of the `pieces`, of `size` bytes, and of what follows them."""
     rows = [pieces]
-    for name, bytes_ in ((EXTRAS_NAME, extras_bytes), (TABLE_NAME, table_bytes)):
+    for name, bytes_ in ((_EXTRAS_NAME, extras_bytes), (_TABLE_NAME, table_bytes)):
         if bytes_:
             offsets = f"[{size},{size + bytes_}]"
             row = f'"{name}":{{"dtype":"U8","shape":[{bytes_}],"data_offsets":{offsets}}}'

@@ -26,8 +26,8 @@ from holdfast.core.format.extras import Unsaved, no_text
 from holdfast.core.format.sealing import SEAL_BYTES, with_seal, without_seal
 from holdfast.core.layout import Box, Cut, Mesh, Placement, Sharding, Table
 
-VERSION = 1
-MAX_BYTES = MAX_EXTRAS_BYTES = 1 << 30
+FORMAT_VERSION = 1
+_MAX_BYTES = MAX_EXTRAS_BYTES = 1 << 30
 """Most bytes of a manifest, and of the extras in an image."""
 
 PACK_HEAD = b"holdfast"
@@ -35,7 +35,7 @@ PACK_HEAD = b"holdfast"
 MAX_ATTACHED = 64 << 20
 """Most bytes of all files attached to a step."""
 
-Replica = Literal["replicated", "unique", "averaged"]
+ReplicaRule = Literal["replicated", "unique", "averaged"]
 Resize = Literal["same", "rank0", "redistribute", "fresh"]
 
 
@@ -68,7 +68,7 @@ class TensorEntry(
     shape: tuple[int, ...]
     sharding: int = 0
     state: str = "tensor"
-    replica: Replica = "replicated"
+    replica: ReplicaRule = "replicated"
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -216,24 +216,24 @@ def readable(manifest: Manifest) -> Manifest:
     return manifest
 
 
-def encode(manifest: Manifest) -> bytes:
+def encode_manifest(manifest: Manifest) -> bytes:
     """Canonical bytes, sealed with their digest."""
     try:
         document = msgspec.json.encode(manifest)
     except UnicodeEncodeError as error:  # of another system's checkpoint
         raise no_text(error) from None
-    if len(document) > MAX_BYTES - SEAL_BYTES:
-        why = f"it has {len(document):,} bytes, of which readers take at most {MAX_BYTES:,}"
+    if len(document) > _MAX_BYTES - SEAL_BYTES:
+        why = f"it has {len(document):,} bytes, of which readers take at most {_MAX_BYTES:,}"
         raise Unsaved("the manifest", why, "have large arrays as tensors")
     return with_seal(document)
 
 
 _HEAD = re.compile(rb'\{"holdfast":(\d{1,9}),"step":(\d{1,18}),"run":(\d{1,9}),')
-HEAD_BYTES = 80
+MANIFEST_HEAD_BYTES = 80
 
 
 def decode_head(data: bytes, key: str) -> tuple[int, int, int]:
-    """(version, step, run) from the first `HEAD_BYTES` bytes of a manifest of any version."""
+    """(version, step, run) from the first `MANIFEST_HEAD_BYTES` bytes of a manifest of any version."""
     head = _HEAD.match(data)
     if not head:
         raise FormatError("not a holdfast manifest", key=key)
@@ -243,9 +243,9 @@ def decode_head(data: bytes, key: str) -> tuple[int, int, int]:
 
 def _check_version(data: bytes, key: str) -> None:
     version = decode_head(data, key)[0]
-    if version != VERSION:
+    if version != FORMAT_VERSION:
         raise UnsupportedVersion(
-            f"format version {version}; this holdfast reads version {VERSION}",
+            f"format version {version}; this holdfast reads version {FORMAT_VERSION}",
             key=key,
             hint="install the holdfast that wrote it, or a newer one",
         )
@@ -254,8 +254,8 @@ def _check_version(data: bytes, key: str) -> None:
 def verified(data: bytes, key: str) -> memoryview:
     """The bytes of a manifest of this version, without their seal.  Corrupt, UnsupportedVersion or
     FormatError if they are not what was written."""
-    if len(data) > MAX_BYTES:
-        raise FormatError(f"manifest of {len(data)} bytes; at most {MAX_BYTES}", key=key)
+    if len(data) > _MAX_BYTES:
+        raise FormatError(f"manifest of {len(data)} bytes; at most {_MAX_BYTES}", key=key)
     _check_version(data, key)
     body, expected = without_seal(data)
     if not expected:
@@ -274,7 +274,7 @@ def verified(data: bytes, key: str) -> memoryview:
     return body
 
 
-def decode(data: bytes, key: str) -> Manifest:
+def decode_manifest(data: bytes, key: str) -> Manifest:
     """Parse and check a manifest.  Corrupt, UnsupportedVersion or FormatError if it is not sound."""
     from holdfast.core.format.checking import check, require  # a run that only saves reads none
 

@@ -21,7 +21,7 @@ from holdfast.base.errors import Corrupt, FormatError
 from holdfast.core.format.dtypes import DTYPES
 from holdfast.core.format.image import MAX_HEADER_BYTES
 
-MAX_DIMS = 64
+_MAX_DIMS = 64
 
 NAMED = {d.stored: d.name for d in DTYPES.values() if d.extra == 1 and d.stored != "U8"} | {
     "U8": "uint8",
@@ -52,7 +52,7 @@ class Header:
     metadata: dict[str, str]
 
 
-def read_header(read: Callable[[int, int], bytes], file_bytes: int, key: str) -> Header:
+def read_safetensors_header(read: Callable[[int, int], bytes], file_bytes: int, key: str) -> Header:
     """The header of a file; `read(start, stop)` gives bytes of it.  Corrupt or FormatError."""
     if file_bytes < 8:
         raise Corrupt(f"not a safetensors file: it has {file_bytes} bytes", key=key)
@@ -102,7 +102,7 @@ def _entry(name: str, row: Any, data: int, key: str) -> HeaderEntry:
             hint=f"holdfast reads {', '.join(sorted(NAMED))}",
         )
     numbers = (*shape, start, stop)
-    plain = all(type(n) is int and 0 <= n < 1 << 60 for n in numbers) and len(shape) <= MAX_DIMS
+    plain = all(type(n) is int and 0 <= n < 1 << 60 for n in numbers) and len(shape) <= _MAX_DIMS
     expected = prod(shape) * DTYPES[NAMED[stored]].bytes if plain else -1
     if not plain or stop - start != expected:
         raise Corrupt(

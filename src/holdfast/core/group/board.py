@@ -23,25 +23,25 @@ import torch.distributed as dist
 from holdfast.base.errors import AgentError, Deadline, warn_user
 from holdfast.base.wire import decode_error, decode_msgpack, encode_error
 from holdfast.core.group.line import StoreLine
-from holdfast.core.group.meeting import named
+from holdfast.core.group.meeting import ranks_text
 from holdfast.core.group.seal import KEY_BYTES, Seal
 
-T = TypeVar("T")
-Confide = Callable[[bytes | None], bytes]
+_T = TypeVar("_T")
+_Confide = Callable[[bytes | None], bytes]
 
-POLL_S = 0.002
-LEAVE_S = 15.0
-ANSWER_S = 10.0
+_POLL_S = 0.002
+_LEAVE_S = 15.0
+_ANSWER_S = 10.0
 """Seconds beyond the deadline for the ranks' answers that rank 0 may take to decide."""
-LATE_S = 1.0
+_LATE_S = 1.0
 """Seconds beyond what is left of a wait that the process hosting the board may take to answer."""
-MOST_TEXT = 400
+_MOST_TEXT = 400
 """Characters of an error that rank 0 tells instead of an address."""
 LOOK = "look at the log of that rank; it may have died or never made this call"
 
 
 class Board:
-    """Messages by key; with one rank, kept here.  Construction is collective."""
+    """Messages by key; with a single rank they stay in this object.  Construction is collective."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Board:
         size: int,
         deadline_s: float,
         seal: Seal | None = None,
-        confide: Confide | None = None,
+        confide: _Confide | None = None,
     ) -> None:
         """`confide` tells all ranks what rank 0 gives it; `seal`: of a board that is there."""
         self.rank = rank
@@ -81,7 +81,7 @@ class Board:
         if self.lost:
             raise AgentError(self.lost)
 
-    def _open(self, confide: Confide) -> StoreLine:
+    def _open(self, confide: _Confide) -> StoreLine:
         """Open the line to the board; rank 0 tells where it is, and its key."""
         until = time.monotonic() + self.deadline_s
         timeout = timedelta(seconds=self.deadline_s)
@@ -99,11 +99,13 @@ class Board:
 
         line = StoreLine(connect, "rank 0", 0)
         line.ask(
-            f"connect to {host}:{port}", lambda _: None, max(until - time.monotonic(), 0.0) + LATE_S
+            f"connect to {host}:{port}",
+            lambda _: None,
+            max(until - time.monotonic(), 0.0) + _LATE_S,
         )
         return line
 
-    def _host(self, confide: Confide, timeout: timedelta) -> StoreLine:
+    def _host(self, confide: _Confide, timeout: timedelta) -> StoreLine:
         host, port, problem, failed = "", 0, "", None
         key = secrets.token_bytes(KEY_BYTES)
         try:
@@ -114,20 +116,20 @@ class Board:
             )  # fmt: skip
             port = board.port
         except Exception as error:
-            failed, problem = error, f"{type(error).__name__}: {error}"[:MOST_TEXT]
-        confide(msgspec.msgpack.encode((host[:MOST_TEXT], port, key, problem)))
+            failed, problem = error, f"{type(error).__name__}: {error}"[:_MOST_TEXT]
+        confide(msgspec.msgpack.encode((host[:_MOST_TEXT], port, key, problem)))
         if problem:
             raise _closed(host, problem) from failed
         self._seal = Seal(key)
         return StoreLine(lambda: board, "rank 0", 0)
 
-    def _ask(self, what: str, question: Callable[[Any], T], limit_s: float | None = None) -> T:
+    def _ask(self, what: str, question: Callable[[Any], _T], limit_s: float | None = None) -> _T:
         """Return what the board says, which may take `limit_s`.  Deadline also if this rank has left:
         nobody answers it any more."""
         if self._line is None:
             raise Deadline("this rank has left the others")
         limit = self.deadline_s if limit_s is None else limit_s
-        return self._line.ask(what, question, max(limit, 0.0) + LATE_S)
+        return self._line.ask(what, question, max(limit, 0.0) + _LATE_S)
 
     def post(self, key: str, value: bytes, limit_s: float | None = None) -> None:
         """Pin a message to the board, which may take `limit_s`."""
@@ -190,7 +192,7 @@ class Board:
 
     @property
     def awaited(self) -> str:
-        """The ranks that this one waits for now, in words; empty if it waits for nobody."""
+        """Name the ranks that this rank waits for now; empty if it waits for none."""
         return "; ".join(dict.fromkeys(wait() for wait in tuple(self._waits.values())))
 
     @contextmanager
@@ -204,7 +206,7 @@ class Board:
 
     def _pauses(self) -> Iterator[float]:
         """Seconds between looks at the board: longer and longer, and the more so the more ranks look."""
-        pause, most = POLL_S / 4, max(0.01, 0.01 * self.size / 8)
+        pause, most = _POLL_S / 4, max(0.01, 0.01 * self.size / 8)
         while True:
             yield pause
             pause = min(pause * 1.5, most)
@@ -257,7 +259,7 @@ class Board:
         if not missing:
             return "all ranks have answered"
         have = "has" if len(missing) == 1 else "have"
-        return f"{named(missing)} {have} not {awaited or 'answered'}"
+        return f"{ranks_text(missing)} {have} not {awaited or 'answered'}"
 
     def _collect(self, board: Any, key: str, answers: dict[int, bytes]) -> bool:
         found = False
@@ -288,7 +290,7 @@ class Board:
             return self._decide(key, value, decide, limit, awaited)
         self.post(f"{key}/{self.rank}", value, limit)
         with self._waiting(lambda: f"rank 0 has not said that all have {awaited or 'answered'}"):
-            answer = self._wait(key, limit + ANSWER_S, awaited)
+            answer = self._wait(key, limit + _ANSWER_S, awaited)
         if answer[:1] == b"\1":
             raise decode_error(answer[1:], rank=0)
         return answer[1:]
@@ -312,7 +314,7 @@ class Board:
         return answer
 
     def _in_vain(self, missing: list[int], limit: float, awaited: str) -> str:
-        who, have = named(missing), "has" if len(missing) == 1 else "have"
+        who, have = ranks_text(missing), "has" if len(missing) == 1 else "have"
         if self._leaving:
             return f"{who} had not answered when this process came to its end"
         if awaited:
@@ -341,11 +343,11 @@ class Board:
             return
         try:
             if self.rank == 0:
-                self.gather("bye", b"", min(self.deadline_s, LEAVE_S))
+                self.gather("bye", b"", min(self.deadline_s, _LEAVE_S))
             else:
-                self.post(f"bye/{self.rank}", b"", min(self.deadline_s, LEAVE_S))
+                self.post(f"bye/{self.rank}", b"", min(self.deadline_s, _LEAVE_S))
         except AgentError:
-            pass  # whoever is gone does not need the board
+            pass  # a rank that is gone does not need the board
         self._lost = self._line.lost
         self._line.close()
         self._line = None

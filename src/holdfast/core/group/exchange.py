@@ -19,19 +19,19 @@ from holdfast.base.calls import call_within
 from holdfast.base.errors import AgentError, Deadline
 from holdfast.base.wire import decode_error, encode_error
 from holdfast.core.group.gloo import Gloo, broadcast, gloo_of_torch
-from holdfast.core.group.meeting import Meeting, Met, named
+from holdfast.core.group.meeting import Meeting, Met, ranks_text
 
-SHARE_BYTES = 1 << 10
-BROADCAST_BYTES = 16 << 10
+_SHARE_BYTES = 1 << 10
+_BROADCAST_BYTES = 16 << 10
 """Bytes that `share` and `broadcast` send first: the size, and as much of the data as fits."""
 _SIZE = struct.Struct("<q")
-WORD_BYTES = 4 << 10
-WORD_PAUSE_S = 0.0003
+_WORD_BYTES = 4 << 10
+_WORD_PAUSE_S = 0.0003
 """Longest pause between looks for rank 0's word, which is a matter of milliseconds."""
 
-ROLL_CALL_S = 3.0
+_ROLL_CALL_S = 3.0
 """Seconds after a failed collective that the ranks left may take to find that it has failed."""
-CONNECT_S = 2.0
+_CONNECT_S = 2.0
 """Seconds beyond the deadline that torch may take to find that it could not connect all in time."""
 
 
@@ -71,12 +71,12 @@ class Exchange:
         if (others := self._others) is None:
             return [data]
         with self._talking(others, "share") as group:
-            heads = self._all_gather(_SIZE.pack(len(data)) + data, SHARE_BYTES, group)
+            heads = self._all_gather(_SIZE.pack(len(data)) + data, _SHARE_BYTES, group)
             sizes = [_SIZE.unpack(h[: _SIZE.size])[0] for h in heads]
-            rest = max(sizes) - (SHARE_BYTES - _SIZE.size)
+            rest = max(sizes) - (_SHARE_BYTES - _SIZE.size)
             tails = [b""] * self.size
             if rest > 0:
-                tails = self._all_gather(data[SHARE_BYTES - _SIZE.size :], rest, group)
+                tails = self._all_gather(data[_SHARE_BYTES - _SIZE.size :], rest, group)
         return [(h[_SIZE.size :] + t)[:n] for h, t, n in zip(heads, tails, sizes)]
 
     def _all_gather(self, data: bytes, width: int, group: Gloo) -> list[bytes]:
@@ -105,8 +105,8 @@ class Exchange:
         if (others := self._others) is None:
             return data
         with self._talking(others, "broadcast") as group:
-            head = bytearray((_SIZE.pack(len(data)) + data)[:BROADCAST_BYTES])
-            into = torch.frombuffer(head.ljust(BROADCAST_BYTES, b"\0"), dtype=torch.uint8)
+            head = bytearray((_SIZE.pack(len(data)) + data)[:_BROADCAST_BYTES])
+            into = torch.frombuffer(head.ljust(_BROADCAST_BYTES, b"\0"), dtype=torch.uint8)
             group.broadcast(into, source)
             found: bytes = into.numpy().tobytes()
             (size,) = _SIZE.unpack(found[: _SIZE.size])
@@ -163,12 +163,12 @@ class Exchange:
         if isinstance(error, AgentError):
             return error
         try:
-            missing = meeting.roll_call(met, ROLL_CALL_S)
+            missing = meeting.roll_call(met, _ROLL_CALL_S)
         except AgentError as gone:
             return gone
         if missing:
             return Deadline(
-                f"{named(missing)} did not answer in the middle of {met.call} (within "
+                f"{ranks_text(missing)} did not answer in the middle of {met.call} (within "
                 f"{self.deadline_s:g} s, or no longer: {what})",
                 rank=missing[0],
                 hint="look at the log of that rank; it may have died, or hang",
@@ -185,7 +185,7 @@ class Exchange:
         return "" if held is None else str(held[0])
 
     def confide(self, word: bytes | None) -> bytes:
-        """Return rank 0's word, of at most `WORD_BYTES`, on every rank and to nobody else.  Collective.
+        """Return rank 0's word, of at most `_WORD_BYTES`, on every rank and to nobody else.  Collective.
 
         It goes over connections that torch made when the process group began, so a stranger who comes to a
         store later cannot get between.  Where torch's group has no gloo (NCCL alone), or there is none, it
@@ -199,7 +199,7 @@ class Exchange:
         meeting, met = others
         until = time.monotonic() + self.deadline_s
         data = bytearray(_SIZE.pack(len(word or b"")) + (word or b""))
-        data = data.ljust(_SIZE.size + WORD_BYTES, b"\0")
+        data = data.ljust(_SIZE.size + _WORD_BYTES, b"\0")
         try:
             work = broadcast(torchs, torch.frombuffer(data, dtype=torch.uint8), 0)
             if word is not None:
@@ -208,7 +208,7 @@ class Exchange:
             while not work.is_completed():
                 if time.monotonic() > until:
                     raise RuntimeError("rank 0 has sent nothing")
-                time.sleep(min(next(pauses), WORD_PAUSE_S))
+                time.sleep(min(next(pauses), _WORD_PAUSE_S))
             work.wait()
         except (RuntimeError, dist.DistError) as error:
             raise self._explained(meeting, met, "hear where the board is", error) from error
@@ -229,6 +229,6 @@ class Exchange:
         def late() -> Exception:
             return RuntimeError("not all ranks have connected to each other")
 
-        gloo = call_within(make, limit + CONNECT_S, late)
+        gloo = call_within(make, limit + _CONNECT_S, late)
         meeting.held[self.deadline_s] = met.number, gloo
         return gloo

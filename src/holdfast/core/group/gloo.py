@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-EXIT_S = 0.05
+_EXIT_S = 0.05
 """Seconds between two looks at the threads of gloo, when Python ends: whether they rest."""
-LONGEST_EXIT_S = 2.0
+_LONGEST_EXIT_S = 2.0
 """Seconds that they have at most, to let go of the last operations' tensors."""
 
 _TASKS = Path("/proc/self/task")
@@ -106,9 +106,9 @@ def _end_all() -> None:
     now = _threads()
     if not (now or _has_made_any or (dist.is_available() and dist.is_initialized())):
         return
-    before, until = None, time.monotonic() + LONGEST_EXIT_S
+    before, until = None, time.monotonic() + _LONGEST_EXIT_S
     while (now != before or any("S (sleeping)" not in t for t in now)) and time.monotonic() < until:
-        time.sleep(EXIT_S)  # a thread that waits for Python has it now
+        time.sleep(_EXIT_S)  # a thread that waits for Python has it now
         before, now = now, _threads()
 
 

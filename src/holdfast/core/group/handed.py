@@ -14,15 +14,15 @@ import torch.distributed as dist
 
 from holdfast.base.errors import AgentError
 
-PREFIX = "holdfast/handed"
-LIMIT_S = 60.0
+_PREFIX = "holdfast/handed"
+_LIMIT_S = 60.0
 """Seconds after which a value that ought to be there is missed."""
 
 
 def _store() -> dist.Store | None:
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    return dist.PrefixStore(PREFIX, dist.distributed_c10d._get_default_store())
+    return dist.PrefixStore(_PREFIX, dist.distributed_c10d._get_default_store())
 
 
 @contextmanager
@@ -47,15 +47,15 @@ def hand(key: str, value: bytes) -> None:
 
 
 def handed(key: str) -> bytes | None:
-    """The value of a key, for which it waits `LIMIT_S` at most; None without a process group.
+    """The value of a key, for which it waits `_LIMIT_S` at most; None without a process group.
     AgentError."""
     store = _store()
     if store is None:
         return None
     with _from_torch(
-        f"{key} was not handed by another rank, for which it waits {LIMIT_S:g} s at most,"
+        f"{key} was not handed by another rank, for which it waits {_LIMIT_S:g} s at most,"
     ):
-        store.wait([key], timedelta(seconds=LIMIT_S))
+        store.wait([key], timedelta(seconds=_LIMIT_S))
         return bytes(store.get(key))
 
 

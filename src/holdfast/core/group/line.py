@@ -21,9 +21,9 @@ import torch.distributed as dist
 from holdfast.base.calls import CallThread, result_of
 from holdfast.base.errors import AgentError, Deadline
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
-EXIT_S = 1.0
+_EXIT_S = 1.0
 """Seconds that a store may take, when Python ends, for the questions before."""
 
 _lines: weakref.WeakSet[StoreLine] = weakref.WeakSet()
@@ -45,14 +45,14 @@ class StoreLine:
         self._starting = threading.Lock()
         _lines.add(self)
 
-    def ask(self, what: str, question: Callable[[Any], T], limit_s: float) -> T:
+    def ask(self, what: str, question: Callable[[Any], _T], limit_s: float) -> _T:
         """Return what `question` returns, given the store.
 
         Deadline if the host does not answer within `limit_s`, AgentError if it is gone.
         """
         if self.lost:
             raise AgentError(f"{self.lost} ({what})")
-        answer: Future[T] = self._put(question)
+        answer: Future[_T] = self._put(question)
 
         def late() -> Deadline:
             answer.cancel()
@@ -111,7 +111,7 @@ def _every_line() -> tuple[StoreLine, ...]:
 def _settle_all() -> None:
     """Leave no thread of ours inside torch: it would call `std::terminate` if Python is gone when the store
     has answered, and the process would end with SIGABRT."""
-    until = time.monotonic() + EXIT_S
+    until = time.monotonic() + _EXIT_S
     for line in _every_line():
         line.settle(max(until - time.monotonic(), 0.0))
 

@@ -38,16 +38,16 @@ from holdfast.base.wire import decode_json
 from holdfast.core.group.gloo import Gloo
 from holdfast.core.group.line import StoreLine
 
-COUNT = 20
+_COUNT = 20
 """Bits of a meeting's counter that count ranks; above them lies the sum of their marks, of 16 bits each."""
-OVER = 1 << 60
+_OVER = 1 << 60
 """Added to the counter of a meeting that somebody has given up."""
-CONFIRM_S = 5.0
+_CONFIRM_S = 5.0
 """Seconds that the others may take to say again that they have come."""
-ANSWER_S = 1.0
+_ANSWER_S = 1.0
 """Seconds that the store may take for the last questions of a rank that gives up."""
-FIRST_PAUSE_S = 0.0001
-HOST_STAYS_S = 1.5
+_FIRST_PAUSE_S = 0.0001
+_HOST_STAYS_S = 1.5
 """Seconds longer that rank 0 waits where a call failed, so that others hear of it before it ends."""
 _HINT = "every rank must make this call; look at that rank's log: it may have died, hang, or be elsewhere"
 
@@ -137,7 +137,7 @@ class Meeting:
             return {rank: f"{met.number}/trouble/{rank}" for rank in ranks}
 
         until, missing = time.monotonic() + limit_s, names(range(self.size))
-        until += HOST_STAYS_S * (self.rank == 0)
+        until += _HOST_STAYS_S * (self.rank == 0)
         self._ask(met.call, lambda s: s.set(f"{met.number}/trouble/{self.rank}", b"1"), until)
         for pause in self.pauses():
             asked = missing
@@ -164,8 +164,8 @@ class Meeting:
         """Come to the next meeting; return its number, and how it ended."""
         mark = zlib.crc32(f"{call} {holds}".encode()) & 0xFFFF
         number, total = self._ask(call, lambda s: self._enter(s, call, holds, mark, came), until)
-        if total & _mask(COUNT) == self.size:
-            same = total >> COUNT == mark * self.size
+        if total & _mask(_COUNT) == self.size:
+            same = total >> _COUNT == mark * self.size
             return number, self._ask(call, lambda s: self._settle(s, number, same), until)
         return number, self._await(number, call, holds, limit_s, until, tell_after_s)
 
@@ -177,7 +177,7 @@ class Meeting:
         """
         if self._is_sure:
             return True
-        key, stop = f"{number}/sure", min(until, time.monotonic() + CONFIRM_S)
+        key, stop = f"{number}/sure", min(until, time.monotonic() + _CONFIRM_S)
         count = self._ask(call, lambda s: s.add(key, 1), until)
         for pause in self.pauses():
             if count == self.size or time.monotonic() > stop:
@@ -198,7 +198,7 @@ class Meeting:
             card = _Card(number, call, holds)
             store.set(f"at/{self.rank}", msgspec.json.encode(card))
             came.append(number)
-            total = store.add(f"{number}/in", 1 + (mark << COUNT))
+            total = store.add(f"{number}/in", 1 + (mark << _COUNT))
             if not _is_over(total, self.size):
                 return number, total
             number += 1
@@ -256,7 +256,7 @@ class Meeting:
         if store.add(f"{number}/late", 1) > 1:  # another rank does so at this moment
             found = _look(store, f"{number}/outcome")
             return failed if found is None else decode_json(found, _Outcome)
-        if store.add(f"{number}/in", OVER) & _mask(COUNT) == self.size:
+        if store.add(f"{number}/in", _OVER) & _mask(_COUNT) == self.size:
             return _Outcome("all")  # the last one came just now, and is about to say so
         store.set(f"at/{self.rank}", msgspec.json.encode(card))
         return self._close(store, number, failed)
@@ -278,7 +278,9 @@ class Meeting:
         there = {r: c.call for r, c in cards.items() if c.number == number}
         others = {r: c for r, c in there.items() if c != call}
         missing = [r for r in range(self.size) if r not in there]
-        texts = [f"{named(missing)} {_have(missing)} not called {call}{within}"] if missing else []
+        texts = (
+            [f"{ranks_text(missing)} {_have(missing)} not called {call}{within}"] if missing else []
+        )
         texts += [f"{_by_call(others)}"] if others else []
         for rank in missing[:4]:
             if (last := cards.get(rank)) is not None and last.gave_up_s:
@@ -289,7 +291,7 @@ class Meeting:
 
     def _have_read(self, number: int, call: str, there: int) -> None:
         """Rank 0 may host the store, and end when it has raised: it waits until the others know why."""
-        until, key = time.monotonic() + HOST_STAYS_S, f"{number}/read"
+        until, key = time.monotonic() + _HOST_STAYS_S, f"{number}/read"
         with suppress(AgentError):
             count = self._ask(call, lambda s: s.add(key, 1), until)
             for pause in self.pauses():
@@ -299,11 +301,11 @@ class Meeting:
                 count = self._ask(call, lambda s: s.add(key, 0), until)
 
     def _ask(self, call: str, question: Callable[[Any], Any], until: float) -> Any:
-        return self.line.ask(call, question, max(until - time.monotonic(), 0.0) + ANSWER_S)
+        return self.line.ask(call, question, max(until - time.monotonic(), 0.0) + _ANSWER_S)
 
     def pauses(self) -> Iterator[float]:
         """Seconds between looks: longer and longer, up to 0.01 s for 64 ranks and 0.25 s for thousands."""
-        pause, most = FIRST_PAUSE_S, min(max(0.01, 0.01 * self.size / 64), 0.25)
+        pause, most = _FIRST_PAUSE_S, min(max(0.01, 0.01 * self.size / 64), 0.25)
         while True:
             yield pause
             pause = min(pause * 1.5, most)
@@ -314,7 +316,7 @@ def _mask(bits: int) -> int:
 
 
 def _is_over(total: int, size: int) -> bool:
-    return total >= OVER or total & _mask(COUNT) > size
+    return total >= _OVER or total & _mask(_COUNT) > size
 
 
 def _look(store: Any, key: str) -> bytes | None:
@@ -324,7 +326,7 @@ def _look(store: Any, key: str) -> bytes | None:
 # -- words ----------------------------------------------------------------------------------------
 
 
-def named(ranks: Iterable[int], most: int = 8) -> str:
+def ranks_text(ranks: Iterable[int], most: int = 8) -> str:
     """Ranks in words: `rank 2`, `ranks 1 to 3`, `ranks 0, 2 and 5 to 7`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
@@ -348,7 +350,7 @@ def _by_call(calls: dict[int, str]) -> str:
     by: dict[str, list[int]] = {}
     for rank, call in calls.items():
         by.setdefault(call, []).append(rank)
-    return ", ".join(f"{named(ranks)} called {call}" for call, ranks in by.items())
+    return ", ".join(f"{ranks_text(ranks)} called {call}" for call, ranks in by.items())
 
 
 # -- the job's store ------------------------------------------------------------------------------

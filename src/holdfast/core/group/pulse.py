@@ -1,12 +1,12 @@
-"""Signs of life: for ranks that wait for each other longer than anybody wants to wait for a dead one.
+"""Signs of life: ranks that wait long for each other notice a dead rank early.
 
-Who converts a large checkpoint may be an hour late and well.  So each rank counts on the board, from a
-thread of its own, and rank 0, which waits for all, looks whether the counts still move:
+A rank may spend an hour converting and still be healthy.  So each rank increments a counter on the board
+from a thread, and rank 0, which waits for all ranks, checks that the counters move:
 
     rank 1    pulse/1 = 7, 8, 9 ─ ─ ─ ─ ─ ─ ─ (killed)
     rank 0    looks:  7, 8, 9, 9, 9, 9 ... for `silent_s`: whatever it waits for, rank 1 is silent
 
-That rank 0 itself is silent, the others see by the board, which does not answer.
+Ranks notice a dead rank 0 because the board, which it hosts, stops answering.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from functools import partial
 from holdfast.base.errors import AgentError, Deadline
 from holdfast.core.group.board import LOOK, Board
 
-LOOKS = 10
+_LOOKS = 10
 """Number of times a rank counts within the time for which it may be silent."""
 
 
 @contextmanager
 def pulse(board: Board, call: str, silent_s: float) -> Iterator[None]:
-    """In this block a rank that is silent for `silent_s` ends rank 0's waits for it, and so everybody's."""
+    """In this block, a rank that is silent for `silent_s` ends the waits of rank 0, and so of all ranks."""
     if board.size == 1:
         yield
         return
@@ -39,14 +39,14 @@ def pulse(board: Board, call: str, silent_s: float) -> Iterator[None]:
         yield
     finally:
         ended.set()
-        board.silent = None  # the others are still to hear of it, and rank 0 hosts the board
+        board.silent = None  # rank 0 hosts the board, where the others read its error
 
 
 def _count(board: Board, silent_s: float, ended: threading.Event) -> None:
-    with suppress(AgentError):  # rank 0 is gone, which whoever waits for it finds as well
+    with suppress(AgentError):  # rank 0 is gone; the rank's own wait for it reports that
         while not ended.is_set():
             board.count([f"pulse/{board.rank}"], 1)
-            ended.wait(silent_s / LOOKS)
+            ended.wait(silent_s / _LOOKS)
 
 
 def _watch(board: Board, call: str, silent_s: float, ended: threading.Event) -> None:
@@ -54,7 +54,7 @@ def _watch(board: Board, call: str, silent_s: float, ended: threading.Event) -> 
     seen = dict.fromkeys(ranks, (-1, 0.0))
     """Each rank's count, and when it was first seen."""
     with suppress(AgentError):
-        while board.silent is None and not ended.wait(silent_s / LOOKS):
+        while board.silent is None and not ended.wait(silent_s / _LOOKS):
             now = time.monotonic()
             for rank, count in zip(ranks, board.count([f"pulse/{rank}" for rank in ranks])):
                 last, since = seen[rank]

@@ -11,7 +11,7 @@ import msgspec
 from holdfast.base.host import host_id
 from holdfast.core.group.exchange import Exchange
 
-NONCE_BYTES = 16
+_NONCE_BYTES = 16
 
 
 class HostWindow:
@@ -25,12 +25,12 @@ class HostWindow:
     def __init__(self, group: Exchange, size: int) -> None:
         self.theirs: dict[int, memoryview] = {}
         self._maps: list[mmap.mmap] = []
-        nonce, fd = secrets.token_bytes(NONCE_BYTES), -1
+        nonce, fd = secrets.token_bytes(_NONCE_BYTES), -1
         try:
             try:
                 fd = os.memfd_create("holdfast-window")
-                os.ftruncate(fd, size + NONCE_BYTES)
-                self._maps.append(mmap.mmap(fd, size + NONCE_BYTES))
+                os.ftruncate(fd, size + _NONCE_BYTES)
+                self._maps.append(mmap.mmap(fd, size + _NONCE_BYTES))
                 self._maps[0][size:] = nonce
                 self.mine = memoryview(self._maps[0])[:size]
             except OSError:
@@ -54,9 +54,9 @@ class HostWindow:
         try:
             opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_NONBLOCK | os.O_NOCTTY)
             try:
-                if os.fstat(opened).st_size != size + NONCE_BYTES:
+                if os.fstat(opened).st_size != size + _NONCE_BYTES:
                     return
-                mapped = mmap.mmap(opened, size + NONCE_BYTES, prot=mmap.PROT_READ)
+                mapped = mmap.mmap(opened, size + _NONCE_BYTES, prot=mmap.PROT_READ)
             finally:
                 os.close(opened)
         except OSError:

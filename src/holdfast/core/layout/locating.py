@@ -14,7 +14,7 @@ from holdfast.core.layout.box import Box
 from holdfast.core.layout.pieces import Ints, Located, Placement, rows_between
 from holdfast.core.layout.sharding import Sharding, parts_of
 
-Columns = tuple[Ints, ...]
+_Columns = tuple[Ints, ...]
 """The columns of `Located`."""
 
 _ListedPart = tuple[int, int, int, Box]
@@ -23,7 +23,7 @@ _ListedPart = tuple[int, int, int, Box]
 
 def locate(placement: Placement, tensor: Ints, start: Ints, stop: Ints) -> Located:
     """See `Placement.locate`."""
-    found: list[Columns] = []
+    found: list[_Columns] = []
     busy = np.flatnonzero(np.all(stop > start, axis=1))
     number = placement.class_of[tensor[busy]]
     is_listed = np.array([one.sharding.held is not None for one in placement.classes], bool)
@@ -44,7 +44,7 @@ def locate(placement: Placement, tensor: Ints, start: Ints, stop: Ints) -> Locat
 
 def _in_cells(
     placement: Placement, number: int, want: Ints, tensor: Ints, start: Ints, stop: Ints
-) -> Columns:
+) -> _Columns:
     sharding = placement.classes[number].sharding
     rows, part = _parts_touched(placement, sharding, tensor, start, stop)
     out = []
@@ -89,7 +89,7 @@ def _within_cells(
     tensor: Ints,
     start: Ints,
     stop: Ints,
-) -> Columns:
+) -> _Columns:
     """Find which replicas wrote the wanted rows of one part, and at what offset."""
     cells = placement.cells_of(number, part)
     index = placement.index_in_class[tensor]
@@ -119,7 +119,7 @@ def _within_cells(
 # -- parts that are listed ---------------------------------------------------------------------------
 
 
-def _in_lists(placement: Placement, want: Ints, tensor: Ints, start: Ints, stop: Ints) -> Columns:
+def _in_lists(placement: Placement, want: Ints, tensor: Ints, start: Ints, stop: Ints) -> _Columns:
     order = np.argsort(placement.class_of[tensor], kind="stable")
     want, tensor, start, stop = (x[order] for x in (want, tensor, start, stop))
     numbers, begins = np.unique(placement.class_of[tensor], return_index=True)

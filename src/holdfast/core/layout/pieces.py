@@ -42,10 +42,10 @@ from holdfast.core.layout.sharding import Sharding, part_of, parts_of
 
 Ints = NDArray[np.int64]
 
-KEPT_ROWS = 1 << 21
+_KEPT_ROWS = 1 << 21
 """Most rows of cached cells, one per tensor of a part: about 100 bytes each."""
 
-SMALL_BYTES = 1 << 20
+MIN_SHARE_BYTES = 1 << 20
 """Tensors whose part is smaller are written by one replica, whole; shares are not made smaller."""
 
 
@@ -263,7 +263,7 @@ class Placement:
         found = self._cells.get((number, part))
         if found is None:
             self._kept += len(self.classes[number].tensors)
-            if self._kept > KEPT_ROWS:
+            if self._kept > _KEPT_ROWS:
                 self._cells.clear()
                 self._kept = 0
             found = self._cells[number, part] = self._make_cells(self.classes[number], part)
@@ -330,7 +330,7 @@ def _divide(ends: Ints, size: Ints, row_bytes: Ints, replicas: int) -> Ints:
     must not have to visit every rank's file.
     """
     total = int(ends[-1])
-    sharers = min(replicas, max(-(-total // SMALL_BYTES), 1))
+    sharers = min(replicas, max(-(-total // MIN_SHARE_BYTES), 1))
     each, left = divmod(total, sharers)  # total * j could overflow
     index = np.minimum(np.arange(replicas + 1, dtype=np.int64), sharers)
     ideal: Ints = each * index + left * index // sharers
@@ -338,7 +338,7 @@ def _divide(ends: Ints, size: Ints, row_bytes: Ints, replicas: int) -> Ints:
         return ideal
     inner = ideal[1:-1]
     at = np.clip(np.searchsorted(ends, inner, "right") - 1, 0, len(size) - 1)
-    unit = np.where(size[at] < SMALL_BYTES, np.maximum(size[at], 1), row_bytes[at])
+    unit = np.where(size[at] < MIN_SHARE_BYTES, np.maximum(size[at], 1), row_bytes[at])
     snapped = ends[at] + (inner - ends[at] + unit // 2) // unit * unit
     ideal[1:-1] = np.minimum(snapped, ends[at + 1])
     return ideal

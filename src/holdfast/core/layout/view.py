@@ -27,10 +27,10 @@ from holdfast.core.layout.box import Box, flat_range, row_major, whole
 from holdfast.core.layout.fragment import Fragment
 from holdfast.core.layout.line import Line, Move, Run
 
-MAX_RUNS = 1 << 20
+_MAX_RUNS = 1 << 20
 """Most runs of a dim."""
 
-Widths = Sequence[Sequence[int]]
+_Widths = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class View:
             ends.append((part * small + min(part, more), (part + 1) * small + min(part + 1, more)))
         return self._cut(dim, line, ends)
 
-    def split(self, dim: int, part: int, widths: Widths) -> View:
+    def split(self, dim: int, part: int, widths: _Widths) -> View:
         """Like `shard`, with widths of all parts: a list per fused part, or one for the whole."""
         line = self._line(dim)
         lengths = line.parts or (line.length,)
@@ -180,7 +180,7 @@ class View:
             return self._with(dim, replace(line, unit=unit))
         if logical != "parts":
             raise LayoutError(f"logical={logical!r}: it is 'parts' or 'stored'")
-        if groups * len(sizes) > MAX_RUNS:
+        if groups * len(sizes) > _MAX_RUNS:
             raise LayoutError(f"dim {dim}: {groups} groups are too many to tell one by one")
         moves, start, offset = [], 0, 0
         for size in sizes:

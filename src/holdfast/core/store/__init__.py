@@ -31,7 +31,7 @@ from holdfast.core.store.local import LocalStore
 if TYPE_CHECKING:
     from holdfast.core.store.memory import MemoryStore
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 __all__ = [
     "Bulk",
@@ -50,9 +50,9 @@ _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 _BUCKETS = ("s3", "gs", "az")
 SCHEMES = ("file", "memory", *_BUCKETS)
 """Schemes of our own that a URL can begin with, before `://`."""
-REQUESTS = 16
+_REQUESTS = 16
 """Small requests that are made at a time, where each takes a way over a network."""
-ENTRY_POINTS = "holdfast.stores"
+_ENTRY_POINTS = "holdfast.stores"
 """Group of entry points by which packages bring schemes of theirs."""
 _registered: dict[str, Callable[[str], Store]] = {}
 
@@ -121,7 +121,7 @@ def _factory(scheme: str) -> Callable[[str], Store]:
     if found is None:
         from importlib.metadata import entry_points
 
-        brought = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+        brought = {point.name: point for point in entry_points(group=_ENTRY_POINTS)}
         if scheme not in brought:
             known = (*SCHEMES, *_registered, *brought)
             shown = (
@@ -143,7 +143,7 @@ def be_patient(store: Store, limit_s: float | None) -> None:
         patience.limit_s = limit_s
 
 
-def in_one(store: Store, call: Callable[[], T], what: str) -> T:
+def in_one(store: Store, call: Callable[[], _T], what: str) -> _T:
     """Do `call`, which makes several short operations of a store, as one of them."""
     if isinstance(store, LocalStore):
         return store.patience.run(call, what, store.root)
@@ -152,7 +152,7 @@ def in_one(store: Store, call: Callable[[], T], what: str) -> T:
 
 def at_a_time(store: Store) -> int:
     """Number of threads for small requests."""
-    return 1 if isinstance(store, LocalStore) else REQUESTS
+    return 1 if isinstance(store, LocalStore) else _REQUESTS
 
 
 def delete_many(store: Store, keys: Sequence[str]) -> None:

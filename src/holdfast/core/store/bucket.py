@@ -37,13 +37,13 @@ _PLAIN = {"region": re.compile(r"[\w.-]*"), "account": re.compile(r"[\w.-]*")}
 """Options whose values are words."""
 _YES, _NO = {"1", "true", "yes", ""}, {"0", "false", "no"}
 
-REQUEST_S = 30.0
+_REQUEST_S = 30.0
 """Seconds that one request may take, with its body; less where an operation may take less."""
-LONGEST_S = 600.0
+RETRY_S = 600.0
 """Seconds that a request is repeated where nobody has set a limit."""
 
 
-class Address(NamedTuple):
+class BucketAddress(NamedTuple):
     """Where a bucket is, and the part of it that is one store's."""
 
     scheme: str
@@ -64,7 +64,7 @@ class Address(NamedTuple):
         return self.options.get(name, "no").lower() in _YES
 
 
-def address_of(url: str) -> Address:
+def address_of(url: str) -> BucketAddress:
     """Take a URL apart.  UsageError for what is no bucket, for unknown options, and for secrets."""
     scheme, _, rest = url.partition("://")
     rest, _, query = rest.partition("?")
@@ -79,7 +79,7 @@ def address_of(url: str) -> Address:
     for name, value in options.items():
         _check_option(scheme, name, value, f"{scheme}://{rest}")
     parts = [part for part in unquote(path).split("/") if part]
-    return Address(scheme, bucket, "".join(f"{part}/" for part in parts), options)
+    return BucketAddress(scheme, bucket, "".join(f"{part}/" for part in parts), options)
 
 
 def _check_option(scheme: str, name: str, value: str, url: str) -> None:
@@ -109,7 +109,7 @@ def _check_option(scheme: str, name: str, value: str, url: str) -> None:
         raise UsageError(f"cannot open '{url}': {name} is no word")
 
 
-def connect(address: Address, limit_s: float | None, *, repeat: bool) -> Any:
+def connect(address: BucketAddress, limit_s: float | None, *, repeat: bool) -> Any:
     """Return obstore's store of a bucket, without a request.
 
     `limit_s`: seconds within which a request that fails is repeated; no request at all is where `repeat` is
@@ -119,12 +119,12 @@ def connect(address: Address, limit_s: float | None, *, repeat: bool) -> Any:
     from obstore.store import AzureStore, GCSStore, S3Store
 
     kinds: dict[str, Any] = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
-    limit = LONGEST_S if limit_s is None else limit_s
+    limit = RETRY_S if limit_s is None else limit_s
     config = {"s3": _s3, "gs": _gs, "az": _az}[address.scheme](address)
     provider = config.pop("credential_provider", None)
     endpoint = str(config.get("endpoint") or config.get("base_url") or "")
     client: dict[str, Any] = {
-        "timeout": timedelta(seconds=min(REQUEST_S, max(limit / 3, 0.5))),
+        "timeout": timedelta(seconds=min(_REQUEST_S, max(limit / 3, 0.5))),
         "connect_timeout": timedelta(seconds=min(5.0, max(limit / 6, 0.5))),
     }
     if endpoint.startswith("http://") or address.flag("emulator"):
@@ -155,7 +155,7 @@ def _given(*variables: str) -> str | None:
     return next((os.environ[v] for v in variables if os.environ.get(v)), None)
 
 
-def _s3(address: Address) -> dict[str, Any]:
+def _s3(address: BucketAddress) -> dict[str, Any]:
     options = address.options
     config: dict[str, Any] = {}
     if address.flag("anonymous"):
@@ -228,7 +228,7 @@ def _boto3_provider(profile: str, url: str) -> Any:
     return Boto3CredentialProvider(boto3.session.Session(profile_name=profile))
 
 
-def _gs(address: Address) -> dict[str, Any]:
+def _gs(address: BucketAddress) -> dict[str, Any]:
     config: dict[str, Any] = {}
     endpoint = address.options.get("endpoint")
     if endpoint:
@@ -242,7 +242,7 @@ def _gs(address: Address) -> dict[str, Any]:
     return config
 
 
-def _az(address: Address) -> dict[str, Any]:
+def _az(address: BucketAddress) -> dict[str, Any]:
     config: dict[str, Any] = {}
     for ours, theirs in (("endpoint", "endpoint"), ("account", "account_name")):
         if ours in address.options:

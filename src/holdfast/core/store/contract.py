@@ -143,7 +143,7 @@ class Store(Protocol):
         """Remove an object if it is there; durable when the call returns."""
 
 
-Entries: TypeAlias = list[Entry]
+EntryList: TypeAlias = list[Entry]
 
 
 @runtime_checkable
@@ -157,7 +157,7 @@ class Bulk(Protocol):
         """Remove those objects that are there, in any order; durable when the call returns.  If it fails,
         or the process dies, some may be gone and others not."""
 
-    def entries_many(self, prefixes: Sequence[str]) -> Entries:
+    def entries_many(self, prefixes: Sequence[str]) -> EntryList:
         """All objects whose keys begin with one of `prefixes`, each once, as `Store.entries`."""
 
 
@@ -166,7 +166,7 @@ class Bounded(Protocol):
     """A store that knows the length of an object before it takes it into memory."""
 
     def get_small(self, key: str) -> bytes:
-        """`Store.get`, but `Corrupt` if the object has more than `SMALL_BYTES`."""
+        """`Store.get`, but `Corrupt` if the object has more than `SMALL_FILE_BYTES`."""
 
 
 class Reads(NamedTuple):
@@ -189,15 +189,15 @@ def reads_of(store: Store) -> Reads:
 BLOCK_BYTES = 4096
 """Parts are aligned to this in every store, though only a disk (O_DIRECT) needs it."""
 
-HIDDEN = (".tmp-", ".nfs")
+_HIDDEN = (".tmp-", ".nfs")
 """Names of files under way (ours) and of files deleted while open (NFS): never listed, no keys."""
 
 WHOLE_BYTES = 1 << 30
 """Most bytes of an object that is read whole: a manifest of very many tensors."""
-SMALL_BYTES = 64 << 20
+SMALL_FILE_BYTES = 64 << 20
 """Most bytes of one that lists no tensors: notes, claims, an index of files."""
 MAX_KEY_CHARS = 1024
-MAX_BYTES = 1 << 60
+_MAX_BYTES = 1 << 60
 """Most bytes of an object."""
 
 
@@ -230,8 +230,8 @@ def _fault(key: str) -> str | None:
     for part in key.split("/"):
         if part in ("", ".", ".."):
             return f"it has a part {part!r}; keys are relative paths without detours"
-        if part.startswith(HIDDEN):
-            return f"names that begin with {' or '.join(HIDDEN)} are for files under way"
+        if part.startswith(_HIDDEN):
+            return f"names that begin with {' or '.join(_HIDDEN)} are for files under way"
     return _fault_in_text(key)
 
 
@@ -260,8 +260,8 @@ def byte_view(data: Bytes) -> memoryview:
 
 def target_view(into: memoryview, offset: int) -> memoryview:
     """The flat bytes of memory that a range from `offset` on is to be read into."""
-    if type(offset) is not int or offset > MAX_BYTES:
-        offset = count_of(offset, "Store.read", "offset", least=0, most=MAX_BYTES)
+    if type(offset) is not int or offset > _MAX_BYTES:
+        offset = count_of(offset, "Store.read", "offset", least=0, most=_MAX_BYTES)
     if offset < 0:
         raise UsageError(f"cannot read at offset {offset}: offsets start at 0")
     if not isinstance(into, memoryview):
@@ -362,7 +362,7 @@ class Parts:
     def __init__(self, key: str, size: int) -> None:
         check_key(key)
         self.key = key
-        self.size = count_of(size, "Store.create", "size", least=0, most=MAX_BYTES)
+        self.size = count_of(size, "Store.create", "size", least=0, most=_MAX_BYTES)
         self._done: list[tuple[int, int]] = []
 
     def check(self, offset: int, num_bytes: int) -> None:

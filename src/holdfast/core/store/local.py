@@ -27,7 +27,7 @@ from holdfast.base.patience import Patience, patient, patient_or
 from holdfast.base.threads import in_threads
 from holdfast.core.store.contract import (
     BLOCK_BYTES,
-    SMALL_BYTES,
+    SMALL_FILE_BYTES,
     WHOLE_BYTES,
     Bytes,
     Entry,
@@ -55,13 +55,13 @@ from holdfast.core.store.directories import (
 )
 from holdfast.core.store.oserrors import obstacle, translated
 from holdfast.core.store.reading import Descriptor, DirectReader
-from holdfast.core.store.regular import has_hole, open_regular, whole
-from holdfast.core.store.replacing import held
-from holdfast.core.store.tempfiles import TempFile, open_temp, sweep
+from holdfast.core.store.regular import has_hole, open_regular, read_whole
+from holdfast.core.store.replacing import locked
+from holdfast.core.store.tempfiles import TempFile, open_temp, sweep_temp_files
 
-SYNC_THREADS = 16
+_SYNC_THREADS = 16
 
-__all__ = ["LocalStore", "LocalWriter", "sweep"]
+__all__ = ["LocalStore", "LocalWriter", "sweep_temp_files"]
 
 
 class LocalStore:
@@ -111,9 +111,9 @@ class LocalStore:
     def _replace(self, key: str, path: str, view: memoryview, seen: memoryview) -> None:
         with translated("put", key, path):
             try:
-                with held(path) as file:
+                with locked(path) as file:
                     size = os.fstat(file.fileno()).st_size
-                    if size != len(seen) or whole(file, size) != seen:
+                    if size != len(seen) or read_whole(file, size) != seen:
                         raise not_the_seen(key, self.url)
                     self._put(path, view, replace=True)
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -141,7 +141,7 @@ class LocalStore:
     @patient
     def get_small(self, key: str) -> bytes:
         """The whole of a small object, as `Bounded.get_small`."""
-        return self._whole(key, SMALL_BYTES)
+        return self._whole(key, SMALL_FILE_BYTES)
 
     def _whole(self, key: str, most_bytes: int) -> bytes:
         path = self._path(key)
@@ -149,11 +149,11 @@ class LocalStore:
             file, _, size = open_regular(path, key)
             with file:
                 check_length(key, self.url, size, most_bytes)
-                if size > SMALL_BYTES and key.endswith(".json") and has_hole(file, size):
+                if size > SMALL_FILE_BYTES and key.endswith(".json") and has_hole(file, size):
                     raise Corrupt(
                         f"'{key}' in {self.url} has parts that were never written", key=key
                     )
-                return whole(file, size)
+                return read_whole(file, size)
 
     def read(self, key: str, offset: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `offset` on; `Corrupt` if the object ends before."""
@@ -260,8 +260,8 @@ class LocalStore:
             with translated("sync", paths.get(path, ""), path):
                 fsync_file(path) if path in paths else fsync_directories(path, self.root)
 
-        in_threads(flush, list(paths), SYNC_THREADS)
-        in_threads(flush, sorted({os.path.dirname(path) for path in paths}), SYNC_THREADS)
+        in_threads(flush, list(paths), _SYNC_THREADS)
+        in_threads(flush, sorted({os.path.dirname(path) for path in paths}), _SYNC_THREADS)
 
     @patient
     def free_bytes(self) -> int | None:

@@ -17,8 +17,8 @@ from holdfast.base.errors import UsageError
 from holdfast.core.store.contract import (
     BLOCK_BYTES,
     Bytes,
-    Entries,
     Entry,
+    EntryList,
     Parts,
     byte_view,
     check_key,
@@ -31,10 +31,10 @@ from holdfast.core.store.contract import (
     target_view,
 )
 
-Objects = dict[str, "bytes | bytearray"]
+_Objects = dict[str, "bytes | bytearray"]
 
 _lock = threading.Lock()
-_objects: defaultdict[str, Objects] = defaultdict(dict)  # by the name of the store
+_objects: defaultdict[str, _Objects] = defaultdict(dict)  # by the name of the store
 
 
 class MemoryStore:
@@ -106,7 +106,7 @@ class MemoryStore:
         for key in keys:
             self.delete(key)
 
-    def entries_many(self, prefixes: Sequence[str]) -> Entries:
+    def entries_many(self, prefixes: Sequence[str]) -> EntryList:
         """All objects whose keys begin with one of `prefixes`, as `Bulk.entries_many`."""
         return sorted({entry for prefix in prefixes for entry in self.entries(prefix)})
 

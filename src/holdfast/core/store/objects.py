@@ -10,10 +10,10 @@ What a bucket does differently from a disk, and how it is made the same:
 * *A reply can be lost after the work was done.*  A conditional put that is repeated may then find its own
   object.  So such puts are repeated here and not by obstore: whoever finds the key taken, after a request
   whose end is not known, looks whether his own bytes lie there.
-* *A large object is a multipart upload*, which obstore sends from an iterator, `UPLOADS` parts at a time:
+* *A large object is a multipart upload*, which obstore sends from an iterator, `_UPLOADS` parts at a time:
 
       write(offset, part)  ->  early parts, by offset  ->  ready, in order  ->  obstore.put(iterator)
-      several threads          wait for those before        at most `WINDOW`      one thread of the writer
+      several threads          wait for those before        at most `_WINDOW`      one thread of the writer
 
   If the writer is aborted, the iterator raises, and obstore aborts the upload.  Parts grow with the object,
   of which there may be 10,000 at most.  There is no condition on the end of an upload: a key that is taken
@@ -44,14 +44,14 @@ from holdfast.base.errors import (
 )
 from holdfast.base.patience import Patience, patient
 from holdfast.base.threads import in_threads
-from holdfast.core.store.bucket import LONGEST_S, Address, address_of, connect
+from holdfast.core.store.bucket import RETRY_S, BucketAddress, address_of, connect
 from holdfast.core.store.contract import (
     BLOCK_BYTES,
-    SMALL_BYTES,
+    SMALL_FILE_BYTES,
     WHOLE_BYTES,
     Bytes,
-    Entries,
     Entry,
+    EntryList,
     Parts,
     byte_view,
     check_key,
@@ -81,19 +81,19 @@ except ImportError:
         "buckets need the package obstore", hint="pip install 'torch-holdfast[object]'"
     ) from None
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
-PART_BYTES = 8 << 20
-"""Bytes of a part of an upload, or more for an object of more than `MOST_PARTS` of them."""
-MOST_PARTS = 9_000
-UPLOADS = 4
+UPLOAD_PART_BYTES = 8 << 20
+"""Bytes of a part of an upload, or more for an object of more than `_MOST_PARTS` of them."""
+_MOST_PARTS = 9_000
+_UPLOADS = 4
 """Parts of one object that are on their way at the same time."""
-WINDOW = PART_BYTES
-"""Bytes that are copied and wait to be sent; with `UPLOADS` parts under way, which obstore copies once
+_WINDOW = UPLOAD_PART_BYTES
+"""Bytes that are copied and wait to be sent; with `_UPLOADS` parts under way, which obstore copies once
 more, a writer holds 73 MiB, as measured with 1.5 GB."""
-EARLY_S = 0.2
+_EARLY_S = 0.2
 """Seconds that a part waits for those before it."""
-PAGE = 1_000
+_PAGE = 1_000
 
 _proved: set[tuple[str, str, str]] = set()
 """Stores that have been seen to enforce conditions: scheme, endpoint and bucket."""
@@ -110,7 +110,7 @@ class ObjectStore:
     under way is held twice, by obstore and here: 96 MiB."""
 
     def __init__(self, url: str) -> None:
-        self.address: Address = address_of(url)
+        self.address: BucketAddress = address_of(url)
         self.url = self.address.url
         self.patience = Patience()
         self._prefix = self.address.prefix
@@ -199,7 +199,8 @@ class ObjectStore:
         )
 
     def create(self, key: str, size: int) -> ObjectWriter:
-        """Begin a large object.  No request: one of up to `PART_BYTES` is put as a whole at `finish`."""
+        """Begin a large object.  Makes no request: an object of at most `UPLOAD_PART_BYTES` is put whole by
+        `finish`."""
         return ObjectWriter(self, Parts(key, size))
 
     @patient
@@ -210,7 +211,7 @@ class ObjectStore:
     @patient
     def get_small(self, key: str) -> bytes:
         """The whole of a small object, as `Bounded.get_small`: one request."""
-        return self._whole(key, SMALL_BYTES)
+        return self._whole(key, SMALL_FILE_BYTES)
 
     def _whole(self, key: str, most_bytes: int) -> bytes:
         check_key(key)
@@ -245,7 +246,7 @@ class ObjectStore:
         """All keys that begin with `prefix`, sorted: a request for each 1,000 of them."""
         return [entry.key for entry in self.entries_many([prefix])]
 
-    def entries_many(self, prefixes: Sequence[str]) -> Entries:
+    def entries_many(self, prefixes: Sequence[str]) -> EntryList:
         """All objects whose keys begin with one of `prefixes`: for several, all of the store is listed, a
         request for each 1,000.  If more than so many are others, each prefix is listed by itself."""
         found = self._found(prefixes[0] if len(prefixes) == 1 else "", tuple(prefixes))
@@ -254,19 +255,19 @@ class ObjectStore:
         return sorted({*found})
 
     @patient
-    def _found(self, common: str, prefixes: tuple[str, ...]) -> Entries | None:
+    def _found(self, common: str, prefixes: tuple[str, ...]) -> EntryList | None:
         for prefix in prefixes:
             check_prefix(prefix)
         folder = self._prefix + common.rpartition("/")[0]  # obstore lists by whole names
 
-        def pages(inner: Any, _: str) -> Entries | None:
-            found: Entries = []
+        def pages(inner: Any, _: str) -> EntryList | None:
+            found: EntryList = []
             num_others, start = 0, len(self._prefix)
-            for page in obstore.list(inner, folder.strip("/") or None, chunk_size=PAGE):
+            for page in obstore.list(inner, folder.strip("/") or None, chunk_size=_PAGE):
                 here = (Entry(o["path"][start:], o["size"]) for o in page)
                 ours = [entry for entry in here if entry.key.startswith(prefixes)]
                 num_others += len(page) - len(ours)
-                if num_others > PAGE and len(prefixes) > 1:
+                if num_others > _PAGE and len(prefixes) > 1:
                     return None
                 found += [entry for entry in ours if is_key(entry.key)]
             return found
@@ -289,7 +290,7 @@ class ObjectStore:
         try:
             self.ask("delete", keys[0], lambda inner, _: obstore.delete(inner, names))
         except NotFound:  # which Google and Azure mind: some of the others may be left
-            in_threads(self.delete, [*keys], UPLOADS)
+            in_threads(self.delete, [*keys], _UPLOADS)
 
     def place_of(self, key: str) -> str:
         """The address of a key, for messages."""
@@ -303,9 +304,9 @@ class ObjectStore:
         self,
         operation: str,
         key: str,
-        call: Callable[[Any, str], T],
+        call: Callable[[Any, str], _T],
         may_repeat: Callable[[], bool] = lambda: True,
-    ) -> T:
+    ) -> _T:
         """Do `call` with obstore's store and the key's name there, and say what fails as a store does.
 
         Obstore repeats what fails, but not a request whose reply was cut short: that is repeated here, if
@@ -321,7 +322,7 @@ class ObjectStore:
 
     @property
     def _limit_s(self) -> float:
-        return LONGEST_S if self.patience.limit_s is None else self.patience.limit_s
+        return RETRY_S if self.patience.limit_s is None else self.patience.limit_s
 
     def _inner(self, *, repeat: bool) -> Any:
         """Obstore's store; its limits are those of `patience` now."""
@@ -425,12 +426,12 @@ class ObjectWriter:
 
     @patient
     def write(self, offset: int, data: Bytes) -> None:
-        """Copy a part; waits while `WINDOW` bytes are to be sent.  A part that comes again must have the
+        """Copy a part; waits while `_WINDOW` bytes are to be sent.  A part that comes again must have the
         same bytes."""
         view = byte_view(data)
         self._parts.check(offset, len(view))
         self._check_open()
-        if self._parts.size > PART_BYTES:
+        if self._parts.size > UPLOAD_PART_BYTES:
             self._begin()
             self._queue.wait_for_room(offset)
         self._raise_if_failed("write")
@@ -472,8 +473,8 @@ class ObjectWriter:
                 self._upload.start()
 
     def _send(self) -> None:
-        part = PART_BYTES
-        while part * MOST_PARTS < self._parts.size:
+        part = UPLOAD_PART_BYTES
+        while part * _MOST_PARTS < self._parts.size:
             part *= 2
         try:
             self._store.ask(
@@ -485,7 +486,7 @@ class ObjectWriter:
                     self._queue.parts(),
                     use_multipart=True,
                     chunk_size=part,
-                    max_concurrency=UPLOADS,
+                    max_concurrency=_UPLOADS,
                 ),
                 may_repeat=lambda: self._queue.num_taken == 0,  # its begin was not answered
             )
@@ -556,14 +557,14 @@ class _Ordered:
         return next((at for at in self._early if at <= self._next), None)
 
     def wait_for_room(self, offset: int) -> None:
-        """Wait until a part may be copied: fewer than `WINDOW` bytes are ready, and it is its turn, or all
-        is over.  One that has waited `EARLY_S` for its turn is let in: its thread may be the one that will
+        """Wait until a part may be copied: fewer than `_WINDOW` bytes are ready, and it is its turn, or all
+        is over.  One that has waited `_EARLY_S` for its turn is let in: its thread may be the one that will
         bring those before it."""
         with self.changed:
             self.changed.wait_for(
-                lambda: offset <= self._next or self._error is not None, timeout=EARLY_S
+                lambda: offset <= self._next or self._error is not None, timeout=_EARLY_S
             )
-            self.changed.wait_for(lambda: self._ready_bytes < WINDOW or self._error is not None)
+            self.changed.wait_for(lambda: self._ready_bytes < _WINDOW or self._error is not None)
 
     def end(self) -> None:
         """Let the parts end after those that are there."""

@@ -30,9 +30,9 @@ from holdfast.base.errors import (
 # -- obstacles on the way to a path ------------------------------------------------------------------
 
 
-MAX_NAME_BYTES = 255
+_MAX_NAME_BYTES = 255
 _SHOWN = 40
-NESTED = "a key cannot also be the directory of other keys"
+_NESTED = "a key cannot also be the directory of other keys"
 
 
 def obstacle(path: str, *, folder: bool = False) -> tuple[str, str] | None:
@@ -43,7 +43,7 @@ def obstacle(path: str, *, folder: bool = False) -> tuple[str, str] | None:
     parts = path.split(os.sep)
     for name in parts:
         length = len(os.fsencode(name))
-        if length > MAX_NAME_BYTES:
+        if length > _MAX_NAME_BYTES:
             hint = "file systems allow 255 bytes for a name"
             return f"the name '{name[:_SHOWN]}...' has {length} bytes", hint
     for i in range(1, len(parts)):
@@ -59,7 +59,7 @@ def obstacle(path: str, *, folder: bool = False) -> tuple[str, str] | None:
         except OSError as error:
             return _of_link(here, error.errno)
         if not stat.S_ISDIR(status.st_mode) and (folder or i < len(parts) - 1):
-            return f"'{here}' is a file, not a folder", f"give a folder for checkpoints; {NESTED}"
+            return f"'{here}' is a file, not a folder", f"give a folder for checkpoints; {_NESTED}"
     return None
 
 
@@ -79,7 +79,7 @@ def _of_link(path: str, code: int | None) -> tuple[str, str] | None:
 # -- errors ------------------------------------------------------------------------------------------
 
 
-MOST_SHOWN = 400
+_MOST_SHOWN = 400
 _ON_THE_WAY = (
     errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT, errno.EACCES, errno.EBUSY,
 )  # fmt: skip
@@ -98,8 +98,8 @@ _HINTS = {
     errno.EACCES: _FORBIDDEN,
     errno.EPERM: _FORBIDDEN,
     errno.ENOTSUP: _FORBIDDEN,
-    errno.ENOTDIR: NESTED,
-    errno.EISDIR: NESTED,
+    errno.ENOTDIR: _NESTED,
+    errno.EISDIR: _NESTED,
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENAMETOOLONG: "file systems allow 255 bytes between two slashes",
 }
@@ -143,4 +143,4 @@ def _store_error(op: str, key: str, path: str, error: OSError) -> StoreError:
 
 def shortened(path: str) -> str:
     """A path as a message can bear it."""
-    return path if len(path) <= MOST_SHOWN else f"{path[:200]}...{path[-80:]}"
+    return path if len(path) <= _MOST_SHOWN else f"{path[:200]}...{path[-80:]}"

@@ -66,14 +66,14 @@ class Descriptor:
                 self._file.close()
 
 
-SPARE_BYTES = 2 << 20
+_SPARE_BYTES = 2 << 20
 
 
 class _Spare(threading.local):
     """Memory of one thread that starts at a page; a fork has its own."""
 
     def __init__(self) -> None:
-        self.view = memoryview(mmap.mmap(-1, SPARE_BYTES, flags=mmap.MAP_PRIVATE))
+        self.view = memoryview(mmap.mmap(-1, _SPARE_BYTES, flags=mmap.MAP_PRIVATE))
 
 
 _spare = _Spare()
@@ -117,7 +117,7 @@ class DirectReader:
         if at % BLOCK_BYTES == 0 and len(view) >= BLOCK_BYTES and is_aligned(view):
             return self._blocks(fd, at, view[: len(view) // BLOCK_BYTES * BLOCK_BYTES])
         before = at % BLOCK_BYTES
-        stop = min(SPARE_BYTES, -(-(before + len(view)) // BLOCK_BYTES) * BLOCK_BYTES)
+        stop = min(_SPARE_BYTES, -(-(before + len(view)) // BLOCK_BYTES) * BLOCK_BYTES)
         got = min(self._blocks(fd, at - before, _spare.view[:stop]) - before, len(view))
         if got <= 0:
             return 0

@@ -9,7 +9,7 @@ should be, whose opening waits for a writer for ever; a link to /dev/zero, which
 
 A signal may interrupt a training thread at any call, even at the one that has just opened a file: a
 launcher that recovers in place sends them.  So a descriptor has an owner before Python looks for signals
-again (`opened`), which closes it when nobody knows it any more.
+again (`open_file`), which closes it when nobody knows it any more.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _KINDS = {
 }
 
 
-def opened(path: str, flags: int) -> io.FileIO:
+def open_file(path: str, flags: int) -> io.FileIO:
     """Open a file, but no directory; new ones have the mode 0666 without the umask.
 
     All of it is one call into C, behind which Python looks for signals.  `open(opener=)` has one more, in
@@ -47,14 +47,14 @@ def open_direct(path: str, flags: int) -> tuple[io.FileIO, bool]:
     """An open file, and whether it has O_DIRECT: not where the file system refuses it."""
     if O_DIRECT:
         try:
-            return opened(path, flags | O_DIRECT), True
+            return open_file(path, flags | O_DIRECT), True
         except OSError as error:
             if error.errno not in REFUSED:
                 raise
         if flags & os.O_EXCL:
             with suppress(FileNotFoundError):  # Linux may make the file before it refuses the flag
                 os.unlink(path)
-    return opened(path, flags), False
+    return open_file(path, flags), False
 
 
 def open_regular(path: str, key: str, *, direct: bool = False) -> tuple[io.FileIO, bool, int]:
@@ -64,7 +64,7 @@ def open_regular(path: str, key: str, *, direct: bool = False) -> tuple[io.FileI
     """
     check_regular(os.stat(path), path, key)
     flags = os.O_RDONLY | AT_ONCE
-    file, is_direct = open_direct(path, flags) if direct else (opened(path, flags), False)
+    file, is_direct = open_direct(path, flags) if direct else (open_file(path, flags), False)
     return file, is_direct, check_regular(os.fstat(file.fileno()), path, key)
 
 
@@ -92,7 +92,7 @@ def has_hole(file: io.FileIO, size: int) -> bool:
         return False
 
 
-def whole(file: io.FileIO, size: int) -> bytes:
+def read_whole(file: io.FileIO, size: int) -> bytes:
     """The first `size` bytes of a file, or all that it has."""
     fd = file.fileno()
     data = os.pread(fd, size, 0)

@@ -29,18 +29,18 @@ from contextlib import contextmanager, suppress
 
 from holdfast.base.errors import Unavailable, warn_user
 from holdfast.core.store.oserrors import REFUSED
-from holdfast.core.store.regular import AT_ONCE, opened
+from holdfast.core.store.regular import AT_ONCE, open_file
 
-DEADLINE_S = 60.0
+_DEADLINE_S = 60.0
 """Others hold a lock for one small write; who holds it longer is stuck."""
 
-POLL_S = 0.005
+_POLL_S = 0.005
 _BUSY = (errno.EAGAIN, errno.EACCES, errno.EINTR)
 _NO_LOCKS = (*REFUSED, errno.ENOLCK)
 
 
 @contextmanager
-def held(path: str, *, deadline_s: float = DEADLINE_S) -> Iterator[io.FileIO]:
+def locked(path: str, *, deadline_s: float = _DEADLINE_S) -> Iterator[io.FileIO]:
     """The file at `path`, open and locked; nobody else replaces it meanwhile.
 
     Blocks while another process holds it; Unavailable after `deadline_s`.  FileNotFoundError if there is
@@ -56,8 +56,8 @@ def held(path: str, *, deadline_s: float = DEADLINE_S) -> Iterator[io.FileIO]:
 
 def _open(path: str) -> io.FileIO:
     with suppress(PermissionError):
-        return opened(path, os.O_RDWR | AT_ONCE)  # NFS locks only what may be written
-    return opened(path, os.O_RDONLY | AT_ONCE)
+        return open_file(path, os.O_RDWR | AT_ONCE)  # NFS locks only what may be written
+    return open_file(path, os.O_RDONLY | AT_ONCE)
 
 
 def _lock(fd: int, path: str, until: float) -> bool:
@@ -79,7 +79,7 @@ def _lock(fd: int, path: str, until: float) -> bool:
                 f"'{path}' is being replaced by another process, which does not end",
                 hint="is that process stopped, or its storage stuck?  `fuser` names it",
             )
-        time.sleep(POLL_S)
+        time.sleep(_POLL_S)
 
 
 def _is_at(fd: int, path: str) -> bool:

@@ -13,7 +13,7 @@ disk.  A name that must be new is made by link(2), which is atomic on NFS too an
 is taken.  A reply to link or rename can be lost on a network and the call repeated, so after an
 error we look whether the name is ours: then the call did succeed.
 
-A process that dies leaves its temporary files.  Nobody ever lists them; `sweep` removes them.
+A process that dies leaves its temporary files.  Nobody ever lists them; `sweep_temp_files` removes them.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from holdfast.core.store.directories import (
     walk,
 )
 from holdfast.core.store.oserrors import REFUSED, obstacle, translated
-from holdfast.core.store.regular import O_DIRECT, open_direct, opened
+from holdfast.core.store.regular import O_DIRECT, open_direct, open_file
 
-BOUNCE_BYTES = 1 << 20
+_BOUNCE_BYTES = 1 << 20
 
 _TEMP_NAME = re.compile(r"\.tmp-(?P<place>.+)-(?P<pid>\d{1,9})-[0-9a-f]{16}")
 
@@ -60,7 +60,7 @@ def temp_name() -> str:
     return f".tmp-{owner()}-{os.getpid()}-{secrets.token_hex(8)}"
 
 
-def sweep(
+def sweep_temp_files(
     root: str | os.PathLike[str], is_over: Callable[[str], bool] = lambda _: False
 ) -> list[str]:
     """Remove temporary files below `root` whose process is dead, and the directories that this
@@ -127,7 +127,7 @@ def _open_new(path: str, *, direct: bool) -> TempFile:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     if direct:
         return TempFile(path, *open_direct(path, flags))
-    return TempFile(path, opened(path, flags), False)
+    return TempFile(path, open_file(path, flags), False)
 
 
 class TempFile:
@@ -222,9 +222,9 @@ class TempFile:
         try:
             buffer = self._spare.pop()
         except IndexError:
-            buffer = memoryview(mmap.mmap(-1, BOUNCE_BYTES))  # starts at a page
-        for start in range(0, len(view), BOUNCE_BYTES):
-            part = view[start : start + BOUNCE_BYTES]
+            buffer = memoryview(mmap.mmap(-1, _BOUNCE_BYTES))  # starts at a page
+        for start in range(0, len(view), _BOUNCE_BYTES):
+            part = view[start : start + _BOUNCE_BYTES]
             buffer[: len(part)] = part
             self._write_all(offset + start, buffer[: _whole_blocks(len(part))])
         self._spare.append(buffer)

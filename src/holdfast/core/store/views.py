@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from holdfast.base.errors import NotFound, UsageError
 from holdfast.core.store.contract import (
-    SMALL_BYTES,
+    SMALL_FILE_BYTES,
     WHOLE_BYTES,
     Bytes,
     Entry,
@@ -50,7 +50,7 @@ class ViewStore(ABC):
 
     def get_small(self, key: str) -> bytes:
         """The whole of a small object, as `Bounded.get_small`."""
-        return self._whole(key, SMALL_BYTES)
+        return self._whole(key, SMALL_FILE_BYTES)
 
     def _whole(self, key: str, most_bytes: int) -> bytes:
         data = bytearray(check_length(key, self.url, self.size(key), most_bytes))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
-Shape = tuple[int, ...]
+_Shape = tuple[int, ...]
 
 
 def stated_names(groups: Sequence[Mapping[str, Any]]) -> dict[int, str] | None:
@@ -42,7 +42,7 @@ def is_buffer(name: str, dtype: str, names: Container[str]) -> bool:
     return statistic or not dtype.startswith(("float", "bfloat"))
 
 
-def parameters(model: Sequence[tuple[str, str, Shape]]) -> list[tuple[str, Shape]]:
+def parameter_shapes(model: Sequence[tuple[str, str, _Shape]]) -> list[tuple[str, _Shape]]:
     """Return those of a module's tensors (name, dtype, shape) that can be parameters, in order."""
     names = {name for name, _, _ in model}
     return [(name, shape) for name, dtype, shape in model if not is_buffer(name, dtype, names)]
@@ -50,8 +50,8 @@ def parameters(model: Sequence[tuple[str, str, Shape]]) -> list[tuple[str, Shape
 
 def proved_names(
     groups: Sequence[Sequence[int]],
-    shapes: Mapping[int, Shape],
-    model: Sequence[tuple[str, Shape]],
+    shapes: Mapping[int, _Shape],
+    model: Sequence[tuple[str, _Shape]],
 ) -> dict[int, str] | None:
     """Return the only name that fits each number; None if there is none, or more than one.
 

@@ -18,16 +18,23 @@ from holdfast.core.format import extras
 from holdfast.core.format.dtypes import DTYPES
 from holdfast.core.layout import Box
 from holdfast.core.store import Store
-from holdfast.formats.read.dcptree import arranged
+from holdfast.formats.read.dcptree import arrange_tree
 from holdfast.formats.read.foreign import Foreign, StoredPart, foreign
-from holdfast.formats.read.plaindata import TABLE, ints, plain, text
-from holdfast.formats.read.sections import Archive, Place, Strided
-from holdfast.formats.read.stepnumber import step_in
-from holdfast.formats.read.torchfile import More, PartFile, TensorRef, kind_of, read_tree, table
-from holdfast.formats.read.unknown import is_needed, not_data, tell, unknown_in
+from holdfast.formats.read.plaindata import PLAIN_GLOBALS, ints, plain_value, text
+from holdfast.formats.read.sections import ArchiveRange, FilePlace, Strided
+from holdfast.formats.read.stepnumber import stated_step
+from holdfast.formats.read.torchfile import (
+    More,
+    PartFile,
+    TensorRef,
+    describe_value,
+    read_tree,
+    torch_globals,
+)
+from holdfast.formats.read.unknown import is_needed, not_data, unknown_in, warn_left_out
 from holdfast.formats.read.unpickle import MALFORMED, UnknownInstance, record, unpickle
 
-METADATA = ".metadata"
+_METADATA = ".metadata"
 _META = "torch.distributed.checkpoint.metadata"
 _META_BEFORE = "torch.distributed._shard.sharded_tensor.metadata"
 """Where torch before 2.3 had what says of a tensor's dtype."""
@@ -48,7 +55,7 @@ _KNOWN = {
     ("torch.serialization", "_get_layout"): lambda name: name,
 }  # fmt: skip
 
-Key = tuple[str, tuple[int, ...] | None]
+_Key = tuple[str, tuple[int, ...] | None]
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,7 @@ class Contents:
 
     tensors: list[Foreign]
     objects: dict[str, UnknownInstance]
-    archives: list[Archive]
+    archives: list[ArchiveRange]
     """Archives of tensors and of other values."""
     meta: UnknownInstance
 
@@ -65,7 +72,7 @@ class Contents:
 def is_dcp(store: Store) -> bool:
     """True if a directory holds a DCP checkpoint."""
     try:
-        return store.size(METADATA) > 0
+        return store.size(_METADATA) > 0
     except NotFound:
         return False
 
@@ -75,11 +82,11 @@ def open_dcp(store: Store, step: int | None = None) -> Checkpoint:
     Corrupt or NotFound."""
     found = read_contents(store)
     values = _values(store, found.objects)
-    here = step_in(values, found.tensors, store)
+    here = stated_step(values, found.tensors, store)
     if step not in (None, here):
         raise NotFound(f"{store.url} is a dcp checkpoint of step {here}; it has no step {step}")
     software = {"torch.distributed.checkpoint": text(found.meta.get("version") or "unknown")}
-    tensors, values = arranged(store, found.tensors, values, found.meta)
+    tensors, values = arrange_tree(store, found.tensors, values, found.meta)
     return foreign(
         store, tensors, step=here, software=software, extras=values, archives=found.archives
     )
@@ -95,10 +102,10 @@ def read_contents(store: Store, folder: str = "", more: More | None = None) -> C
 
     `more`: what its pickles may name besides DCP's own classes.  FormatError, Corrupt or NotFound.
     """
-    key = folder + METADATA
+    key = folder + _METADATA
     data = store.get(key)
     try:
-        known = ChainMap(_KNOWN, TABLE, table(), more or {})
+        known = ChainMap(_KNOWN, PLAIN_GLOBALS, torch_globals(), more or {})
         return _contents(store, folder, unpickle(data, known, most=len(data)))
     except FormatError as error:
         error.key = error.key or key
@@ -110,7 +117,7 @@ def read_contents(store: Store, folder: str = "", more: More | None = None) -> C
 def _contents(store: Store, folder: str, meta: Any) -> Contents:
     if not isinstance(meta, UnknownInstance) or meta.name != "Metadata":
         raise FormatError("not the metadata of DCP")
-    places: dict[Key, UnknownInstance] = {}
+    places: dict[_Key, UnknownInstance] = {}
     for index, info in _dict(meta["storage_data"]).items():
         if not (isinstance(index, UnknownInstance) and isinstance(info, UnknownInstance)):
             raise FormatError("malformed storage_data")
@@ -132,7 +139,7 @@ def _contents(store: Store, folder: str, meta: Any) -> Contents:
 
 
 def _tensor(
-    store: Store, name: str, entry: UnknownInstance, places: dict[Key, UnknownInstance]
+    store: Store, name: str, entry: UnknownInstance, places: dict[_Key, UnknownInstance]
 ) -> Foreign:
     shape, dtype = ints(entry["size"]), _dtype(entry["properties"])
     parts = []
@@ -158,7 +165,7 @@ def _dtype(properties: Any) -> str:
     return text(found)
 
 
-def _place(places: dict[Key, UnknownInstance], key: Key) -> UnknownInstance:
+def _place(places: dict[_Key, UnknownInstance], key: _Key) -> UnknownInstance:
     found = places.get(key)
     if found is None:
         at = "" if key[1] is None else f" at {list(key[1])}"
@@ -168,7 +175,7 @@ def _place(places: dict[Key, UnknownInstance], key: Key) -> UnknownInstance:
     return found
 
 
-def section_range(info: UnknownInstance) -> Archive:
+def section_range(info: UnknownInstance) -> ArchiveRange:
     """The file of a value, and the bytes in it that are its archive."""
     path, offset, length = str(info["relative_path"]), int(info["offset"]), int(info["length"])
     if offset < 0 or length < 0:
@@ -191,12 +198,12 @@ def section_tree(
 
 def _where(
     store: Store, name: str, info: UnknownInstance, sizes: tuple[int, ...], dtype: str
-) -> Place | Strided:
+) -> FilePlace | Strided:
     """Return where the bytes of one chunk begin in its file; `Strided` if not row-major."""
     found = section_tree(store, info)
     if not isinstance(found, TensorRef) or (found.shape, found.dtype) != (sizes, dtype):
         raise FormatError(
-            f"{name!r}: a {dtype} part of shape {sizes} was expected, found {kind_of(found)}",
+            f"{name!r}: a {dtype} part of shape {sizes} was expected, found {describe_value(found)}",
             key=str(info["relative_path"]),
         )
     if not found.contiguous:
@@ -208,7 +215,7 @@ def _values(store: Store, objects: dict[str, UnknownInstance]) -> dict[str, Any]
     """Values that are no tensors, by flat name, but for those of which something is unknown."""
     found, strange = {}, {}
     for flat, info in objects.items():
-        value = section_tree(store, info, TABLE, lenient=True)
+        value = section_tree(store, info, PLAIN_GLOBALS, lenient=True)
         path = str(info["relative_path"])
         name = unknown_in(value, path, set())
         if name is None:
@@ -217,7 +224,7 @@ def _values(store: Store, objects: dict[str, UnknownInstance]) -> dict[str, Any]
             raise not_data(name, path)
         else:
             strange[flat] = name
-    tell(strange, [store.url])
+    warn_left_out(strange, [store.url])
     return found
 
 
@@ -226,7 +233,7 @@ def _encoded(value: Any, path: str) -> Any:
 
     def other(leaf: Any, where: str) -> Any:
         if isinstance(leaf, UnknownInstance):
-            return extras.encode(plain(leaf), other, where, where.count(".") + 1)
+            return extras.encode(plain_value(leaf), other, where, where.count(".") + 1)
         raise FormatError(f"a value with a {type(leaf).__name__} at {where or 'its top'}", key=path)
 
     try:

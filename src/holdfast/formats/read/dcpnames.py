@@ -16,16 +16,16 @@ from holdfast.core.format.extras import DCP_NAMES
 from holdfast.formats.read.dcptree import (
     Leaf,
     Path,
-    alike,
-    hyper_of,
+    group_by_hyper,
+    hyper_path,
     is_extra_state,
     put_at,
     spelled,
-    state_of,
+    state_path,
     with_lists,
 )
 
-OWN = (("common",), ("engine",))
+_OWN = (("common",), ("engine",))
 """Paths in an optimizer at which holdfast keeps values of its own."""
 
 
@@ -61,7 +61,7 @@ class StateDictNames:
     def of(self, flat: str) -> tuple[str, str]:
         """The name of a tensor, and what it is: `tensor`, or the state of an optimizer that it is."""
         path = self.inner(flat)
-        found = state_of(path)
+        found = state_path(path)
         if found is None or found[0] not in self.optimizers:
             return spelled(path), "tensor"
         key, param, what = found
@@ -72,7 +72,7 @@ class StateDictNames:
         leaves = dict(values)
         held: list[str] = []
         for flat in tensors:
-            hyper = hyper_of(self.inner(flat))
+            hyper = hyper_path(self.inner(flat))
             if hyper is not None and hyper[0] in self.optimizers:
                 leaves[flat] = {"$at": self.of(flat)[0]}
             else:
@@ -110,7 +110,7 @@ def _optimizers(paths: Iterable[Path]) -> set[str]:
     numbered: dict[str, dict[int, set[str]]] = {}
     flat = set()
     for path in paths:
-        match hyper_of(path):
+        match hyper_path(path):
             case (key, int(i), what):
                 numbered.setdefault(key, {}).setdefault(i, set()).add(what)
             case (key, _, _):
@@ -132,15 +132,15 @@ def _optimizer_extras(keys: set[str], leaves: dict[Path, Any]) -> dict[str, Any]
     states: dict[str, dict[str, dict[str, Any]]] = {key: {} for key in keys}
     found: dict[str, Any] = {}
     for path, tree in leaves.items():
-        match hyper_of(path) or state_of(path):
+        match hyper_path(path) or state_path(path):
             case (key, int(i), what):
                 numbered[key].setdefault(i, {})[what] = tree
-            case (key, param, what) if hyper_of(path):
+            case (key, param, what) if hyper_path(path):
                 by_param[key].setdefault(param, {})[what] = tree
             case (key, param, what):
                 states[key].setdefault(_param(param), {})[what] = tree
             case _:
-                if path[1:] in OWN:
+                if path[1:] in _OWN:
                     raise UsageError(
                         f"{spelled(path)}: holdfast has values of its own under this name",
                         hint="give it another one",
@@ -154,6 +154,6 @@ def _optimizer_extras(keys: set[str], leaves: dict[Path, Any]) -> dict[str, Any]
             }
             for _, group in sorted(numbered[key].items())
         ]
-        body = {"groups": groups or alike(by_param[key]), "state": states[key]}
+        body = {"groups": groups or group_by_hyper(by_param[key]), "state": states[key]}
         found[key] = {"$optimizer": body}
     return found

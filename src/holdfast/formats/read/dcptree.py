@@ -21,16 +21,16 @@ import msgspec
 from holdfast.core.format import extras
 from holdfast.core.format.dtypes import DTYPES
 from holdfast.core.store import Store
-from holdfast.formats.read.byindex import parameters, proved_names, stated_names
+from holdfast.formats.read.byindex import parameter_shapes, proved_names, stated_names
 from holdfast.formats.read.foreign import Foreign
-from holdfast.formats.read.sections import place_of
+from holdfast.formats.read.sections import row_major_place
 from holdfast.formats.read.unpickle import UnknownInstance
 
 Path = tuple[Any, ...]
-Groups = dict[str, list[dict[str, Any]]]
+_Groups = dict[str, list[dict[str, Any]]]
 
 
-def arranged(
+def arrange_tree(
     store: Store, tensors: list[Foreign], values: dict[str, Any], meta: UnknownInstance
 ) -> tuple[list[Foreign], dict[str, Any]]:
     """Tensors and extras under the names of our own checkpoints.  `values`: as extras hold them."""
@@ -84,7 +84,7 @@ class _Tree:
         if len(tops) != 1 or not all(len(path) > 1 for path in self._path.values()):
             return
         inner = {name: path[1:] for name, path in self._path.items()}
-        if not any(hyper_of(path) for path in inner.values()):
+        if not any(hyper_path(path) for path in inner.values()):
             return
         new = {name: ".".join(map(str, path)) for name, path in inner.items()}
         self.tensors = [replace(t, name=new[t.name]) for t in self.tensors]
@@ -100,7 +100,7 @@ class _Tree:
         known: dict[Any, str] = {}
         for t in self.tensors:
             path = self._path[t.name]
-            found = hyper_of(path)
+            found = hyper_path(path)
             if found is None:
                 kept.append(t)
                 continue
@@ -115,12 +115,12 @@ class _Tree:
             self.values[t.name] = {"$at": known[same]}
         self.tensors = kept
 
-    def take_groups(self) -> Groups:
+    def take_groups(self) -> _Groups:
         """Return optimizers' groups by key; the values of each optimizer become one extra."""
         numbered: dict[str, dict[int, dict[str, Any]]] = {}
         named: dict[str, dict[str, dict[str, Any]]] = {}
         for name, value in self.values.items():
-            match hyper_of(self._path[name]):
+            match hyper_path(self._path[name]):
                 case (key, int(i), what):
                     numbered.setdefault(key, {}).setdefault(i, {})[what] = value
                 case (key, str(param), what):
@@ -133,17 +133,17 @@ class _Tree:
             for key, of in numbered.items()
             if all(isinstance(g.get("params"), list) for g in of.values())
         }
-        groups |= {key: alike(of) for key, of in named.items() if key not in numbered}
+        groups |= {key: group_by_hyper(of) for key, of in named.items() if key not in numbered}
         for key, found in groups.items():
-            self._drop(lambda p, key=key: (hyper_of(p) or ("",))[0] == key)
+            self._drop(lambda p, key=key: (hyper_path(p) or ("",))[0] == key)
             states: dict[str, dict[str, Any]] = {}
-            for name in [n for n in self.values if (state_of(self._path[n]) or ("",))[0] == key]:
-                _, param, what = state_of(self._path[name]) or ("", "", "")
+            for name in [n for n in self.values if (state_path(self._path[n]) or ("",))[0] == key]:
+                _, param, what = state_path(self._path[name]) or ("", "", "")
                 states.setdefault(param, {})[what] = self.values.pop(name)
             self._put(key, {"$optimizer": {"groups": found, "state": states}})
         return groups
 
-    def name_numbers(self, groups: Groups) -> None:
+    def name_numbers(self, groups: _Groups) -> None:
         """Numbers of parameters become names where these are stated or proved, else `state.<number>`."""
         for key, found in groups.items():
             numbers = [p for g in found for p in g["params"]]
@@ -165,7 +165,7 @@ class _Tree:
     def _proved(self, key: str, groups: list[list[int]]) -> dict[int, str] | None:
         shapes: dict[int, set[tuple[int, ...]]] = {}
         for t in self.tensors:
-            state = state_of(self._path[t.name])
+            state = state_path(self._path[t.name])
             if state and state[0] == key and state[1].isdecimal() and t.shape:
                 shapes.setdefault(int(state[1]), set()).add(t.shape)
         by_name = {t.name: t for t in self.tensors}
@@ -175,16 +175,16 @@ class _Tree:
             if n in by_name and path[0] == "model" and len(path) == 2
         ]
         one = {n: next(iter(s)) for n, s in shapes.items() if len(s) == 1}
-        return proved_names(groups, one, parameters(model))
+        return proved_names(groups, one, parameter_shapes(model))
 
-    def name_states(self, groups: Groups) -> None:
+    def name_states(self, groups: _Groups) -> None:
         """`<key>.state.<parameter>.<state>` loses `state`."""
         for i, t in enumerate(self.tensors):
-            found = state_of(self._path[t.name])
+            found = state_path(self._path[t.name])
             if found and found[0] in groups:
                 self._rename(i, ".".join(found), (".".join(found),), found[2])
 
-    def name_weights(self, groups: Groups) -> None:
+    def name_weights(self, groups: _Groups) -> None:
         """Weights that lie beside an optimizer of theirs, at the top, are `model.<name>`."""
         tops = {
             t.name for t in self.tensors if len(self._path[t.name]) == 1 and t.state == "tensor"
@@ -234,13 +234,13 @@ def _content(store: Store, t: Foreign) -> Any:
     """Key that equal tensors share: a single number's dtype and bytes, else the tensor's name."""
     if t.shape:
         return t.name
-    path, start = place_of(t.parts[0].sources[0])
+    path, start = row_major_place(t.parts[0].sources[0])
     raw = bytearray(DTYPES[t.dtype].bytes)
     store.read(path, start, memoryview(raw))
     return t.dtype, bytes(raw)
 
 
-def hyper_of(path: Path) -> tuple[str, int | str, str] | None:
+def hyper_path(path: Path) -> tuple[str, int | str, str] | None:
     """(optimizer, number of the group or a parameter, hyper-parameter)."""
     match path:
         case (str(key), "param_groups", int(i), str(what)):
@@ -248,7 +248,7 @@ def hyper_of(path: Path) -> tuple[str, int | str, str] | None:
     return _flat(path, "param_groups.")
 
 
-def state_of(path: Path) -> tuple[str, str, str] | None:
+def state_path(path: Path) -> tuple[str, str, str] | None:
     """(optimizer, parameter, state)."""
     match path:
         case (str(key), "state", str(param), str(what)):
@@ -264,7 +264,7 @@ def _flat(path: Path, prefix: str) -> tuple[str, str, str] | None:
     return None
 
 
-def alike(hypers: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def group_by_hyper(hypers: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Groups of the parameters that have the same hyper-parameters."""
     groups: dict[bytes, dict[str, Any]] = {}
     for param, hyper in hypers.items():
@@ -304,4 +304,4 @@ def with_lists(node: Any) -> Any:
     return made
 
 
-__all__ = ["arranged"]
+__all__ = ["arrange_tree"]

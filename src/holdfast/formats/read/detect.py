@@ -50,7 +50,7 @@ def _of(module: str, function: str) -> Callable[..., Any]:
     return call
 
 
-FORMATS = {
+SOURCE_FORMATS = {
     "megatron": Format(is_megatron, open_megatron, steps_of_megatron),
     "dcp": Format(is_dcp, open_dcp, steps_of_dcp),
     "deepspeed": Format(
@@ -88,7 +88,7 @@ def detect(url: str | os.PathLike[str]) -> str | None:
 
     A root with steps of our own is ours, whatever else lies in it.
     """
-    prefix, path = split(os.fspath(url))
+    prefix, path = split_format(os.fspath(url))
     if not prefix and _has_own_steps(path):
         return None
     store = open_place(path)
@@ -104,7 +104,7 @@ def detect(url: str | os.PathLike[str]) -> str | None:
         return prefix
     if not isinstance(store, (LocalStore, OneFile)) and step_numbers(store):
         return None  # one request, where each format asks for several
-    found = next((name for name in FORMATS if _is(name, store)), None)
+    found = next((name for name in SOURCE_FORMATS if _is(name, store)), None)
     if isinstance(store, OneFile):
         if found is None:
             what = f"{store.url} is a file of no format that holdfast knows"
@@ -120,18 +120,18 @@ def _has_own_steps(path: str) -> bool:
 
 
 def _is(name: str, store: Store) -> bool:
-    format = FORMATS[name]
+    format = SOURCE_FORMATS[name]
     return (format.of_files or not isinstance(store, OneFile)) and format.is_there(store)
 
 
 def _may_be(name: str, store: Store) -> bool:
-    loose = FORMATS[name].if_named
+    loose = SOURCE_FORMATS[name].if_named
     return _is(name, store) or (loose is not None and loose(store))
 
 
 def _instead(path: str, store: Store) -> str | None:
     """Say what the user may have meant: another format, or another path."""
-    found = [name for name in FORMATS if _may_be(name, store)]
+    found = [name for name in SOURCE_FORMATS if _may_be(name, store)]
     if found:
         return f"what is there looks like {' or '.join(found)}"
     if not isinstance(store, OneFile) and step_numbers(store):
@@ -175,28 +175,28 @@ def _root_above(place: str) -> str | None:
 
 def open_as(name: str, url: str | os.PathLike[str], step: int | None = None) -> Checkpoint:
     """Open what `detect` has found.  NotFound if there is no step `step`."""
-    store = open_place(split(os.fspath(url))[1])
+    store = open_place(split_format(os.fspath(url))[1])
     with understood(name, store.url):
-        found = FORMATS[name].open(store, step)
+        found = SOURCE_FORMATS[name].open(store, step)
     found.format = name
     return found
 
 
 def steps_as(name: str, url: str | os.PathLike[str]) -> list[int]:
     """The steps of what `detect` has found, ascending."""
-    store = open_place(split(os.fspath(url))[1])
+    store = open_place(split_format(os.fspath(url))[1])
     with understood(name, store.url):
-        return FORMATS[name].steps(store)
+        return SOURCE_FORMATS[name].steps(store)
 
 
-def split(text: str) -> tuple[str, str]:
+def split_format(text: str) -> tuple[str, str]:
     """Split into (prefix, or "" for a path or URL; path).  UsageError for an unknown format, or one without
     a path."""
     parts = split_prefix(text)
     if parts is None:
         return "", text
     prefix, rest = parts
-    if prefix not in FORMATS:
+    if prefix not in SOURCE_FORMATS:
         raise UsageError(f"unknown format {prefix!r} in {text!r}", hint=_colon(prefix, rest, text))
     if not rest:
         raise UsageError(f"{text!r} names a format and no path", hint=f"{prefix}:PATH")
@@ -208,5 +208,5 @@ def _colon(prefix: str, rest: str, text: str) -> str:
     found = [f"for a path, write {os.path.join('.', text)!r}"]
     if prefix in SCHEMES and rest.startswith("/"):
         found = [f"for a URL, write '{prefix}://{rest.lstrip('/')}'", *found]
-    known = did_you_mean(prefix, FORMATS)
+    known = did_you_mean(prefix, SOURCE_FORMATS)
     return "; ".join([known, *found] if known else found)

@@ -17,7 +17,7 @@ from holdfast.core.store.contract import Entry, check_prefix, is_key, not_found,
 from holdfast.core.store.oserrors import translated
 from holdfast.core.store.views import ViewStore
 
-SUFFIXES = (
+_SUFFIXES = (
     ".safetensors",
     ".safetensors.index.json",
     ".bin.index.json",
@@ -125,7 +125,7 @@ def open_place(path: str) -> Store:
         return OneFile(LocalStore(folder), name) if os.path.isfile(store.root) else store
     url, mark, query = path.partition("?")
     above, slash, name = url.rpartition("/")
-    if name.endswith(SUFFIXES) and slash and not above.endswith("/"):
+    if name.endswith(_SUFFIXES) and slash and not above.endswith("/"):
         folder_store = open_store(above + mark + query)
         try:
             folder_store.size(name)

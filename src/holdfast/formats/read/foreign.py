@@ -26,11 +26,11 @@ from holdfast.core.codec.digest import ALGORITHM, CHUNK_BYTES
 from holdfast.core.format.checking import MAX_DIMS
 from holdfast.core.format.dtypes import DTYPES, numpy_dtype
 from holdfast.core.format.manifest import (
-    VERSION,
+    FORMAT_VERSION,
     FileEntry,
     FragmentEntry,
     Manifest,
-    Replica,
+    ReplicaRule,
     ShardingEntry,
     TensorEntry,
 )
@@ -46,11 +46,11 @@ from holdfast.core.layout import (
     tiles,
 )
 from holdfast.core.store import Store
-from holdfast.formats.read.sections import Archive, Section, Sections, Source
+from holdfast.formats.read.sections import ArchiveRange, Locator, Section, Sections
 
-Ints = NDArray[np.int64]
+_Ints = NDArray[np.int64]
 
-MAX_CORNERS = 1 << 24
+_MAX_CORNERS = 1 << 24
 FREE_BYTES, MAX_SHARED = 1 << 26, 16
 """Bytes that tensors of any checkpoint may have together, and how often they may share those of files."""
 
@@ -63,11 +63,11 @@ class StoredPart:
     """
 
     fragment: Fragment
-    sources: tuple[Source, ...]
+    sources: tuple[Locator, ...]
     path: str
 
     @staticmethod
-    def of(box: Box, path: str, place: Source) -> StoredPart:
+    def of(box: Box, path: str, place: Locator) -> StoredPart:
         """A box that lies dense at a place."""
         return StoredPart(Fragment.dense(box), (place,), path)
 
@@ -81,7 +81,7 @@ class Foreign:
     shape: tuple[int, ...]
     state: str
     parts: tuple[StoredPart, ...]
-    replica: Replica = "unique"
+    replica: ReplicaRule = "unique"
     copies: tuple[tuple[StoredPart, ...], ...] = ()
 
 
@@ -98,7 +98,7 @@ class Listed(Placement):
         """Parts of each tensor, by its number."""
         self._bounds = lru_cache(1024)(self._bounds_of)
 
-    def _bounds_of(self, tensor: int) -> tuple[Ints, Ints]:
+    def _bounds_of(self, tensor: int) -> tuple[_Ints, _Ints]:
         """Starts and stops of a tensor's parts, padded."""
         width = self.table.shape.shape[1]
         held = self._parts[tensor]
@@ -109,7 +109,7 @@ class Listed(Placement):
             stop[:, :n] = [h.box.stop for h in held]
         return start, stop
 
-    def locate(self, tensor: Ints, start: Ints, stop: Ints) -> Located:
+    def locate(self, tensor: _Ints, start: _Ints, stop: _Ints) -> Located:
         """See `Placement.locate`."""
         want, held, columns = [], [], []
         for row, number in enumerate(tensor.tolist()):
@@ -139,7 +139,7 @@ class _Held:
     stored: Stored | None
 
 
-def file_of(section: FileEntry) -> str:
+def container_file(section: FileEntry) -> str:
     """The file that a part of a foreign checkpoint lies in."""
     return section.path.rpartition(":")[0]
 
@@ -151,7 +151,7 @@ def foreign(
     step: int,
     software: Mapping[str, str],
     extras: Mapping[str, Any],
-    archives: Iterable[Archive] = (),
+    archives: Iterable[ArchiveRange] = (),
     aliases: Mapping[str, str] | None = None,
 ) -> Checkpoint:
     """A checkpoint of `tensors`, whose parts lie in the files of a store.
@@ -205,7 +205,7 @@ def _listed(
         entries.append(TensorEntry(t.name, t.dtype, t.shape, number, t.state, t.replica))
         parts.append(mine)
     manifest = Manifest(
-        VERSION, step, 0, "", "", dict(software), (("file", max(len(files), 1)),), CHUNK_BYTES,
+        FORMAT_VERSION, step, 0, "", "", dict(software), (("file", max(len(files), 1)),), CHUNK_BYTES,
         ALGORITHM, tuple(shardings), tuple(entries), dict(aliases), tuple(files), dict(extras), {},
     )  # fmt: skip
     listed = Listed(manifest.layout, manifest.placement.table, parts)
@@ -266,7 +266,7 @@ def _check(t: Foreign) -> None:
         and all(0 <= lo <= hi <= n for lo, hi, n in zip(b.start, b.stop, t.shape))
         for b in boxes
     )
-    if not inside or num_corners(boxes, t.shape) > MAX_CORNERS or not tiles(boxes, t.shape):
+    if not inside or num_corners(boxes, t.shape) > _MAX_CORNERS or not tiles(boxes, t.shape):
         raise FormatError(
             f"{t.name!r}: its parts do not make up {t.shape} exactly once",
             hint="a part may be missing: was the checkpoint copied whole?",

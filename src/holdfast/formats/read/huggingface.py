@@ -20,7 +20,7 @@ from holdfast.base.text import listed
 from holdfast.base.threads import in_threads
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.checkpoint.reading import threads_here
-from holdfast.core.format.safetensors import Header, HeaderEntry, read_header
+from holdfast.core.format.safetensors import Header, HeaderEntry, read_safetensors_header
 from holdfast.core.layout import whole
 from holdfast.core.store import Store, get_small
 from holdfast.formats.read.folder import OneFile, joined, top
@@ -166,7 +166,7 @@ def header_of(store: Store, file: str) -> Header:
         return bytes(data)
 
     try:
-        return read_header(read, store.size(file), file)
+        return read_safetensors_header(read, store.size(file), file)
     finally:
         reader.close()
 

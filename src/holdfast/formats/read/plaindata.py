@@ -1,9 +1,9 @@
-"""Plain data of pickles: checks of it, and kinds that are not built in.
+"""Plain data of pickles: checks of it, and data types beyond Python's built-in ones.
 
-`TABLE` names these kinds (numpy's arrays and scalars, files in memory, namespaces, paths, versions);
-`plain` turns what the pickle interpreter has made of one into values that extras can hold.  Classes of
-users are not data: they are refused by name.  `text` and `ints` check a value before it is hashed, compared
-or shown: all three take exponential time for tuples of shared tuples, which a few bytes can make.
+`PLAIN_GLOBALS` lists these types: numpy's arrays and scalars, files in memory, namespaces, paths, versions.
+`plain_value` converts the pickle interpreter's form of such an object into values that extras can hold.
+Classes of users are not data and are refused by name.  `text` and `ints` check a value before it is hashed,
+compared or shown: all three take exponential time for tuples of shared tuples, which a few bytes can make.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.base.errors import FormatError
-from holdfast.core.format.extras import NUMBERS, file_of
+from holdfast.core.format.extras import NUMBERS, memory_file
 from holdfast.formats.read.unpickle import MALFORMED, UnknownInstance, new_dict, new_set, record
 
 
@@ -53,7 +53,7 @@ def _path(*parts: Any) -> str:
     return "/".join(map(str, parts)).replace("//", "/")
 
 
-TEXTS = "SU"
+_TEXTS = "SU"
 """Kinds of numpy's dtypes of texts."""
 _OF_NUMPY = ("scalar", "ndarray", "frombuffer", "dtype")
 _NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
@@ -63,7 +63,7 @@ _ATTRIBUTE_DICTS = (
     "lightning.pytorch.utilities.parsing",
     "pytorch_lightning.utilities.parsing",
 )
-TABLE: dict[tuple[str, str], Any] = {
+PLAIN_GLOBALS: dict[tuple[str, str], Any] = {
     ("_codecs", "encode"): _encode,
     ("argparse", "Namespace"): record("Namespace"),
     ("types", "SimpleNamespace"): record("Namespace"),
@@ -100,8 +100,8 @@ TABLE: dict[tuple[str, str], Any] = {
 }
 
 
-def plain(value: Any) -> Any:
-    """Return the value that a Record of `TABLE` stands for.  FormatError for anything else."""
+def plain_value(value: Any) -> Any:
+    """Return the value that a Record of `PLAIN_GLOBALS` stands for.  FormatError for anything else."""
     if isinstance(value, UnknownInstance) and value.name == "Namespace":
         return dict(value.fields)
     if isinstance(value, UnknownInstance) and value.name == "BytesIO":
@@ -118,7 +118,7 @@ def plain(value: Any) -> Any:
 def _file(value: UnknownInstance) -> io.BytesIO:
     match value.get("state"):
         case [bytes(data), int(position), attributes] if not attributes and 0 <= position < 1 << 63:
-            return file_of(data, position)
+            return memory_file(data, position)
     raise FormatError("a BytesIO that is malformed, or has attributes")
 
 
@@ -127,7 +127,7 @@ def _numpy(value: UnknownInstance) -> Any:
         return str(_dtype(value))
     if value.name == "scalar":
         dtype, data = value.args
-        return np.frombuffer(data, _dtype(dtype, NUMBERS + TEXTS), 1)[0]
+        return np.frombuffer(data, _dtype(dtype, NUMBERS + _TEXTS), 1)[0]
     if value.name == "frombuffer":
         data, dtype, shape, order, *axes = value.args  # as numpy's own `_frombuffer` takes them
         if not isinstance(data, (bytes, bytearray)):

@@ -7,9 +7,10 @@ their bytes lie.  Then `merged` makes one tree of those of all ranks:
 
     {"w": <rows 0:2>, "epoch": 3}, {"w": <rows 2:4>, "epoch": 3}   ->   {"w": Tensor of 4 rows, "epoch": 3}
 
-Parts of a tensor become one `Tensor`.  A tensor that each rank holds whole has the ranks' as copies.  What
-else differs between ranks is `ByRank`.  Whoever asked decides what may differ; `of_all` says that nothing
-may: ranks then hold parts of one state, and not each its own, or states of several saves.
+Parts of a tensor become one `Tensor`.  If each rank holds the whole tensor, those of the other ranks are
+its copies.  Other values that differ between ranks become `ByRank`.  The caller decides whether values may
+differ; `replicated_value` refuses every difference, which shows that each rank saved a state of its own, or
+that the files are of several saves.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from holdfast.core.format.dtypes import DTYPES, numpy_dtype
 from holdfast.core.layout import Box, chunk, whole
 from holdfast.core.store import Store
 from holdfast.formats.read.foreign import StoredPart
-from holdfast.formats.read.plaindata import ints, plain, text
+from holdfast.formats.read.plaindata import ints, plain_value, text
 from holdfast.formats.read.torchfile import (
     TensorRef,
+    describe_value,
     enumerated,
-    kind_of,
     rebuild,
     rebuild_parameter,
 )
@@ -75,10 +76,10 @@ def _dtensor(local: Any, spec: UnknownInstance) -> Shards:
     shape, dtype = ints(meta.args[0]), text(meta.args[2])
     sizes, coordinate = _mesh_shape(mesh), ints(mesh.get("_coordinate_on_dim") or ())
     if not isinstance(local, TensorRef) or local.dtype != dtype:
-        raise FormatError(f"a DTensor whose local part is {kind_of(local)}")
+        raise FormatError(f"a DTensor whose local part is {describe_value(local)}")
     if len(coordinate) != len(sizes):
         raise FormatError("a DTensor of a rank that is not in its mesh")
-    box = box_of(spec, shape, sizes, coordinate)
+    box = shard_box(spec, shape, sizes, coordinate)
     if box.shape != local.shape:
         placements = ", ".join(p.name.rpartition(".")[2] for p in spec["placements"])
         raise FormatError(
@@ -90,7 +91,7 @@ def _dtensor(local: Any, spec: UnknownInstance) -> Shards:
     return Shards(dtype, shape, held, rank if isinstance(rank, int) else None, None)
 
 
-def box_of(
+def shard_box(
     spec: UnknownInstance,
     shape: tuple[int, ...],
     sizes: tuple[int, ...],
@@ -168,7 +169,9 @@ def _sharded_tensor(shards: Any, metadata: UnknownInstance, group: UnknownInstan
         start, sizes = (ints(shard["metadata"][k]) for k in ("shard_offsets", "shard_sizes"))
         box, tensor = Box(start, tuple(a + n for a, n in zip(start, sizes))), shard["tensor"]
         if not isinstance(tensor, TensorRef) or (tensor.shape, tensor.dtype) != (sizes, dtype):
-            raise FormatError(f"a shard of {sizes} {dtype} whose tensor is {kind_of(tensor)}")
+            raise FormatError(
+                f"a shard of {sizes} {dtype} whose tensor is {describe_value(tensor)}"
+            )
         if box.size:
             held.append((box, tensor))
     return Shards(
@@ -262,7 +265,11 @@ def merged(trees: Sequence[Any], files: Sequence[str], path: str = "") -> Any:
         items = [merged([t[i] for t in trees], files, f"{path}[{i}]") for i in range(len(first))]
         return items if isinstance(first, list) else tuple(items)
     if len(trees) == 1:
-        return merged([plain(first)], files, path) if isinstance(first, UnknownInstance) else first
+        return (
+            merged([plain_value(first)], files, path)
+            if isinstance(first, UnknownInstance)
+            else first
+        )
     if alike and not isinstance(first, (dict, list, tuple, TensorRef, Shards)):
         if all(_json(t) == _json(first) for t in trees):
             return merged([first], files, path)
@@ -271,7 +278,7 @@ def merged(trees: Sequence[Any], files: Sequence[str], path: str = "") -> Any:
 
 def _json(value: Any) -> Any:
     """Return a plain value encoded so that equal ones compare equal, also NaN and arrays."""
-    return extras.encode(value, lambda other, where: _json(plain(other)))
+    return extras.encode(value, lambda other, where: _json(plain_value(other)))
 
 
 def _tensor(leaves: Sequence[TensorRef | Shards], files: Sequence[str], path: str) -> Any:
@@ -330,7 +337,7 @@ def _check_ranks(leaves: Sequence[Shards], path: str) -> None:
 # -- what may not differ --------------------------------------------------------------------------
 
 
-def of_all(store: Store, value: Any, path: str) -> Any:
+def replicated_value(store: Store, value: Any, path: str) -> Any:
     """A value of which ranks hold replicas.  FormatError if they differ, as far as can be told unread.
 
     Tensors are compared by the checksums of their storages where files have them, single numbers always.
@@ -344,9 +351,9 @@ def of_all(store: Store, value: Any, path: str) -> Any:
             _check_replica(store, value.whole[0], other, path)
         return replace(value, whole=value.whole[:1])
     if isinstance(value, dict):
-        return {k: of_all(store, v, f"{path}.{k}") for k, v in value.items()}
+        return {k: replicated_value(store, v, f"{path}.{k}") for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        items = [of_all(store, v, f"{path}.{i}") for i, v in enumerate(value)]
+        items = [replicated_value(store, v, f"{path}.{i}") for i, v in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
     return value
 

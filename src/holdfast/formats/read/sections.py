@@ -18,10 +18,10 @@ from holdfast.core.store.contract import reads_of
 from holdfast.core.store.views import PartReader, ViewStore
 from holdfast.formats.read.unpickle import understood
 
-Place = tuple[str, int]
+FilePlace = tuple[str, int]
 """A file's key, and the byte at which a storage begins in it."""
 
-Archive = tuple[str, int, int]
+ArchiveRange = tuple[str, int, int]
 """A file's key, and the bytes of it that are a zip archive."""
 
 
@@ -64,15 +64,15 @@ class Strided:
         return plain.reshape(-1).view(np.uint8)
 
 
-Source = Callable[[], Place | Strided]
+Locator = Callable[[], FilePlace | Strided]
 
 
-def at_place(path: str, start: int) -> Source:
+def at_place(path: str, start: int) -> Locator:
     """A source whose place is known before it is asked for."""
     return lambda: (path, start)
 
 
-def place_of(source: Source) -> Place:
+def row_major_place(source: Locator) -> FilePlace:
     """Return where a storage begins that must be row-major.  FormatError if it is not."""
     place = source()
     if isinstance(place, Strided):
@@ -84,7 +84,7 @@ def place_of(source: Source) -> Place:
 class Section:
     """Bytes of a storage from `skip` after its start; computed if there are several sources or a scale."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[Locator, ...]
     skip: int
     bytes: int
     dtype: str
@@ -97,7 +97,7 @@ class Sections(ViewStore):
     shows = "a foreign checkpoint"
 
     def __init__(
-        self, store: Store, sections: Mapping[str, Section], archives: tuple[Archive, ...] = ()
+        self, store: Store, sections: Mapping[str, Section], archives: tuple[ArchiveRange, ...] = ()
     ) -> None:
         self.url = store.url
         self.origin = store
@@ -132,7 +132,7 @@ class Sections(ViewStore):
         """See `Store.size`."""
         return self._sections[key].bytes
 
-    def places(self, key: str) -> list[Place]:
+    def places(self, key: str) -> list[FilePlace]:
         """Return where a section begins; several places if it is their mean.  May read files' headers."""
         section, found = self._sections[key], []
         for place in (source() for source in section.sources):

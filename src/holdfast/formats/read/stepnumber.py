@@ -25,7 +25,7 @@ def step_among(values: Mapping[str, Any]) -> int:
     return 0
 
 
-def step_in(values: Mapping[str, Any], tensors: Iterable[Foreign], store: Store) -> int:
+def stated_step(values: Mapping[str, Any], tensors: Iterable[Foreign], store: Store) -> int:
     """The step that flat values and tensors without dims state: at the top, or else one level down, as
     `progress.step`, if they do not contradict each other there.  0 if they state none."""
     known = dict(values)

@@ -24,23 +24,23 @@ from holdfast.core.layout import Box
 from holdfast.core.store import Store
 from holdfast.formats.read.folder import top
 from holdfast.formats.read.plaindata import ints, text
-from holdfast.formats.read.ranks import Shards, box_of, merged
+from holdfast.formats.read.ranks import Shards, merged, shard_box
 from holdfast.formats.read.torchfile import TensorRef
 from holdfast.formats.read.torchfiles import files_trees
 from holdfast.formats.read.torchsave import open_trees
 from holdfast.formats.read.unpickle import MALFORMED, UnknownInstance, unpickle
 
-METADATA = "metadata.pkl"
+_METADATA = "metadata.pkl"
 _ITEM = re.compile(r"(?P<item>.+)_(?P<rank>\d{1,9})\.pt")
 _KINDS = {"Shard": "Shard", "StridedShard": "_StridedShard", "Replicate": "Replicate"}
 
-Metadata = dict[str, dict[str, Any]]
+_Metadata = dict[str, dict[str, Any]]
 """By item: the groups of ranks of each path (as JSON), and the layouts of ranks."""
 
 
 def is_torch_checkpointing(store: Store) -> bool:
     """True if a folder holds a checkpoint of several ranks, with its metadata."""
-    return METADATA in top(store) and may_be_torch_checkpointing(store)
+    return _METADATA in top(store) and may_be_torch_checkpointing(store)
 
 
 def may_be_torch_checkpointing(store: Store) -> bool:
@@ -51,7 +51,7 @@ def may_be_torch_checkpointing(store: Store) -> bool:
 def open_torch_checkpointing(store: Store, step: int | None = None) -> Checkpoint:
     """Open a directory.  FormatError, Corrupt or NotFound if files are not whole, or are missing."""
     names = top(store)
-    metadata, world = _metadata(store) if METADATA in names else ({}, None)
+    metadata, world = _metadata(store) if _METADATA in names else ({}, None)
     items = _by_item(names)
     for item, known in metadata.items():
         layouts = known["rank_to_layout_info"]
@@ -61,7 +61,7 @@ def open_torch_checkpointing(store: Store, step: int | None = None) -> Checkpoin
     if world is not None and last >= world:
         raise FormatError(
             f"files of rank {last}, and the metadata is of {world} ranks",
-            key=METADATA,
+            key=_METADATA,
             hint="files of two saves do not belong together",
         )
     num_ranks = 1 + last if world is None else world
@@ -96,20 +96,20 @@ def _file(item: str, layout: Any) -> str:
     return text(layout["file_path"])
 
 
-def _metadata(store: Store) -> tuple[Metadata, int]:
+def _metadata(store: Store) -> tuple[_Metadata, int]:
     """The metadata by item, and the number of ranks."""
     try:
-        tree = unpickle(store.get(METADATA), {})
+        tree = unpickle(store.get(_METADATA), {})
         if text(tree["version"]) not in ("2.0", "3.0"):
             raise FormatError(f"metadata of version {tree['version']!r}")
         return {text(item): dict(known) for item, known in tree["metadata"].items()}, int(
             tree["world_size"]
         )
     except FormatError as error:
-        error.key = error.key or METADATA
+        error.key = error.key or _METADATA
         raise
     except MALFORMED as error:
-        raise FormatError(f"malformed metadata: {error}", key=METADATA) from None
+        raise FormatError(f"malformed metadata: {error}", key=_METADATA) from None
 
 
 def _of_ranks(
@@ -140,7 +140,7 @@ def _groups(paths: Any) -> dict[tuple[Any, ...], dict[int, Any]]:
             for path, groups in paths.items()
         }
     except MALFORMED as error:
-        raise FormatError(f"malformed metadata: {error}", key=METADATA) from None
+        raise FormatError(f"malformed metadata: {error}", key=_METADATA) from None
 
 
 def _placed(value: Any, path: tuple[Any, ...], groups: Any, rank: int) -> Any:
@@ -155,7 +155,7 @@ def _placed(value: Any, path: tuple[Any, ...], groups: Any, rank: int) -> Any:
     try:
         return _shards(value, said["type"], said["data"], rank)
     except MALFORMED as error:
-        raise FormatError(f"malformed metadata of {path}: {error}", key=METADATA) from None
+        raise FormatError(f"malformed metadata of {path}: {error}", key=_METADATA) from None
 
 
 def _shards(local: TensorRef, kind: str, said: Mapping[str, Any], rank: int) -> Shards:
@@ -183,7 +183,7 @@ def _box(shape: tuple[int, ...], mesh: Mapping[str, Any], placements: Any, rank:
     coordinate = [at // prod(sizes[i + 1 :]) % sizes[i] for i in range(len(sizes))]
     spec = UnknownInstance("DTensorSpec")
     spec.fields["placements"] = tuple(_placement(p) for p in placements)
-    return box_of(spec, shape, sizes, tuple(coordinate))
+    return shard_box(spec, shape, sizes, tuple(coordinate))
 
 
 def _placement(said: Mapping[str, Any]) -> UnknownInstance:

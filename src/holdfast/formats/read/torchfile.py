@@ -26,14 +26,14 @@ from holdfast.core.layout import Box, Fragment, whole
 from holdfast.core.store import Reader, Store
 from holdfast.core.store.contract import reads_of
 from holdfast.formats.read.foreign import StoredPart
-from holdfast.formats.read.sections import Source, at_place
+from holdfast.formats.read.sections import Locator, at_place
 from holdfast.formats.read.unpickle import UnknownInstance, new_dict, new_set, unpickle
 
 More = MutableMapping[tuple[str, str], Any]
 """Globals that a file may name besides those that all may; they are looked up first."""
 
-MAX_TREE_BYTES = 1 << 29
-MAX_PARTS = 1 << 12
+_MAX_TREE_BYTES = 1 << 29
+_MAX_PARTS = 1 << 12
 """Most parts into which an expanded tensor is divided."""
 
 
@@ -59,7 +59,7 @@ class TensorRef:
         return True
 
     @property
-    def source(self) -> Source:
+    def source(self) -> Locator:
         """The place of its first element, for a `StoredPart`."""
         return at_place(self.path, self.offset)
 
@@ -72,7 +72,7 @@ class TensorRef:
         if not box.size:
             return ()
         again = [range(n) if not s and n > 1 else (0,) for n, s in zip(self.shape, self.strides)]
-        if prod(map(len, again)) > MAX_PARTS:
+        if prod(map(len, again)) > _MAX_PARTS:
             raise FormatError(
                 f"a tensor of shape {self.shape} and strides {self.strides}: expanded",
                 key=self.path,
@@ -105,14 +105,14 @@ class Storage:
     crc: int | None = None
 
 
-def kind_of(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Describe, for a message, a value that is not what it should be."""
     known = isinstance(value, TensorRef)
     return f"{value.dtype} of shape {value.shape}" if known else f"a {type(value).__name__}"
 
 
-AHEAD_BYTES = 64 << 10
-AHEAD_BLOCKS = 32
+_AHEAD_BYTES = 64 << 10
+_AHEAD_BLOCKS = 32
 
 
 class _Ahead:
@@ -129,12 +129,12 @@ class _Ahead:
 
     def read(self, offset: int, into: memoryview) -> None:
         """See `Reader.read`."""
-        if len(into) >= AHEAD_BYTES or offset + len(into) > self._size:
+        if len(into) >= _AHEAD_BYTES or offset + len(into) > self._size:
             self._reader.read(offset, into)
             return
         at = offset
         while at < offset + len(into):
-            number, skip = divmod(at, AHEAD_BYTES)
+            number, skip = divmod(at, _AHEAD_BYTES)
             part = memoryview(self._block(number))[skip : skip + offset + len(into) - at]
             into[at - offset : at - offset + len(part)] = part
             at += len(part)
@@ -145,12 +145,12 @@ class _Ahead:
             if found is not None:
                 self._blocks[number] = found
                 return found
-        start = number * AHEAD_BYTES
-        found = bytearray(min(AHEAD_BYTES, self._size - start))
+        start = number * _AHEAD_BYTES
+        found = bytearray(min(_AHEAD_BYTES, self._size - start))
         self._reader.read(start, memoryview(found))
         with self._lock:
             self._blocks[number] = found
-            while len(self._blocks) > AHEAD_BLOCKS:
+            while len(self._blocks) > _AHEAD_BLOCKS:
                 del self._blocks[next(iter(self._blocks))]
         return found
 
@@ -226,7 +226,7 @@ class _StorageKind:
         self.dtype = dtype
 
 
-RawName = bytes
+_RawName = bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +237,7 @@ class ArchiveMember:
     header: int
     length: int
     crc: int
-    recorded: RawName
+    recorded: _RawName
     """Its name as the header has it."""
 
 
@@ -254,17 +254,17 @@ class Archive:
 
 
 _TREE = "data.pkl"
-LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
+_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
 """First bytes of files of torch before 1.6."""
-RESOLVE = "save tensor.resolve_conj().resolve_neg()"
+_RESOLVE = "save tensor.resolve_conj().resolve_neg()"
 RESAVE = "convert it where it can be trusted: torch.save(torch.load(old), new)"
 
 
 def read_archive(section: PartFile, path: str) -> Archive:
     """Return the members of a torch.save file.  Corrupt if not whole; FormatError if of another kind."""
     section.seek(0)
-    head = section.read(len(LEGACY))
-    if head == LEGACY:
+    head = section.read(len(_LEGACY))
+    if head == _LEGACY:
         raise FormatError(
             "a file of torch before 1.6, which cannot be read lazily", key=path, hint=RESAVE
         )
@@ -343,7 +343,7 @@ def read_tree(
         return Storage(kind.dtype, start, member.length, path, crc)
 
     try:
-        return unpickle(data, ChainMap(more or {}, table()), storage, lenient=lenient)
+        return unpickle(data, ChainMap(more or {}, torch_globals()), storage, lenient=lenient)
     except FormatError as error:
         error.key = error.key or path
         raise
@@ -378,7 +378,7 @@ def read_file(store: Store, path: str, more: More | None = None, *, lenient: boo
 
 
 def _read_member(
-    section: PartFile, archive: Archive, name: str, path: str, most: int = MAX_TREE_BYTES
+    section: PartFile, archive: Archive, name: str, path: str, most: int = _MAX_TREE_BYTES
 ) -> bytes:
     member = archive.members[name]
     if member.length > most:
@@ -424,7 +424,7 @@ def rebuild(
     """`torch._utils._rebuild_tensor_v2`."""
     if metadata:
         raise FormatError(
-            f"a tensor with {metadata}: its values are not what is stored", hint=RESOLVE
+            f"a tensor with {metadata}: its values are not what is stored", hint=_RESOLVE
         )
     if not isinstance(storage, Storage):
         raise FormatError("a tensor of no storage")
@@ -461,7 +461,7 @@ def enumerated(owner: Any, name: Any) -> UnknownInstance:
     return type(owner)(f"{owner.name}.{name}")
 
 
-def table() -> dict[tuple[str, str], Any]:
+def torch_globals() -> dict[tuple[str, str], Any]:
     """The globals of plain torch.save files."""
     known: dict[tuple[str, str], Any] = {("torch", name): name for name in DTYPES}
     known |= {("torch", name): _StorageKind(dtype) for name, dtype in STORAGES.items()}

@@ -19,26 +19,26 @@ from holdfast.formats.read.ranks import DISTRIBUTED, merged
 from holdfast.formats.read.torchfile import RESAVE, read_file
 from holdfast.formats.read.unknown import known_parts
 
-SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-INDEX = ".bin.index.json"
+_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+_INDEX = ".bin.index.json"
 _RANK = re.compile(
     r"(?P<before>.*?)(?<![mp]p_)(?<![a-z])rank[-_]?(?P<rank>\d+)(?P<after>.*)\.(pt|pth|bin|ckpt)"
 )
-_KNOWN = plaindata.TABLE | DISTRIBUTED
+_KNOWN = plaindata.PLAIN_GLOBALS | DISTRIBUTED
 
 
 def is_torch(store: Store) -> bool:
     """True if a folder holds torch.save's files under names that tell, or is such a file itself."""
     if isinstance(store, OneFile):
-        return store.name.endswith((*SUFFIXES, INDEX))
+        return store.name.endswith((*_SUFFIXES, _INDEX))
     names = top(store)
-    told = any(n == "pytorch_model.bin" or n.endswith(INDEX) for n in names)
+    told = any(n == "pytorch_model.bin" or n.endswith(_INDEX) for n in names)
     return told or any(0 in ranks for ranks in _rank_files(names).values())
 
 
 def holds_torch(store: Store) -> bool:
     """True if a folder holds any file that torch.save may have written, or is one file."""
-    return any(n.endswith((*SUFFIXES, INDEX)) for n in top(store)) or isinstance(store, OneFile)
+    return any(n.endswith((*_SUFFIXES, _INDEX)) for n in top(store)) or isinstance(store, OneFile)
 
 
 def trees_of(store: Store) -> list[Any]:
@@ -47,12 +47,12 @@ def trees_of(store: Store) -> list[Any]:
     names = top(store)
     if isinstance(store, OneFile):
         name = store.name
-        return [_indexed(store, name) if name.endswith(INDEX) else _of_one(store, name)]
-    indexes = [n for n in names if n.endswith(INDEX)]
+        return [_indexed(store, name) if name.endswith(_INDEX) else _of_one(store, name)]
+    indexes = [n for n in names if n.endswith(_INDEX)]
     ranks = _rank_files(names)
-    shards = {f for i in indexes for f in read_index(store, i, SUFFIXES).files.values()}
+    shards = {f for i in indexes for f in read_index(store, i, _SUFFIXES).files.values()}
     ranked = {name for found in ranks.values() for name in found.values()}
-    singles = [n for n in names if n.endswith(SUFFIXES) and n not in shards | ranked]
+    singles = [n for n in names if n.endswith(_SUFFIXES) and n not in shards | ranked]
     if "pytorch_model.bin" in singles:
         singles = ["pytorch_model.bin"]  # beside it lie training_args.bin, optimizer.pt, ...
     kinds = [*indexes, *([next(iter(ranked))] if ranks else []), *singles]
@@ -76,7 +76,7 @@ def files_trees(store: Store, files: list[str]) -> list[Any]:
         return known_parts(trees, files)
     except FormatError as error:
         if "not known to be data" in error.message and error.hint is None:
-            error.hint = f"it holds more than tensors and plain values; {RESAVE_PLAIN}"
+            error.hint = f"it holds more than tensors and plain values; {_RESAVE_PLAIN}"
         raise
 
 
@@ -84,7 +84,7 @@ def _of_one(store: Store, file: str) -> Any:
     return merged(files_trees(store, [file]), [file])
 
 
-RESAVE_PLAIN = "save state_dict()s, not objects; or " + RESAVE
+_RESAVE_PLAIN = "save state_dict()s, not objects; or " + RESAVE
 
 
 # -- ranks ----------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def _of_ranks(store: Store, files: dict[int, str]) -> Any:
 
 def _indexed(store: Store, key: str) -> dict[str, Any]:
     """The tensors of all shards, each in the file that the index names."""
-    index = read_index(store, key, SUFFIXES)
+    index = read_index(store, key, _SUFFIXES)
     files = sorted(set(index.files.values()))
     missing_files(store, files, key)
     out: dict[str, Any] = {}

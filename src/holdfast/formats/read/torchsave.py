@@ -22,20 +22,27 @@ from holdfast.core.store import Store
 from holdfast.formats.read.byindex import (
     hyper_of,
     is_buffer,
-    parameters,
+    parameter_shapes,
     proved_names,
     stated_names,
 )
 from holdfast.formats.read.foreign import Foreign, foreign
-from holdfast.formats.read.plaindata import plain
-from holdfast.formats.read.ranks import ByRank, Tensor, of_all, scalar
+from holdfast.formats.read.plaindata import plain_value
+from holdfast.formats.read.ranks import ByRank, Tensor, replicated_value, scalar
 from holdfast.formats.read.stepnumber import NAMES, step_among
 from holdfast.formats.read.torchfiles import trees_of
 from holdfast.formats.read.unpickle import UnknownInstance
 
-MODEL = ("model", "model_state_dict", "state_dict", "model_state", "module")
-OPTIM = ("optim", "optimizer", "optimizer_state_dict", "optim_state_dict", "optimizer_state", "opt")
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_MODEL = ("model", "model_state_dict", "state_dict", "model_state", "module")
+_OPTIM = (
+    "optim",
+    "optimizer",
+    "optimizer_state_dict",
+    "optim_state_dict",
+    "optimizer_state",
+    "opt",
+)
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 def open_torch(store: Store, step: int | None = None) -> Checkpoint:
@@ -56,7 +63,7 @@ def open_trees(
     twice = next((key for key, times in named.items() if times > 1), None)
     if twice is not None:
         raise FormatError(f"{twice!r} is there twice", key=store.url)
-    for key, value in sorted(sections, key=lambda s: is_optimizer(s[1])):  # models first
+    for key, value in sorted(sections, key=lambda s: _is_optimizer_state(s[1])):  # models first
         found.add(key, value)
     here = step_among(found.steps)
     if step not in (None, here):
@@ -83,7 +90,7 @@ def is_state_dict(value: Any) -> bool:
     )  # fmt: skip
 
 
-def is_optimizer(value: Any) -> bool:
+def _is_optimizer_state(value: Any) -> bool:
     """True if a value is what `Optimizer.state_dict()` gives."""
     if not isinstance(value, dict) or value.keys() < {"state", "param_groups"}:
         return False
@@ -100,7 +107,7 @@ def _sections(tree: Any) -> Iterator[tuple[str, Any]]:
     """(key, value) of what a file holds, under our names of model, optimizer and scheduler."""
     if is_state_dict(tree):
         yield "model", tree
-    elif is_optimizer(tree):
+    elif _is_optimizer_state(tree):
         yield "optim", tree
     elif not isinstance(tree, dict):
         yield "value", tree
@@ -123,7 +130,10 @@ def _one_section(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _renamed(tree: dict[Any, Any]) -> dict[Any, str]:
     """Our name for each key that has another: `model`, `optim`, others without `_state_dict`."""
     out: dict[Any, str] = {}
-    for ours, names, fits in (("model", MODEL, _has_tensors), ("optim", OPTIM, is_optimizer)):
+    for ours, names, fits in (
+        ("model", _MODEL, _has_tensors),
+        ("optim", _OPTIM, _is_optimizer_state),
+    ):
         found = [k for k in names if k in tree and fits(tree[k])]
         if found and ours not in tree:
             out[found[0]] = ours
@@ -147,7 +157,7 @@ def _has_tensors(value: Any) -> bool:
 
 def clean_names(names: list[str]) -> dict[str, str]:
     """Map names in a file to the module's own, without what compiling and wrapping put in."""
-    found = {n: ".".join(p for p in n.split(".") if p not in WRAPPERS) for n in names}
+    found = {n: ".".join(p for p in n.split(".") if p not in _WRAPPERS) for n in names}
     if found and all(n.startswith("module.") for n in found.values()):  # DistributedDataParallel
         found = {k: n.removeprefix("module.") for k, n in found.items()}
     return found
@@ -173,12 +183,12 @@ class _FileContents:
                 if isinstance(v, Tensor) and is_buffer(n, v.dtype, value)
             }
             alike = {n: v for n, v in value.items() if n not in own}  # buffers may differ by rank
-            value = value | of_all(self.store, alike, key)
-        elif key == "model" or key in (*OPTIM, *NAMES) or is_optimizer(value):
-            value = of_all(self.store, value, key)
+            value = value | replicated_value(self.store, alike, key)
+        elif key == "model" or key in (*_OPTIM, *NAMES) or _is_optimizer_state(value):
+            value = replicated_value(self.store, value, key)
         if key in NAMES:
             self.steps[key] = self._number(value)
-        if is_optimizer(value):
+        if _is_optimizer_state(value):
             self._add_optimizer(key, value)
         elif key == "model" and is_state_dict(value):
             self._add_model(key, value)
@@ -225,7 +235,7 @@ class _FileContents:
                 ranks = [self._encoded(f"{key}.{path}.{r}", v) for r, v in enumerate(leaf.values)]
                 return {"ranks": ranks}
             if isinstance(leaf, UnknownInstance):
-                return extras.encode(plain(leaf), on_other, path)
+                return extras.encode(plain_value(leaf), on_other, path)
             if not isinstance(leaf, Tensor):
                 raise FormatError(f"{key}.{path}: a {type(leaf).__name__}")
             name = f"{key}.{path}" if path else key
@@ -298,4 +308,4 @@ def _parameters(model: list[tuple[str, Tensor]]) -> list[tuple[str, tuple[int, .
     once: dict[str, tuple[str, Tensor]] = {}
     for name, tensor in model:
         once.setdefault(name if tensor.same is None else tensor.same, (name, tensor))
-    return parameters([(n, t.dtype, t.shape) for n, t in once.values()])
+    return parameter_shapes([(n, t.dtype, t.shape) for n, t in once.values()])

@@ -14,10 +14,10 @@ from holdfast.base.errors import FormatError, warn_user
 from holdfast.base.text import listed
 from holdfast.formats.read.ranks import Shards
 from holdfast.formats.read.torchfile import Storage, TensorRef
-from holdfast.formats.read.unpickle import OpaqueInstance, parts_of
+from holdfast.formats.read.unpickle import OpaqueInstance, contents_of
 
-MOST_TOLD = 10
-OPTIMIZERS = {"state", "param_groups"}
+_MOST_TOLD = 10
+_OPTIMIZERS = {"state", "param_groups"}
 """Keys of an optimizer's state_dict."""
 
 
@@ -42,7 +42,7 @@ def known_parts(
                 raise not_data(name, file)
             if name is not None:
                 found.setdefault(key, name)
-    tell({_shown(key): name for key, name in found.items()}, files)
+    warn_left_out({_shown(key): name for key, name in found.items()}, files)
     return [
         {key: value for key, value in tree.items() if key not in found}
         if isinstance(tree, dict)
@@ -54,9 +54,9 @@ def known_parts(
 def is_needed(path: Sequence[Any], tree: Mapping[Any, Any] | None = None) -> bool:
     """True if a run would miss the value at a path: a module's own state, or part of an optimizer's."""
     parts = [part for part in path if isinstance(part, str)]
-    is_optimizers = tree is None or tree.keys() >= OPTIMIZERS
+    is_optimizers = tree is None or tree.keys() >= _OPTIMIZERS
     return any(part.endswith("_extra_state") for part in parts) or (
-        is_optimizers and not OPTIMIZERS.isdisjoint(parts)
+        is_optimizers and not _OPTIMIZERS.isdisjoint(parts)
     )
 
 
@@ -72,17 +72,17 @@ def unknown_in(value: Any, place: str, seen: set[int]) -> str | None:
         if isinstance(node, OpaqueInstance):
             name = name or node.name
         has_tensors = has_tensors or isinstance(node, (TensorRef, Storage, Shards))
-        todo += parts_of(node, seen)
+        todo += contents_of(node, seen)
     if name is not None and has_tensors:
         raise not_data(name, place)
     return name
 
 
-def tell(found: Mapping[str, str], files: Sequence[str]) -> None:
+def warn_left_out(found: Mapping[str, str], files: Sequence[str]) -> None:
     """Warn of values that are left out: what is unknown in each, by key."""
     if not found:
         return
-    values = listed((f"{key:.60} ({name:.100})" for key, name in found.items()), MOST_TOLD)
+    values = listed((f"{key:.60} ({name:.100})" for key, name in found.items()), _MOST_TOLD)
     warn_user(f"{listed(files, 1)}: left out, for they hold what is not known to be data: {values}")
 
 

@@ -24,24 +24,24 @@ from typing import Any
 
 from holdfast.base.errors import FormatError, HoldfastError
 
-Table = Mapping[tuple[str, str], Any]
+_Table = Mapping[tuple[str, str], Any]
 
-MAX_STACK = 1 << 24
-MAX_NODES = 1 << 21
+_MAX_STACK = 1 << 24
+_MAX_NODES = 1 << 21
 """Most parts that a value may have, counting shared ones as often as they are met."""
 FREE_NODES, NODES_PER_BYTE = 1 << 17, 8
 """Parts that any value may have, and those for each byte of its pickle."""
-CONTAINER_NODES = 8
+_CONTAINER_NODES = 8
 """Parts that a container or an instance counts for: it costs more than a number."""
 FREE_TEXT, TEXT_PER_BYTE = 1 << 20, 16
 """Bytes that all texts of any value may have together, and those for each byte of its pickle."""
-DIGITS = 4300
+_DIGITS = 4300
 """Most digits of a number: Python makes no text of more."""
-MAX_ALIKE = 1 << 8
+_MAX_ALIKE = 1 << 8
 """Most keys of a dict, or members of a set, that may have one hash: they are compared with each other."""
-MAX_NAME = 1 << 10
+_MAX_NAME = 1 << 10
 """Most characters that a global's name may have."""
-MAX_KEY = 1 << 10
+_MAX_KEY = 1 << 10
 """Most parts that a tuple may have that is a key."""
 COST_PER_BYTE, PART_COST = 64, 16
 """A byte of a pickle may make functions look at four parts, or at 64 characters of text."""
@@ -110,7 +110,7 @@ def record(name: str) -> Callable[..., UnknownInstance]:
 _CONTAINERS = (tuple, list, dict, set, frozenset)
 _PRIME = (1 << 61) - 1
 """Hashes of numbers are their rests by it."""
-_TOO_LARGE = 10**DIGITS
+_TOO_LARGE = 10**_DIGITS
 
 
 class _Mark:
@@ -126,13 +126,13 @@ class _Refuse(Exception):
 
 def unpickle(
     data: bytes | memoryview,
-    table: Table,
+    table: _Table,
     persistent: Callable[[Any], Any] | None = None,
     *,
     lenient: bool = False,
     most: int | None = None,
 ) -> Any:
-    """The value that a pickle of protocol 2 to 5 describes, of at most `most` parts (else `MAX_NODES`).
+    """The value that a pickle of protocol 2 to 5 describes, of at most `most` parts (else `_MAX_NODES`).
 
     FormatError for anything malformed, any opcode that data does not need, and any global that is not
     in the table; nothing of the pickle is run.  `lenient`: what is not in the table, and makes no tensor,
@@ -142,7 +142,7 @@ def unpickle(
     try:
         value = machine.run()
         parts, text = FREE_NODES + NODES_PER_BYTE * len(data), FREE_TEXT + TEXT_PER_BYTE * len(data)
-        check_size(value, min(most or MAX_NODES, parts), text)
+        check_size(value, min(most or _MAX_NODES, parts), text)
         return value
     except _Refuse as error:
         raise FormatError(f"pickle refused at byte {machine.at}: {error}") from None
@@ -165,7 +165,7 @@ class _Machine:
     def __init__(
         self,
         data: memoryview,
-        table: Table,
+        table: _Table,
         persistent: Callable[[Any], Any] | None,
         *,
         lenient: bool,
@@ -197,7 +197,7 @@ class _Machine:
             if step is None:
                 raise _Refuse(f"opcode {bytes([code])!r} has no place in data")
             step(self)
-            if len(self.stack) > MAX_STACK:
+            if len(self.stack) > _MAX_STACK:
                 raise _Refuse("the stack grows without end")
 
     # -- bytes ------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ class _Machine:
         return value
 
     def find(self, module: str, name: str) -> None:
-        if len(module) + len(name) > MAX_NAME:
+        if len(module) + len(name) > _MAX_NAME:
             raise _Refuse("a name without end")
         full_name = f"{module}.{name}"
         if (module, name) in self.table:
@@ -314,8 +314,8 @@ class _Machine:
     def push(self, made: Any) -> None:
         """Push a new container or instance: an empty one takes a byte of the pickle, hundreds of memory."""
         self.num_made += 1
-        if self.num_made > max(MAX_NODES >> 1, len(self.data) >> 3):
-            raise _Refuse(f"it makes more than {MAX_NODES >> 1} lists, dicts, sets and objects")
+        if self.num_made > max(_MAX_NODES >> 1, len(self.data) >> 3):
+            raise _Refuse(f"it makes more than {_MAX_NODES >> 1} lists, dicts, sets and objects")
         self.stack.append(made)
 
     def spend(self, cost: int) -> None:
@@ -369,10 +369,10 @@ def check_size(value: Any, most: int, most_text: int | None = None) -> None:
         if isinstance(node, (str, bytes, bytearray, int)):
             length += _length(node)
             continue
-        parts = parts_of(node, seen)
+        parts = contents_of(node, seen)
         count += len(parts)  # before they are held: a list may hold itself a thousand times
         if isinstance(node, (UnknownInstance, *_CONTAINERS)):
-            count += CONTAINER_NODES - 1
+            count += _CONTAINER_NODES - 1
         if count > most or (most_text is not None and length > most_text):
             what = f"{most} parts" if count > most else f"{most_text} bytes"
             raise FormatError(f"malformed pickle: a value of more than {what}")
@@ -381,7 +381,7 @@ def check_size(value: Any, most: int, most_text: int | None = None) -> None:
         raise FormatError(f"malformed pickle: a value of more than {most_text} bytes")
 
 
-def parts_of(value: Any, seen: set[int]) -> Collection[Any]:
+def contents_of(value: Any, seen: set[int]) -> Collection[Any]:
     """Return what a container or an instance holds; nothing for other values, and for an `OpaqueInstance`
     that was `seen`: such objects often hold each other."""
     if isinstance(value, OpaqueInstance):
@@ -459,14 +459,14 @@ def _keys(
         if isinstance(item, (str, bytes, UnknownInstance)) or item is None or _is_small(item):
             continue  # no file can give many of these one hash
         parts = item if isinstance(item, tuple) else ()
-        if len(parts) > MAX_KEY:
-            raise _Refuse(f"a key of more than {MAX_KEY} parts")
+        if len(parts) > _MAX_KEY:
+            raise _Refuse(f"a key of more than {_MAX_KEY} parts")
         if isinstance(item, frozenset) or any(isinstance(p, (tuple, frozenset)) for p in parts):
             raise _Refuse("a key of nested tuples")
         same = id(owner), hash(item)
         alike[same] += 1
-        if alike[same] > MAX_ALIKE:
-            raise _Refuse(f"more than {MAX_ALIKE} keys of one hash")
+        if alike[same] > _MAX_ALIKE:
+            raise _Refuse(f"more than {_MAX_ALIKE} keys of one hash")
     return items
 
 
@@ -502,9 +502,9 @@ def _put(index: Callable[[_Machine], int]) -> Callable[[_Machine], None]:
 
 def _long(m: _Machine, form: str) -> int:
     size = m.number(form)
-    number = int.from_bytes(m.take(size), "little", signed=True) if size <= DIGITS else _TOO_LARGE
+    number = int.from_bytes(m.take(size), "little", signed=True) if size <= _DIGITS else _TOO_LARGE
     if abs(number) >= _TOO_LARGE:
-        raise _Refuse(f"a number of more than {DIGITS} digits")
+        raise _Refuse(f"a number of more than {_DIGITS} digits")
     return number
 
 

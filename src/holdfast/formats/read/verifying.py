@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 from holdfast.base.errors import Corrupt, HoldfastError
 from holdfast.base.threads import in_threads
-from holdfast.core.checkpoint.diffing import compare
+from holdfast.core.checkpoint.diffing import compare_checkpoints
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.checkpoint.reading import threads_here
 from holdfast.core.checkpoint.verifying import Findings, Progress, Report
-from holdfast.formats.read.foreign import file_of
+from holdfast.formats.read.foreign import container_file
 from holdfast.formats.read.sections import Sections
 from holdfast.formats.read.torchfile import (
     ArchiveMember,
@@ -29,10 +29,10 @@ from holdfast.formats.read.torchfile import (
     start_of,
 )
 
-BLOCK_BYTES = 4 << 20
-ARCHIVES = (".pt", ".pth", ".bin", ".ckpt")
+_BLOCK_BYTES = 4 << 20
+_ARCHIVES = (".pt", ".pth", ".bin", ".ckpt")
 
-Ranges = list[tuple[int, int] | None]
+_Ranges = list[tuple[int, int] | None]
 """Bytes of a file that are archives; None for all of it."""
 
 
@@ -60,16 +60,18 @@ def verify_foreign(
     return work.report
 
 
-def files_of(checkpoint: Checkpoint) -> list[str]:
+def _files_of(checkpoint: Checkpoint) -> list[str]:
     """The files that tensors and their copies lie in, sorted."""
     everything = (checkpoint, *checkpoint.others)
-    return sorted({file_of(f) for c in everything for f in c.manifest.files})
+    return sorted({container_file(f) for c in everything for f in c.manifest.files})
 
 
-def archives_of(checkpoint: Checkpoint) -> dict[str, Ranges]:
+def archives_of(checkpoint: Checkpoint) -> dict[str, _Ranges]:
     """Return where archives of torch.save lie, by file."""
     assert isinstance(checkpoint.store, Sections)
-    archives: dict[str, Ranges] = {f: [None] for f in files_of(checkpoint) if f.endswith(ARCHIVES)}
+    archives: dict[str, _Ranges] = {
+        f: [None] for f in _files_of(checkpoint) if f.endswith(_ARCHIVES)
+    }
     for file, start, stop in checkpoint.store.archives:
         archives.setdefault(file, []).append((start, stop))
     return archives
@@ -99,10 +101,13 @@ class _ForeignVerification:
 
     def run(self) -> None:
         report, manifest = self.report, self.checkpoint.manifest
-        report.num_files, report.num_tensors = len(files_of(self.checkpoint)), len(manifest.tensors)
+        report.num_files, report.num_tensors = (
+            len(_files_of(self.checkpoint)),
+            len(manifest.tensors),
+        )
         archives = archives_of(self.checkpoint)
         summed = {f for f, found in archives.items() if self.check(f, found)}
-        rest = [f.path for f in manifest.files if file_of(f) not in summed]
+        rest = [f.path for f in manifest.files if container_file(f) not in summed]
         in_threads(self._part, rest, threads_here())
         if not report.quick and not report.problems:
             self._copies()
@@ -113,12 +118,12 @@ class _ForeignVerification:
     def _part(self, key: str) -> None:
         """Read every byte of one part, or its last one alone if that is to be quick."""
         size = self.sections.size(key)
-        block = memoryview(bytearray(min(BLOCK_BYTES, size)))
+        block = memoryview(bytearray(min(_BLOCK_BYTES, size)))
         try:
             reader = self.sections.open(key)
             try:
-                for at in range(0, size, BLOCK_BYTES) if not self.report.quick else (size - 1,):
-                    view = block[: min(BLOCK_BYTES, size - at)]
+                for at in range(0, size, _BLOCK_BYTES) if not self.report.quick else (size - 1,):
+                    view = block[: min(_BLOCK_BYTES, size - at)]
                     reader.read(at, view)
                     self.findings.count(len(view))
             finally:
@@ -128,7 +133,7 @@ class _ForeignVerification:
 
     # -- archives ---------------------------------------------------------------------------------
 
-    def check(self, file: str, ranges: Ranges) -> bool:
+    def check(self, file: str, ranges: _Ranges) -> bool:
         """Check the archives of a file; False if some were not read, as they have no sums."""
         store = self.sections.origin
         self.report.num_archives += len(ranges)
@@ -165,7 +170,7 @@ class _ForeignVerification:
             section.seek(start - section.start)
             found, left = 0, member.length
             while left:
-                data = section.read(min(BLOCK_BYTES, left))
+                data = section.read(min(_BLOCK_BYTES, left))
                 found, left = zlib.crc32(data, found), left - len(data)
                 self.findings.count(len(data))
             check_crc(member, start, found, file)
@@ -177,14 +182,18 @@ class _ForeignVerification:
     def _copies(self) -> None:
         for other in self.checkpoint.others:
             try:
-                found = compare(self.checkpoint, other, progress=self.findings.count)
+                found = compare_checkpoints(self.checkpoint, other, progress=self.findings.count)
             except HoldfastError as error:
                 self.findings.blame(error, "")
                 continue
             self.report.num_copies += len(other.manifest.tensors)
             for v in found.values:
                 files = sorted(
-                    {file_of(f) for f in other.manifest.files if f.rank in _ranks(other, v.name)}
+                    {
+                        container_file(f)
+                        for f in other.manifest.files
+                        if f.rank in _ranks(other, v.name)
+                    }
                 )
                 self.findings.add(
                     f"{v.name}: replicas differ in {v.num_differing:,} of {v.size:,} elements",

@@ -44,14 +44,14 @@ from holdfast.formats.rules.source import Span, Text
 from holdfast.formats.rules.statements import Replica
 from holdfast.formats.rules.ucp import fragment_params, params_to_average, replicated_params
 
-Shape = tuple[int, ...]
+_Shape = tuple[int, ...]
 
-AFFINE_VERSION = 1
+_AFFINE_VERSION = 1
 _SPECIAL = re.compile(r"[*{}\s#/]")
 """Characters that have a meaning of their own in patterns."""
-SUB_PARAMS = "parameter_with_sub_params"
-UNSUPPORTED = "autotp_unsupported_parameter_patterns"
-WIDTHS = "sub_param_shard_widths"
+_SUB_PARAMS = "parameter_with_sub_params"
+_UNSUPPORTED = "autotp_unsupported_parameter_patterns"
+_WIDTHS = "sub_param_shard_widths"
 
 
 class Slices:
@@ -61,7 +61,7 @@ class Slices:
     do not fit each other.
     """
 
-    def __init__(self, info: Mapping[str, Any], shapes: Mapping[str, Sequence[Shape]]) -> None:
+    def __init__(self, info: Mapping[str, Any], shapes: Mapping[str, Sequence[_Shape]]) -> None:
         self._info = info
         self._shapes = {name: [tuple(s) for s in some] for name, some in shapes.items()}
         counts = {len(some) for some in self._shapes.values()}
@@ -84,7 +84,7 @@ class Slices:
     def mesh(self) -> Mesh:
         return Mesh((("tp", self.tp),))
 
-    def shape(self, name: str) -> Shape:
+    def shape(self, name: str) -> _Shape:
         """Return the shape of the whole parameter."""
         with _understood():
             entry = self._categories.affine(name)
@@ -130,9 +130,9 @@ class Slices:
 
     # -- a rule per name --------------------------------------------------------------------------
 
-    def _found(self, name: str, shapes: list[Shape]) -> tuple[str, Shape] | None:
+    def _found(self, name: str, shapes: list[_Shape]) -> tuple[str, _Shape] | None:
         """The rule of a name; perhaps none, if a map says how it lies."""
-        for pattern, reason in (self._info.get(UNSUPPORTED) or {}).items():
+        for pattern, reason in (self._info.get(_UNSUPPORTED) or {}).items():
             if _starts(pattern, name):
                 raise RuleError(f"{name!r} cannot be put together: {reason}")
         try:
@@ -142,7 +142,7 @@ class Slices:
                 raise
             return None
 
-    def _ruled(self, name: str, shapes: list[Shape]) -> tuple[str, Shape]:
+    def _ruled(self, name: str, shapes: list[_Shape]) -> tuple[str, _Shape]:
         """Return what stands behind the name in its rule, and the shape of the whole."""
         known = self._categories
         vocabulary = known.pattern("vocabulary_parameter_patterns", name) is not None
@@ -167,7 +167,7 @@ class Slices:
         )
         return text.strip(), logical
 
-    def _cut(self, name: str, shapes: list[Shape]) -> tuple[int, list[int], list[list[int]]]:
+    def _cut(self, name: str, shapes: list[_Shape]) -> tuple[int, list[int], list[list[int]]]:
         """The dim of a cut, the lengths of sub-parameters, and the widths of each one's parts."""
         known = self._categories
         if known.pattern("parameter_with_2_sub_params_cat_dim_0", name) is not None:
@@ -185,7 +185,7 @@ class Slices:
         return dim, [], [[s[dim] for s in shapes]]
 
     def _sub_params(
-        self, name: str, shapes: list[Shape], spec: Mapping[str, Any], pattern: str
+        self, name: str, shapes: list[_Shape], spec: Mapping[str, Any], pattern: str
     ) -> tuple[int, list[int], list[list[int]]]:
         """Sub-parameters: along a dim of the parameter, or of a view of it that has more dims."""
         at, view = int(spec["partition_dim"]), list(spec["shape"])
@@ -211,13 +211,13 @@ class Slices:
         )
 
     def _widths(
-        self, name: str, shapes: list[Shape], sizes: Any, at: int, pattern: str
+        self, name: str, shapes: list[_Shape], sizes: Any, at: int, pattern: str
     ) -> list[list[int]]:
         """Return the widths of each sub-parameter's parts, by rank."""
         if self._categories.version >= 0.4:
-            widths = self._info.get(WIDTHS, {}).get(pattern)
+            widths = self._info.get(_WIDTHS, {}).get(pattern)
             if widths is None:
-                raise RuleError(f"{name!r}: no {WIDTHS} of pattern {pattern!r}")
+                raise RuleError(f"{name!r}: no {_WIDTHS} of pattern {pattern!r}")
             found = [[int(w) for w in each] for each in widths]
             if isinstance(sizes, (tuple, list)) and [sum(w) for w in found] != list(sizes):
                 raise RuleError(
@@ -239,8 +239,8 @@ class Slices:
         return [[n // self.tp] * self.tp for n in sizes]
 
     def _copied(
-        self, text: str, shapes: list[Shape], vocabulary: bool, name: str
-    ) -> tuple[str, Shape]:
+        self, text: str, shapes: list[_Shape], vocabulary: bool, name: str
+    ) -> tuple[str, _Shape]:
         if len(set(shapes)) > 1:
             raise RuleError(f"{name!r} has copies of different shapes: {shapes}")
         logical = self._stripped(shapes[0]) if vocabulary else shapes[0]
@@ -248,7 +248,7 @@ class Slices:
             text = f"{text}, padded 0 from {logical[0]} to {shapes[0][0]}"
         return text.strip(), logical
 
-    def _stripped(self, shape: Shape) -> Shape:
+    def _stripped(self, shape: _Shape) -> _Shape:
         original = self._info.get("original_vocab_size")
         if not isinstance(original, int) or original < 0:
             raise RuleError("a vocabulary is padded, but there is no original_vocab_size")
@@ -274,8 +274,8 @@ class _Categories:
         self._info = info
         self.version = float(info.get("universal_checkpoint_version", 0.0))
         maps = info.get("affine_map") or {}
-        if int(maps.get("version", AFFINE_VERSION)) > AFFINE_VERSION:
-            raise RuleError(f"affine maps of version {maps['version']}: known is {AFFINE_VERSION}")
+        if int(maps.get("version", _AFFINE_VERSION)) > _AFFINE_VERSION:
+            raise RuleError(f"affine maps of version {maps['version']}: known is {_AFFINE_VERSION}")
         self._maps: Mapping[str, Any] = maps.get("params") or {}
 
     def pattern(self, key: str, name: str) -> str | None:
@@ -283,7 +283,7 @@ class _Categories:
         return _only(key, self._info.get(key) or [], name)
 
     def sub_params(self, name: str) -> tuple[Mapping[str, Any] | None, str]:
-        for spec in self._info.get(SUB_PARAMS) or []:
+        for spec in self._info.get(_SUB_PARAMS) or []:
             for pattern in spec["patterns"]:
                 if _starts(pattern, name):
                     return spec, pattern
@@ -315,7 +315,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return Pattern.of(text, span).regex
 
 
-def _joined(name: str, shapes: list[Shape], dim: int) -> Shape:
+def _joined(name: str, shapes: list[_Shape], dim: int) -> _Shape:
     """Slices put one behind the other along a dim."""
     others = {(*s[:dim], *s[dim + 1 :]) for s in shapes}
     if len(others) > 1 or len({len(s) for s in shapes}) > 1:
@@ -384,7 +384,7 @@ def view_of_map(name: str, entry: Mapping[str, Any], rank: int, state: str) -> V
     return view.scaled((1 / scale) ** POWERS[state])
 
 
-def _rows(name: str, view: View, pieces: list[Mapping[str, Any]], stored: Shape, dim: int) -> View:
+def _rows(name: str, view: View, pieces: list[Mapping[str, Any]], stored: _Shape, dim: int) -> View:
     """The rows of `dim` that pieces are, which must lie in the slice one after the other."""
     shape, ranges, at = view.shape, [], 0
     from_strides, to_strides = row_major(shape), row_major(stored)
@@ -406,5 +406,5 @@ def _rows(name: str, view: View, pieces: list[Mapping[str, Any]], stored: Shape,
     return view.picked(dim, ranges)
 
 
-def _ints(numbers: Any) -> Shape:
+def _ints(numbers: Any) -> _Shape:
     return tuple(int(n) for n in numbers)

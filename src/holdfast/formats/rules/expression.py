@@ -13,10 +13,10 @@ from fractions import Fraction
 
 from holdfast.formats.rules.source import Span
 
-LIMIT = 1 << 63
+_LIMIT = 1 << 63
 SIZE = "size"
 
-Numbers = Mapping[str, Fraction]
+_Numbers = Mapping[str, Fraction]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Expression:
     def names(self) -> list[Named]:
         return [item for item in self.items if isinstance(item, Named)]
 
-    def value(self, numbers: Numbers) -> Fraction:
+    def value(self, numbers: _Numbers) -> Fraction:
         """Its value.  RuleError if it has none."""
         stack: list[Fraction] = []
         for item in self.items:
@@ -60,14 +60,14 @@ class Expression:
         (result,) = stack
         return result
 
-    def whole(self, numbers: Numbers) -> int:
+    def whole(self, numbers: _Numbers) -> int:
         """Its value as a whole number.  RuleError if it is none."""
         value = self.value(numbers)
         if value.denominator != 1:
             raise self.span.error(f"{value} is not a whole number{self._of(numbers)}")
         return int(value)
 
-    def _of(self, numbers: Numbers) -> str:
+    def _of(self, numbers: _Numbers) -> str:
         found = {n.name: numbers[n.name] for n in self.names()}
         return f": {', '.join(f'{k} is {v}' for k, v in found.items())}" if found else ""
 
@@ -88,6 +88,6 @@ def _computed(operator: Operator, left: Fraction, right: Fraction) -> Fraction:
         result = Fraction(left // right)
     else:
         result = left % right
-    if abs(result.numerator) >= LIMIT or result.denominator >= LIMIT:
+    if abs(result.numerator) >= _LIMIT or result.denominator >= _LIMIT:
         raise operator.span.error("the number is too large")
     return result

@@ -2,7 +2,7 @@
 
 Where they do not, the message names a hole that the ranks' boxes leave in the tensor, or an overlap.
 
-Tensors of one shape and one rule share a `Shape`, so that thousands of them cost what a few do.
+Tensors of one shape and one rule share a `ShapeLayout`, so that thousands of them cost what a few do.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Unfit(LayoutError):
 
 
 @dataclass(eq=False)
-class Shape:
+class ShapeLayout:
     """All tensors of a shape that one rule lays out alike over a mesh.
 
     `numbers` are those that its expressions name, `copies` the axes along which there may be copies.
@@ -145,7 +145,7 @@ class Layout:
     """A tensor over a mesh by its rule."""
 
     name: str
-    alike: Shape
+    alike: ShapeLayout
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -208,30 +208,30 @@ def _place_text(at: Mapping[str, int]) -> str:
 # -- holes and overlaps ---------------------------------------------------------------------------
 
 
-MAX_CORNERS = 1 << 22
-MAX_BOXES = 1 << 11
+_MAX_CORNERS = 1 << 22
+_MAX_BOXES = 1 << 11
 """Most boxes that are looked at one against the other, once it is known that something is wrong."""
 
-Held = Sequence[tuple[str, Sequence[Box]]]
+_Held = Sequence[tuple[str, Sequence[Box]]]
 
 
-def gap_or_overlap(shape: tuple[int, ...], held: Held) -> str | None:
+def gap_or_overlap(shape: tuple[int, ...], held: _Held) -> str | None:
     """Describe what is wrong, with the region; None if every element is held exactly once."""
     boxes = [box for _, some in held for box in some if box.size]
-    if num_corners(boxes, shape) > MAX_CORNERS:
+    if num_corners(boxes, shape) > _MAX_CORNERS:
         return f"{len(boxes):,} fragments are too many to check"
     if tiles(boxes, shape):
         return None
     return _overlap(held) or _hole(shape, boxes) or "its parts do not make it up exactly once"
 
 
-def gap(shape: tuple[int, ...], held: Held) -> str | None:
+def gap(shape: tuple[int, ...], held: _Held) -> str | None:
     """A region that nobody holds, if there is one; what is held twice is not looked for."""
     return _hole(shape, [box for _, some in held for box in some if box.size])
 
 
-def _overlap(held: Held) -> str | None:
-    flat = [(who, box) for who, some in held for box in some if box.size][:MAX_BOXES]
+def _overlap(held: _Held) -> str | None:
+    flat = [(who, box) for who, some in held for box in some if box.size][:_MAX_BOXES]
     flat.sort(key=lambda item: item[1].start)
     for i, (who, box) in enumerate(flat):
         for other, another in flat[i + 1 :]:
@@ -245,11 +245,11 @@ def _overlap(held: Held) -> str | None:
 
 def _hole(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
     left = [whole(shape)] if whole(shape).size else []
-    for box in boxes[:MAX_BOXES]:
+    for box in boxes[:_MAX_BOXES]:
         left = [piece for old in left for piece in _without(old, box)]
-        if len(left) > MAX_BOXES:
+        if len(left) > _MAX_BOXES:
             return None
-    if not left or len(boxes) > MAX_BOXES:
+    if not left or len(boxes) > _MAX_BOXES:
         return None
     largest_first = sorted(left, key=lambda box: -box.size)
     return f"no rank holds {listed(map(_region, largest_first), 1)}"

@@ -18,7 +18,7 @@ from holdfast.base.errors import RuleError
 from holdfast.formats.rules import steps
 from holdfast.formats.rules.expression import SIZE, Expression, Item, Named, Operator
 from holdfast.formats.rules.pattern import Pattern
-from holdfast.formats.rules.source import MAX_TEXT, Span, Text, presets, source_of, unknown
+from holdfast.formats.rules.source import MAX_RULES_CHARS, Span, Text, presets, source_of, unknown
 from holdfast.formats.rules.statements import (
     REPLICAS,
     Axes,
@@ -31,12 +31,12 @@ from holdfast.formats.rules.statements import (
     Statement,
 )
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
-MAX_INCLUDES = 100
-MAX_TOKENS = 10_000
-MAX_DEPTH = 30
-RESERVED = frozenset({SIZE, "over", "of", "from", "to", "multiple", "stored"})
+_MAX_INCLUDES = 100
+_MAX_TOKENS = 10_000
+_MAX_DEPTH = 30
+_RESERVED = frozenset({SIZE, "over", "of", "from", "to", "multiple", "stored"})
 
 _WORD = re.compile(r"/(?:\\.|[^/\\\n])*/|\S+")
 _TOKEN = re.compile(r"[A-Za-z_]\w*|\d+|//|->|\S", re.ASCII)
@@ -58,8 +58,8 @@ class Token:
 
 def parsed(source: Text) -> list[Statement]:
     """The statements of a text, in order.  RuleError at the first that is none."""
-    if len(source.text) > MAX_TEXT:
-        raise RuleError(f"{source.path}: rules of more than {MAX_TEXT} characters")
+    if len(source.text) > MAX_RULES_CHARS:
+        raise RuleError(f"{source.path}: rules of more than {MAX_RULES_CHARS} characters")
     found = [_Parser(source, lines).statement() for lines in _statements(source)]
     if any(isinstance(s, Optional) for s in found):
         return [_optional(s) for s in found]
@@ -80,7 +80,7 @@ def statements_of(source: Text, seen: tuple[str, ...] = ()) -> Iterator[Statemen
             found = source_of(statement.what, folder)
         except RuleError as error:
             raise statement.span.error(error.message, error.hint) from None
-        if found.path in inside or len(inside) > MAX_INCLUDES:
+        if found.path in inside or len(inside) > _MAX_INCLUDES:
             raise statement.span.error(f"{found.path} includes itself")
         yield from statements_of(found, inside)
 
@@ -144,8 +144,8 @@ class _Parser:
                 self.tokens.append(
                     Token(m[0], Span(self.source, number, m.start(), m.end() - m.start()))
                 )
-        if len(self.tokens) > MAX_TOKENS:
-            raise span.error(f"a statement of more than {MAX_TOKENS} words")
+        if len(self.tokens) > _MAX_TOKENS:
+            raise span.error(f"a statement of more than {_MAX_TOKENS} words")
         number, text = self.lines[-1]
         self.tokens.append(Token("", Span(self.source, number, len(text), 1)))
 
@@ -165,7 +165,7 @@ class _Parser:
         self.at += 1
         return True
 
-    def several(self, item: Callable[[], T], sign: str = ",") -> tuple[T, ...]:
+    def several(self, item: Callable[[], _T], sign: str = ",") -> tuple[_T, ...]:
         """One item or more, with signs between them."""
         found = [item()]
         while self.accept(sign):
@@ -186,7 +186,7 @@ class _Parser:
         token = self.take()
         if not token.is_name:
             raise self.unexpected(token, what)
-        if token.text in RESERVED:
+        if token.text in _RESERVED:
             raise token.span.error(f"{token.text!r} is a word of the language, not {what}")
         return Named(token.text, token.span)
 
@@ -354,7 +354,7 @@ class _Parser:
         """`(a, b)`."""
         return self.bracketed(self.expression)
 
-    def bracketed(self, item: Callable[[], T]) -> tuple[T, ...]:
+    def bracketed(self, item: Callable[[], _T]) -> tuple[_T, ...]:
         self.expect("(")
         found = self.several(item)
         self.expect(")")
@@ -383,7 +383,7 @@ class _Parser:
     def operand(self, depth: int) -> list[Item]:
         token = self.next
         if token.text == "(":
-            if depth == MAX_DEPTH:
+            if depth == _MAX_DEPTH:
                 raise token.span.error("brackets within brackets, too deep")
             self.take()
             items = self.sum(depth + 1)

@@ -21,18 +21,18 @@ from dataclasses import dataclass
 
 from holdfast.formats.rules.source import Span
 
-MAX_STARS = 12
-MAX_REPEATS = 4
-MAX_SAMPLES = 64
-MANY_TRIES = 1e6
+_MAX_STARS = 12
+_MAX_REPEATS = 4
+_MAX_SAMPLES = 64
+_MANY_TRIES = 1e6
 """Places to try from which on a glob is tried at all of them at once."""
-MAX_TRIES = 3e8
+_MAX_TRIES = 3e8
 """Most places that a regular expression may try: a second, or two."""
-OPAQUE = 0xE000
+_OPAQUE = 0xE000
 """First of the private characters for what one `*` may match, one each: no literal matches them."""
-DOTTED = 0xE100
+_DOTTED = 0xE100
 """The first of those for what one `**` may match: nothing but `**` matches them."""
-PLAIN = f"[^.{chr(DOTTED)}-{chr(DOTTED + 0xFF)}]+"
+_PLAIN = f"[^.{chr(_DOTTED)}-{chr(_DOTTED + 0xFF)}]+"
 
 _PIECE = re.compile(r"(\*\*)|(\*)|\{([^{}]*)\}|([^*{}]+)|(.)", re.DOTALL)
 _CAPTURE = re.compile(r"([A-Za-z_]\w*)(?::(.*))?", re.ASCII)
@@ -77,11 +77,11 @@ class Pattern:
     def match(self, name: str) -> dict[str, str] | None:
         """The captures, None if it does not match.  RuleError if a regular expression may take long."""
         tries = float(max(len(name), 1)) ** self.num_wildcards
-        if tries > MANY_TRIES and not self.text.startswith("/"):
+        if tries > _MANY_TRIES and not self.text.startswith("/"):
             fits = _may_match(self.text, name)
             if not (fits and self.captures):
                 return {} if fits else None
-        elif tries > MAX_TRIES:
+        elif tries > _MAX_TRIES:
             raise self.span.error(
                 f"{self.num_wildcards} repetitions may take for ever over a name of {len(name):,} "
                 f"characters, {name[:40]!r}...",
@@ -120,7 +120,7 @@ def _star(begins: set[int], name: str) -> set[int]:
     """The ends of what `*` may match from some places on."""
     ends, inside = set(), False
     for at, char in enumerate(name):
-        inside = (inside or at in begins) and char != "." and not 0 <= ord(char) - DOTTED <= 0xFF
+        inside = (inside or at in begins) and char != "." and not 0 <= ord(char) - _DOTTED <= 0xFF
         if inside:
             ends.add(at + 1)
     return ends
@@ -133,18 +133,18 @@ def _glob(text: str, span: Span) -> Pattern:
         if stray:
             raise span.error(f"{stray!r} in a pattern without its other half")
         if deep:
-            piece, shown = ".+", [chr(DOTTED + stars)]
+            piece, shown = ".+", [chr(_DOTTED + stars)]
         elif star:
-            piece, shown = PLAIN, [chr(OPAQUE + stars)]
+            piece, shown = _PLAIN, [chr(_OPAQUE + stars)]
         elif literal:
             piece, shown = re.escape(literal), [literal]
         else:
             piece, shown = _group(group, captures, stars, span)
         stars += not literal
-        if stars > MAX_STARS:
-            raise span.error(f"a pattern has at most {MAX_STARS} wildcards")
+        if stars > _MAX_STARS:
+            raise span.error(f"a pattern has at most {_MAX_STARS} wildcards")
         regex += piece
-        samples = [a + b for a in samples for b in shown] if len(samples) <= MAX_SAMPLES else []
+        samples = [a + b for a in samples for b in shown] if len(samples) <= _MAX_SAMPLES else []
     made = re.compile(regex, re.DOTALL)
     return Pattern(text, span, made, tuple(captures), tuple(samples), stars)
 
@@ -164,9 +164,9 @@ def _group(
             raise span.error(f"{{{name}}} is captured twice")
         return f"(?P={name})", captures[name]
     if kind is None:
-        piece, shown = PLAIN, [chr(OPAQUE + number)]
+        piece, shown = _PLAIN, [chr(_OPAQUE + number)]
     elif kind == "**":
-        piece, shown = ".+", [chr(DOTTED + number)]
+        piece, shown = ".+", [chr(_DOTTED + number)]
     else:
         piece, shown = _alternatives(kind, span), kind.split("|")
     captures[name] = shown
@@ -210,7 +210,7 @@ def _num_repeats(plain: str) -> int:
 def _may_explode(regex: str) -> bool:
     """True if matching may take exponential time, or a polynomial of high degree: a coarse, safe answer."""
     plain = _without_classes(regex)
-    if _num_repeats(plain) > MAX_REPEATS:
+    if _num_repeats(plain) > _MAX_REPEATS:
         return True
     open_groups: list[bool] = []
     for i, char in enumerate(plain):

@@ -15,9 +15,9 @@ from holdfast.core.format.dtypes import DTYPES
 from holdfast.core.format.manifest import Manifest, TensorEntry
 from holdfast.core.layout import Mesh
 from holdfast.formats.rules import Layout, RuleSet
-from holdfast.formats.rules.layout import Shape
+from holdfast.formats.rules.layout import ShapeLayout
 
-OF_THE_MODEL = ("param", "buffer", "tensor")
+_OF_THE_MODEL = ("param", "buffer", "tensor")
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class RulePlan:
     def of(manifest: Manifest, rules: RuleSet, mesh: Mesh) -> RulePlan:
         """RuleError if names and rules do not fit each other, or ranks would not hold everything once."""
         shapes = {
-            parameter_of(t): t.shape for t in manifest.tensors if t.state in OF_THE_MODEL
+            parameter_of(t): t.shape for t in manifest.tensors if t.state in _OF_THE_MODEL
         } or {parameter_of(t): t.shape for t in manifest.tensors if t.shape}
         whole = {t.name: t.shape for t in manifest.tensors}
         tied = {_without_key(a): whole[to] for a, to in manifest.aliases.items() if to in whole}
@@ -69,7 +69,7 @@ class RulePlan:
         found = []
         for t in manifest.tensors:
             name = parameter_of(t)
-            other = t.state not in OF_THE_MODEL and t.shape != shapes.get(name)
+            other = t.state not in _OF_THE_MODEL and t.shape != shapes.get(name)
             layout = None if other else rules.layout(name, t.shape, mesh, state=_state(t))
             found.append(RuledTensor(t, name, layout))
         return RulePlan(manifest, rules, mesh, tuple(found))
@@ -88,7 +88,7 @@ class RulePlan:
         return Share(rank, tensors + len(whole), total, padding)
 
     @cached_property
-    def _kinds(self) -> Counter[tuple[Shape, int]]:
+    def _kinds(self) -> Counter[tuple[ShapeLayout, int]]:
         """Number of tensors of each layout and item size."""
         return Counter((r.layout.alike, r.itemsize) for r in self.tensors if r.layout is not None)
 
@@ -96,7 +96,7 @@ class RulePlan:
 def parameter_of(t: TensorEntry) -> str:
     """The name that rules know: without the key of the state, and the name of an optimizer's state."""
     name = _without_key(t.name)
-    if t.state not in OF_THE_MODEL:
+    if t.state not in _OF_THE_MODEL:
         name = name.removesuffix(f".{t.state}")
     return name
 
@@ -106,7 +106,7 @@ def _without_key(name: str) -> str:
 
 
 def _state(t: TensorEntry) -> str:
-    return "param" if t.state in OF_THE_MODEL else t.state
+    return "param" if t.state in _OF_THE_MODEL else t.state
 
 
 def _bytes(ruled: RuledTensor) -> int:

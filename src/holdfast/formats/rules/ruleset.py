@@ -35,12 +35,12 @@ from holdfast.base.suggest import did_you_mean
 from holdfast.core.layout import Mesh
 from holdfast.formats.rules.checking import MAX_PROBLEMS, check_covered, matching, problems_of_names
 from holdfast.formats.rules.expression import SIZE, Expression
-from holdfast.formats.rules.layout import Layout, Shape
+from holdfast.formats.rules.layout import Layout, ShapeLayout
 from holdfast.formats.rules.parser import statements_of
 from holdfast.formats.rules.source import Text, source_of, unknown
 from holdfast.formats.rules.statements import Axes, Let, Need, Rename, Rule, Statement
 
-Captures = tuple[tuple[str, str], ...]
+_Captures = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Match:
     """The rule of a name, and what its pattern captured."""
 
     rule: Rule
-    captures: Captures
+    captures: _Captures
 
 
 class RuleSet:
@@ -146,14 +146,14 @@ class RuleSet:
         return Layout(name, self._alike(match.rule, captures, tuple(shape), mesh, state))
 
     def _alike_of(
-        self, rule: Rule, captures: Captures, shape: tuple[int, ...], mesh: Mesh, state: str
-    ) -> Shape:
+        self, rule: Rule, captures: _Captures, shape: tuple[int, ...], mesh: Mesh, state: str
+    ) -> ShapeLayout:
         numbers = dict(self._numbers(mesh))
         for key, text in captures:
             if not (text.isascii() and text.isdigit() and len(text) <= 18):
                 raise rule.span.error(f"{{{key}}} is {text!r}, not a number")
             numbers[key] = Fraction(int(text))
-        return Shape(shape, rule, mesh, numbers, state, self.copies)
+        return ShapeLayout(shape, rule, mesh, numbers, state, self.copies)
 
     def _numbers_of(self, mesh: Mesh) -> dict[str, Fraction]:
         """Return the numbers that names stand for: axes are their sizes, variables their values."""
@@ -281,7 +281,7 @@ def _lets(statements: list[Statement], given: Mapping[str, Fraction]) -> tuple[L
 # -- renames --------------------------------------------------------------------------------------
 
 
-KEEP = "rename {x:**} -> {x}  as the last one keeps all other names"
+_KEEP = "rename {x:**} -> {x}  as the last one keeps all other names"
 
 
 def _first(renames: Sequence[Rename], name: str) -> tuple[Rename, str] | None:
@@ -312,4 +312,4 @@ def _back(renames: Sequence[Rename], name: str, path: str) -> str:
 
 
 def _unmatched(name: str, texts: Sequence[str], path: str) -> RuleError:
-    return RuleError(f"{path}: no rename matches {name!r}", hint=did_you_mean(name, texts) or KEEP)
+    return RuleError(f"{path}: no rename matches {name!r}", hint=did_you_mean(name, texts) or _KEEP)

@@ -18,9 +18,9 @@ from holdfast.base.errors import RuleError
 from holdfast.base.suggest import did_you_mean
 from holdfast.base.text import listed
 
-MAX_TEXT = 1 << 20
-SUFFIX = ".rules"
-MAX_SHOWN = 160
+MAX_RULES_CHARS = 1 << 20
+_SUFFIX = ".rules"
+_MAX_SHOWN = 160
 """Most columns of a quoted line that are shown."""
 
 
@@ -45,10 +45,10 @@ class Span:
         """The line and a caret below."""
         text = self.source.text.split("\n")[self.line - 1].rstrip("\r")
         shown = "".join(c if c.isprintable() else " " for c in text)
-        skip = max(0, min(len(shown), self.column + self.width + 20) - MAX_SHOWN)
+        skip = max(0, min(len(shown), self.column + self.width + 20) - _MAX_SHOWN)
         skip = min(skip, self.column)
-        carets = "^" * max(1, min(self.width, MAX_SHOWN - (self.column - skip)))
-        return f"  {shown[skip : skip + MAX_SHOWN]}\n  {' ' * (self.column - skip)}{carets}"
+        carets = "^" * max(1, min(self.width, _MAX_SHOWN - (self.column - skip)))
+        return f"  {shown[skip : skip + _MAX_SHOWN]}\n  {' ' * (self.column - skip)}{carets}"
 
     def says(self, message: str) -> str:
         """`message` with file, line, quote and caret."""
@@ -74,18 +74,21 @@ def unknown(what: str, name: str, known: Iterable[str], span: Span) -> RuleError
 def presets() -> list[str]:
     """The names of the presets."""
     folder = files("holdfast.formats.rules") / "presets"
-    return sorted(p.name.removesuffix(SUFFIX) for p in folder.iterdir() if p.name.endswith(SUFFIX))
+    return sorted(
+        p.name.removesuffix(_SUFFIX) for p in folder.iterdir() if p.name.endswith(_SUFFIX)
+    )
 
 
 def source_of(what: str, folder: Path | None = None) -> Text:
     """A preset by its name; else a file, relative to `folder`.  RuleError if there is neither."""
     if what in presets():
         return Text(
-            what, (files("holdfast.formats.rules") / "presets" / (what + SUFFIX)).read_text("utf-8")
+            what,
+            (files("holdfast.formats.rules") / "presets" / (what + _SUFFIX)).read_text("utf-8"),
         )
     path = (folder or Path()) / what
     try:
-        if path.is_file() and path.stat().st_size <= 4 * MAX_TEXT:
+        if path.is_file() and path.stat().st_size <= 4 * MAX_RULES_CHARS:
             return Text(str(path), path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise RuleError(f"rules {what!r} cannot be read: {error}") from None

@@ -14,7 +14,7 @@ from holdfast.core.layout.view import View
 from holdfast.formats.rules.expression import SIZE, Expression
 from holdfast.formats.rules.source import Span
 
-Axes = tuple[str, ...]
+_Axes = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,10 @@ class Coordinates:
     sizes: Mapping[str, int]
     numbers: Mapping[str, Fraction]
 
-    def parts(self, axes: Axes) -> int:
+    def parts(self, axes: _Axes) -> int:
         return prod(self.sizes.get(a, 1) for a in axes)
 
-    def part(self, axes: Axes) -> int:
+    def part(self, axes: _Axes) -> int:
         """Return the coordinate on several axes taken as one, outermost first."""
         part = 0
         for axis in axes:
@@ -52,7 +52,7 @@ class Shard:
 
     span: Span
     dim: int
-    axes: Axes
+    axes: _Axes
     how: str = "chunk"
     widths: tuple[tuple[Expression, ...], ...] = ()
 
@@ -77,7 +77,7 @@ class Fused:
     span: Span
     dim: int
     sizes: tuple[Expression, ...]
-    axes: Axes = ()
+    axes: _Axes = ()
 
     def apply(self, view: View, place: Coordinates) -> View:
         size = length(view, self.dim)
@@ -93,7 +93,7 @@ class Interleaved:
     groups: Expression
     sizes: tuple[Expression, ...]
     logical: str = "parts"
-    axes: Axes = ()
+    axes: _Axes = ()
 
     def apply(self, view: View, place: Coordinates) -> View:
         size = length(view, self.dim)
@@ -113,7 +113,7 @@ class Padded:
     to: Expression | None = None
     multiple: Expression | None = None
     original: Expression | None = None
-    axes: Axes = ()
+    axes: _Axes = ()
 
     def apply(self, view: View, place: Coordinates) -> View:
         size = length(view, self.dim)
@@ -133,7 +133,7 @@ class Experts:
 
     span: Span
     dim: int
-    axes: Axes
+    axes: _Axes
 
     def apply(self, view: View, place: Coordinates) -> View:
         return view.experts(self.dim, place.part(self.axes), place.parts(self.axes))
@@ -146,7 +146,7 @@ class ExpertTensors:
     span: Span
     expert: Expression
     count: Expression
-    axes: Axes
+    axes: _Axes
 
     def holder(self, place: Coordinates) -> int:
         """The part of `axes` that holds the expert."""
@@ -167,7 +167,7 @@ class On:
     """`on pp 0`, `on pp (0, pp - 1)`: only these coordinates of an axis have the tensor."""
 
     span: Span
-    axes: Axes
+    axes: _Axes
     coordinates: tuple[Expression, ...]
 
     def allowed(self, place: Coordinates) -> tuple[int, ...]:
@@ -190,7 +190,7 @@ class Transposed:
 
     span: Span
     order: tuple[int, ...] | None = None
-    axes: Axes = ()
+    axes: _Axes = ()
 
     def apply(self, view: View, place: Coordinates) -> View:
         return view.transposed(self.order)
@@ -202,7 +202,7 @@ class Scaled:
 
     span: Span
     factor: Expression
-    axes: Axes = ()
+    axes: _Axes = ()
 
     def apply(self, view: View, place: Coordinates) -> View:
         return view.scaled(float(self.factor.value(place.numbers)))
@@ -213,7 +213,7 @@ class Flat:
     """`flat over dp`: flattened, padded and divided evenly, parts of a length that is a multiple."""
 
     span: Span
-    axes: Axes
+    axes: _Axes
     multiple: Expression | None = None
 
     def apply(self, view: View, place: Coordinates) -> View:

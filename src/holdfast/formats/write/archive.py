@@ -23,9 +23,15 @@ from holdfast.core.checkpoint.outfiles import ElementSpan, Literal, Outfile
 from holdfast.core.format.dtypes import DTYPES
 from holdfast.core.layout import row_major
 from holdfast.formats.read.torchfile import STORAGES
-from holdfast.formats.write.pickling import Persistent, PickledCall, PickledGlobal, called, dumps
+from holdfast.formats.write.pickling import (
+    Persistent,
+    PickledCall,
+    PickledGlobal,
+    dumps,
+    pickled_call,
+)
 
-ALIGN = 64
+_ALIGN = 64
 _FLAGS = 0x0808  # names are UTF-8; CRC and sizes follow the data
 _LARGE = 0xFFFFFFFF
 _KINDS = {dtype: name for name, dtype in STORAGES.items() if dtype}
@@ -64,7 +70,7 @@ class ArchivePlan:
         self.at += len(data)
 
     def align(self) -> None:
-        self.at += -self.at % ALIGN
+        self.at += -self.at % _ALIGN
 
     def outfile(self, path: str) -> Outfile:
         crcs = tuple(self.crcs)
@@ -151,16 +157,16 @@ class _Storages:
             self.found.append(t)
             if t.key is not None:
                 self._known[t.key] = number
-        hooks = called("collections", "OrderedDict")
+        hooks = pickled_call("collections", "OrderedDict")
         rest = (0, t.shape, row_major(t.shape), False, hooks)
         kind = _KINDS.get(t.dtype)
         if kind is not None:
             storage = ("storage", PickledGlobal("torch", kind), str(number), "cpu", prod(t.shape))
-            return called("torch._utils", "_rebuild_tensor_v2", Persistent(storage), *rest)
+            return pickled_call("torch._utils", "_rebuild_tensor_v2", Persistent(storage), *rest)
         untyped = PickledGlobal("torch.storage", "UntypedStorage")
         storage = ("storage", untyped, str(number), "cpu", t.bytes)
         dtype = PickledGlobal("torch", t.dtype)
-        return called("torch._utils", "_rebuild_tensor_v3", Persistent(storage), *rest, dtype)
+        return pickled_call("torch._utils", "_rebuild_tensor_v3", Persistent(storage), *rest, dtype)
 
 
 def _literal(plan: ArchivePlan, begin: int, name: str, data: bytes) -> _Member:
@@ -186,7 +192,7 @@ def _header(plan: ArchivePlan, name: str, size: int) -> int:
     at, raw = plan.at, name.encode()
     large = struct.pack("<HHQQ", 1, 16, size, size) if size >= _LARGE else b""
     size32 = _LARGE if large else 0
-    padding = -(at + 30 + len(raw) + len(large) + 4) % ALIGN
+    padding = -(at + 30 + len(raw) + len(large) + 4) % _ALIGN
     extra = large + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
     fields = (45 if large else 20, _FLAGS, 0, 0, 0x21, 0, size32, size32, len(raw), len(extra))
     plan.put(struct.pack("<4s5H3I2H", b"PK\x03\x04", *fields) + raw + extra)

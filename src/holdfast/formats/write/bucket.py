@@ -28,7 +28,7 @@ from holdfast.core.store import Store, get_small, open_store
 from holdfast.formats.read.folder import MARK, joined
 from holdfast.formats.write.planned import Planned
 
-ATTEMPT = "convert-"
+CONVERSION_PREFIX = "convert-"
 """Beginning of the names of attempts that are conversions."""
 
 
@@ -101,7 +101,7 @@ class BucketTarget:
 
     def _begin_step(self) -> bool:
         """True if the step is there by this very conversion."""
-        mine, step = f"{ATTEMPT}{self.identity}", self.step
+        mine, step = f"{CONVERSION_PREFIX}{self.identity}", self.step
         there = attempt_of(self.store, step)
         if there is not None and there != mine:
             what = f"{self.store.url} has a step {step} already"
@@ -112,7 +112,9 @@ class BucketTarget:
             what = f"{self.store.url} is no root of holdfast's"
             raise UsageError(what, hint="give a path that is not there yet")
         prefix = step_prefix(step)
-        for key in self.store.list(f"{prefix}{ATTEMPT}"):  # of conversions that were given up
+        for key in self.store.list(
+            f"{prefix}{CONVERSION_PREFIX}"
+        ):  # of conversions that were given up
             if not key.startswith(f"{prefix}{mine}/"):
                 self.store.delete(key)
         return False

@@ -21,14 +21,20 @@ from holdfast.core.format.dtypes import DTYPES
 from holdfast.core.format.extras import decode
 from holdfast.core.format.manifest import TensorEntry
 from holdfast.formats.write.archive import ArchivedTensor, ArchivePlan, add_archive, for_torch
-from holdfast.formats.write.pickling import Instance, PickledCall, PickledGlobal, called, dumps
+from holdfast.formats.write.pickling import (
+    Instance,
+    PickledCall,
+    PickledGlobal,
+    dumps,
+    pickled_call,
+)
 from holdfast.formats.write.planned import Planned, WriteOptions
 
-METADATA = ".metadata"
-CHUNK_BYTES = 128 << 20
+_METADATA = ".metadata"
+_CHUNK_BYTES = 128 << 20
 _META = "torch.distributed.checkpoint.metadata"
 
-Path = tuple[str | int, ...]
+_Path = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +93,13 @@ def plan_dcp(source: Checkpoint, options: WriteOptions) -> Planned:
         else:
             entries.value(path, files.add(for_torch(value)))
     outfiles = tuple(plan.outfile(files.name(i)) for i, plan in enumerate(files.plans))
-    return Planned(outfiles, ((METADATA, entries.metadata()),), left_out)
+    return Planned(outfiles, ((_METADATA, entries.metadata()),), left_out)
 
 
 def _chunks(files: _Files, number: int, t: TensorEntry) -> Iterator[_Chunk]:
     rows = t.shape[0] if t.shape else 1
     row = prod(t.shape[1:])
-    step = max(1, CHUNK_BYTES // max(row * DTYPES[t.dtype].bytes, 1))
+    step = max(1, _CHUNK_BYTES // max(row * DTYPES[t.dtype].bytes, 1))
     for first in range(0, rows, step) if prod(t.shape) else ():
         count = min(step, rows - first)
         sizes = (count, *t.shape[1:]) if t.shape else ()
@@ -105,12 +111,12 @@ def _chunks(files: _Files, number: int, t: TensorEntry) -> Iterator[_Chunk]:
 # -- names ----------------------------------------------------------------------------------------
 
 
-def _paths(source: Checkpoint, extras: dict[str, Any]) -> dict[str, Path]:
+def _paths(source: Checkpoint, extras: dict[str, Any]) -> dict[str, _Path]:
     """Return the path of each tensor or alias, by name, in the dict of dicts that DCP flattens."""
     optimizers = {k for k, v in extras.items() if isinstance(v, dict) and "$optimizer" in v}
     inside = {name: path for key, v in extras.items() for name, path in _referred(v, (key,))}
     states = {t.name: t.state for t in source.manifest.tensors}
-    found: dict[str, Path] = {}
+    found: dict[str, _Path] = {}
     for name in source.names():
         key, _, rest = name.partition(".")
         state = states[source.manifest.aliases.get(name, name)]
@@ -123,7 +129,7 @@ def _paths(source: Checkpoint, extras: dict[str, Any]) -> dict[str, Path]:
     return found
 
 
-def _referred(tree: Any, path: Path) -> Iterator[tuple[str, Path]]:
+def _referred(tree: Any, path: _Path) -> Iterator[tuple[str, _Path]]:
     """Tensors that an object's state refers to by name, and where."""
     if isinstance(tree, dict):
         if len(tree) == 1 and isinstance(tree.get("$at"), str):
@@ -135,7 +141,7 @@ def _referred(tree: Any, path: Path) -> Iterator[tuple[str, Path]]:
                 yield from _referred(v, (*path, k))
 
 
-def _values(extras: dict[str, Any], tied: set[str]) -> Iterator[tuple[Path, Any]]:
+def _values(extras: dict[str, Any], tied: set[str]) -> Iterator[tuple[_Path, Any]]:
     """Extras as DCP flattens them: nested dicts apart, and lists of them, whatever else is in them whole.
 
     `tied`: further names of tied parameters, which torch leaves out of optimizers.
@@ -149,7 +155,7 @@ def _values(extras: dict[str, Any], tied: set[str]) -> Iterator[tuple[Path, Any]
             yield from ((path, _proper(path, v)) for path, v in pairs if path not in referred)
 
 
-def _optimizer(key: str, body: Any, tied: set[str]) -> Iterator[tuple[Path, Any]]:
+def _optimizer(key: str, body: Any, tied: set[str]) -> Iterator[tuple[_Path, Any]]:
     for i, group in enumerate(body["groups"]):
         for name, value in decode(group["hyper"], _with_names).items():
             path = (key, "param_groups", i, name)
@@ -174,7 +180,7 @@ def _with_names(tag: str, body: Any) -> Any:
     return plain_tensor(tag, body)
 
 
-def _proper(path: Path, value: Any) -> Any:
+def _proper(path: _Path, value: Any) -> Any:
     """Return the value.  UsageError if it holds a tensor, which would be written as its name."""
     if isinstance(value, _TensorName):
         raise UsageError(
@@ -187,7 +193,7 @@ def _proper(path: Path, value: Any) -> Any:
     return value
 
 
-def _flat(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+def _flat(path: _Path, value: Any) -> Iterator[tuple[_Path, Any]]:
     if isinstance(value, dict) and value and all(isinstance(k, (str, int)) for k in value):
         for k, v in value.items():
             yield from _flat((*path, str(k)), v)  # as torch: numbers in a path are places in lists
@@ -211,16 +217,16 @@ class _Entries:
 
     def __init__(self) -> None:
         self._tensors: dict[str, Any] = {}
-        self._paths: dict[str, Path] = {}
+        self._paths: dict[str, _Path] = {}
         self._places: dict[Any, Any] = {}
 
-    def tensor(self, path: Path, dtype: str, shape: tuple[int, ...], chunks: list[_Chunk]) -> None:
+    def tensor(self, path: _Path, dtype: str, shape: tuple[int, ...], chunks: list[_Chunk]) -> None:
         name = self._name(path)
         state = (
             PickledGlobal("torch", dtype),
-            called("torch.serialization", "_get_layout", "torch.strided"),
+            pickled_call("torch.serialization", "_get_layout", "torch.strided"),
             False,
-            called(_META, "_MEM_FORMAT_ENCODING", 0),
+            pickled_call(_META, "_MEM_FORMAT_ENCODING", 0),
             False,
         )
         sizes = [{"offsets": _size(c.offsets), "sizes": _size(c.sizes)} for c in chunks]
@@ -233,12 +239,12 @@ class _Entries:
         for i, c in enumerate(chunks):
             self._place(name, _size(c.offsets), i, (c.file, c.start, c.length))
 
-    def value(self, path: Path, place: tuple[str, int, int]) -> None:
+    def value(self, path: _Path, place: tuple[str, int, int]) -> None:
         name = self._name(path)
         self._tensors[name] = _meta("BytesStorageMetadata", {})
         self._place(name, None, None, place)
 
-    def _name(self, path: Path) -> str:
+    def _name(self, path: _Path) -> str:
         name = ".".join(map(str, path))
         if name in self._tensors:
             raise UsageError(f"DCP would name two things {name!r}")
@@ -272,4 +278,4 @@ def _meta(name: str, state: Any) -> Instance:
 
 
 def _size(shape: tuple[int, ...]) -> PickledCall:
-    return called("torch", "Size", tuple(shape))
+    return pickled_call("torch", "Size", tuple(shape))

@@ -23,21 +23,21 @@ from holdfast.core.checkpoint.outfiles import Outfile
 from holdfast.core.format.extras import decode
 from holdfast.core.format.manifest import TensorEntry
 from holdfast.formats.write.archive import ArchivedTensor, ArchivePlan, add_archive, for_torch
-from holdfast.formats.write.pickling import Instance, PickledGlobal, called
+from holdfast.formats.write.pickling import Instance, PickledGlobal, pickled_call
 from holdfast.formats.write.planned import Planned, WriteOptions, is_float
 
-VERSION = "0.16.0"
+_VERSION = "0.16.0"
 """Version of DeepSpeed to name if the source does not say; loaders refuse files that name none."""
-SCHEDULERS = ("lr_scheduler", "scheduler", "sched", "opt_param_scheduler")
-STAGES = ("", "zero_pp_rank_0_")
+_SCHEDULERS = ("lr_scheduler", "scheduler", "sched", "opt_param_scheduler")
+_STAGES = ("", "zero_pp_rank_0_")
 """Prefix of the file of model states that stages 1 and 2, and stage 3, look for."""
-OWN = ("client", "deepspeed", "scaler", "rng")
+_OWN = ("client", "deepspeed", "scaler", "rng")
 """Extras that are not a client's: of DeepSpeed's own files, and of a `Checkpointer`."""
-SCALER_FIELDS = {
+_SCALER_FIELDS = {
     "cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis", "delayed_shift", "min_scale",
     "scale_factor", "scale_window", "consecutive_hysteresis", "raise_error_at_min_scale",
 }  # fmt: skip
-COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 def plan_deepspeed(source: Checkpoint, options: WriteOptions) -> Planned:
@@ -56,7 +56,7 @@ def plan_deepspeed(source: Checkpoint, options: WriteOptions) -> Planned:
     left_out += _without_place(source, options.key, optim, plain)
     state = _archive(f"{tag}/zero/optimizer_state.pt", _optimizer_state(source, plain, optim))
     model = _model_states(source, options.key, plain, optim)
-    models = [_archive(f"{tag}/{prefix}mp_rank_00_model_states.pt", model) for prefix in STAGES]
+    models = [_archive(f"{tag}/{prefix}mp_rank_00_model_states.pt", model) for prefix in _STAGES]
     return Planned(
         (*files, state, *models),
         (("latest_universal", tag.encode()), ("latest", tag.encode())),
@@ -80,7 +80,7 @@ def _without_place(
             )
     used = source.object_tensors
     others = {t.name.split(".", 1)[0] for t in source.manifest.tensors if t.name not in used}
-    schedulers = [k for k in SCHEDULERS if k in plain]
+    schedulers = [k for k in _SCHEDULERS if k in plain]
     lost = others - {key, optim} | set(schedulers[1:])
     if "scaler" in plain and not _scaler(plain["scaler"]):
         lost.add("scaler")
@@ -172,7 +172,7 @@ def _optimizer_state(
 
 def _scaler(saved: Any) -> dict[str, Any]:
     """The dynamic loss scaler of another engine, an object; it brings its window and limits along."""
-    if not isinstance(saved, dict) or not saved.keys() >= SCALER_FIELDS:
+    if not isinstance(saved, dict) or not saved.keys() >= _SCALER_FIELDS:
         return {}
     fields = {k: v for k, v in saved.items() if k not in ("dynamic_loss_scale", "overflow")}
     dtype = str(fields.get("dtype", "float16")).removeprefix("torch.")
@@ -195,7 +195,7 @@ def _step(source: Checkpoint, plain: dict[str, Any], optim: str | None) -> Any:
 
 
 def _version(source: Checkpoint) -> str:
-    return source.manifest.software.get("deepspeed", VERSION)
+    return source.manifest.software.get("deepspeed", _VERSION)
 
 
 def _model_states(
@@ -208,11 +208,11 @@ def _model_states(
         for name, number, t in _under(source, key)
         if name not in params
     }
-    shapes = {n: called("torch", "Size", t.shape) for n, (_, t) in params.items()}
+    shapes = {n: pickled_call("torch", "Size", t.shape) for n, (_, t) in params.items()}
     engine = plain.get(f"{optim}.engine") or {}
-    schedulers = [plain[k] for k in SCHEDULERS if k in plain] + [engine.get("lr_scheduler")]
-    counters = {k: engine[k] for k in COUNTERS if isinstance(engine.get(k), int)}
-    known = (*SCHEDULERS, *OWN, optim, f"{optim}.engine")
+    schedulers = [plain[k] for k in _SCHEDULERS if k in plain] + [engine.get("lr_scheduler")]
+    counters = {k: engine[k] for k in _COUNTERS if isinstance(engine.get(k), int)}
+    known = (*_SCHEDULERS, *_OWN, optim, f"{optim}.engine")
     rest = {k: v for k, v in plain.items() if k not in known}
     client = plain.get("client")
     return {

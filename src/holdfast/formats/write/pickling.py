@@ -34,7 +34,7 @@ class PickledCall:
     args: tuple[Any, ...]
 
 
-def called(module: str, name: str, *args: Any) -> PickledCall:
+def pickled_call(module: str, name: str, *args: Any) -> PickledCall:
     """The result of a function by its name, for these arguments."""
     return PickledCall(PickledGlobal(module, name), args)
 
@@ -74,7 +74,7 @@ class _Pickler:
             case str():
                 self._once(value, lambda: b"X" + _sized(value.encode("utf-8", "surrogatepass")))
             case bytes():
-                self.write(called("_codecs", "encode", value.decode("latin1"), "latin1"))
+                self.write(pickled_call("_codecs", "encode", value.decode("latin1"), "latin1"))
             case PickledGlobal():
                 self._once(value, lambda: f"c{value.module}\n{value.name}\n".encode())
             case tuple():
@@ -100,9 +100,9 @@ class _Pickler:
                 self.out += b"Q"
             case set() | frozenset():
                 _check_keys(value)
-                self.write(called("builtins", "set", list(value)))
+                self.write(pickled_call("builtins", "set", list(value)))
             case complex():
-                self.write(called("builtins", "complex", value.real, value.imag))
+                self.write(pickled_call("builtins", "complex", value.real, value.imag))
             case _:
                 raise UsageError(f"a {type(value).__name__} cannot be written for torch.load")
 

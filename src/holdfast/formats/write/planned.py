@@ -13,13 +13,13 @@ from math import prod
 from holdfast.base.arguments import shown
 from holdfast.base.errors import UsageError
 from holdfast.base.suggest import did_you_mean
-from holdfast.core.checkpoint.consolidating import WEIGHTS
+from holdfast.core.checkpoint.consolidating import WEIGHT_KINDS
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.checkpoint.outfiles import Outfile
 from holdfast.core.format.dtypes import DTYPES, numpy_dtype
 from holdfast.core.format.manifest import TensorEntry
 
-Rename = Callable[[str], str]
+Renaming = Callable[[str], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class WriteOptions:
 
     max_file_bytes: int = 5_000_000_000
     dtype: str | None = None
-    rename: Rename | None = None
+    rename: Renaming | None = None
     key: str = "model"
     """Key of the source's state whose weights are asked for."""
 
@@ -103,14 +103,14 @@ def _of_key(source: Checkpoint, key: str) -> list[tuple[str, int, TensorEntry]]:
     """(name without the key, number, entry) of all weights of a key; all there is if it has no keys."""
     tensors = list(enumerate(source.manifest.tensors))
     prefix = _prefix(source, key)
-    keys = sorted({t.name.split(".", 1)[0] for _, t in tensors if t.state in WEIGHTS})
+    keys = sorted({t.name.split(".", 1)[0] for _, t in tensors if t.state in WEIGHT_KINDS})
     if not prefix and keys:
         raise UsageError(
             f"no weights under {key!r}; there are some under {', '.join(keys)}",
             hint=did_you_mean(key, keys) or "say which with --key",
         )
     chosen = [(i, t) for i, t in tensors if t.name.startswith(prefix)]
-    typed = [(i, t) for i, t in chosen if t.state in WEIGHTS]
+    typed = [(i, t) for i, t in chosen if t.state in WEIGHT_KINDS]
     found = typed or [(i, t) for i, t in chosen if t.state == "tensor"]
     if not found:
         raise UsageError(f"{source.store.url} holds no weights")

@@ -13,13 +13,13 @@ from holdfast.base.errors import AgentError, UsageError
 from holdfast.base.wire import WireError, decode_msgpack
 from holdfast.core.checkpoint.outfiles import Outfile
 
-DEADLINE_S = 3600.0
+_DEADLINE_S = 3600.0
 """Seconds that a rank that has finished waits for the slowest, if that one shows signs of life."""
 SILENT_S = 60.0
 """Seconds for which a rank may show no sign of life."""
 MEET_S = 60.0
 """Seconds a rank waits for the others to begin: all of a torchrun start at about the same time."""
-TELL_S = 2.0
+_TELL_S = 2.0
 """Seconds after which a waiting rank says for whom it waits."""
 
 
@@ -50,7 +50,7 @@ class Ranks:
         def decide(_: list[bytes]) -> bytes:
             return b"true" if work() else b""
 
-        return bool(self._group.ask(f"convert/{name}", b"", decide, DEADLINE_S))
+        return bool(self._group.ask(f"convert/{name}", b"", decide, _DEADLINE_S))
 
     def check_same(self, step: int, identity: str) -> None:
         """Check that all have opened the same step of one source, which may have got another meanwhile.
@@ -74,7 +74,7 @@ class Ranks:
 
         if self._group is not None:
             mine = msgspec.msgpack.encode((step, identity))
-            self._group.ask("convert/source", mine, decide, DEADLINE_S)
+            self._group.ask("convert/source", mine, decide, _DEADLINE_S)
 
     @contextmanager
     def all(self, name: str) -> Iterator[None]:
@@ -98,7 +98,7 @@ class Ranks:
             return msgspec.msgpack.encode(failed[:1])
 
         mine = msgspec.msgpack.encode(failure)
-        answer = self._group.ask(f"convert/{name}", mine, decide, DEADLINE_S)
+        answer = self._group.ask(f"convert/{name}", mine, decide, _DEADLINE_S)
         for rank, one in decode_msgpack(answer, list[tuple[int, WireError]]):
             if failure is None:
                 raise one.error(rank=rank)
@@ -118,7 +118,7 @@ def converting_ranks() -> Iterator[Ranks]:
     from holdfast.core.group.pulse import pulse
 
     try:
-        group = launched(SILENT_S, "convert()", MEET_S, TELL_S)
+        group = launched(SILENT_S, "convert()", MEET_S, _TELL_S)
     except AgentError as error:
         error.hint = (
             "a conversion under torchrun is made by all ranks; for this process to make it alone, start it "

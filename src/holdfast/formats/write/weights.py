@@ -14,17 +14,17 @@ from holdfast.core.format.dtypes import dtype_of
 from holdfast.formats.write.archive import ArchivedTensor, ArchivePlan, add_archive
 from holdfast.formats.write.planned import Planned, Weight, WriteOptions, weights
 
-NAME = "model"
-ALIGN = 64
+_NAME = "model"
+_ALIGN = 64
 
 
 def plan_huggingface(source: Checkpoint, options: WriteOptions) -> Planned:
     """The model's weights, in files of at most `max_file_bytes` unless one tensor is larger."""
     shards = shard(weights(source, options), options.max_file_bytes)
     count = len(shards)
-    names = [f"{NAME}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    names = [f"{_NAME}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     if count == 1:
-        names = [f"{NAME}.safetensors"]
+        names = [f"{_NAME}.safetensors"]
     files = tuple(safetensors_file(name, some) for name, some in zip(names, shards))
     return Planned(files, _index(names, shards) if count > 1 else ())
 
@@ -58,7 +58,7 @@ def safetensors_file(path: str, some: list[Weight]) -> Outfile:
             spans.append(ElementSpan(at, w.number, 0, w.bytes // dtype.bytes, w.dtype))
         at += w.bytes
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % ALIGN)
+    text += b" " * (-(8 + len(text)) % _ALIGN)
     header = len(text).to_bytes(8, "little") + text
     moved = tuple(
         ElementSpan(s.start + len(header), s.tensor, s.first, s.last, s.dtype) for s in spans
@@ -70,7 +70,7 @@ def _index(names: list[str], shards: list[list[Weight]]) -> tuple[tuple[str, byt
     where = {w.name: name for name, some in zip(names, shards) for w in some}
     total = sum(w.bytes for some in shards for w in some)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-    return ((NAME + INDEX, (json.dumps(index, indent=2) + "\n").encode()),)
+    return ((_NAME + INDEX, (json.dumps(index, indent=2) + "\n").encode()),)
 
 
 # -- torch.save -----------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import numpy as np
 from holdfast.base.errors import warn_user
 from holdfast.base.text import listed
 from holdfast.base.wire import decode_msgpack
-from holdfast.core.checkpoint.diffing import BLOCK_BYTES, blocks
+from holdfast.core.checkpoint.diffing import COMPARED_BYTES, blocks
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.checkpoint.peers import raise_on_all
 from holdfast.core.checkpoint.reading import read_alone
@@ -110,7 +110,7 @@ def _agree(
 ) -> bool:
     """True if both tensors have the same bits in these blocks."""
     size, indexes = DTYPES[one.dtype].bytes, [checkpoint.index(t.name) for t in (one, other)]
-    for block in islice(blocks(one.shape, BLOCK_BYTES // size), share, None, shares):
+    for block in islice(blocks(one.shape, COMPARED_BYTES // size), share, None, shares):
         arrays = [np.empty(block.shape, RAW[size]) for _ in indexes]
         wants = [Want(i, block, ArrayTarget(array)) for i, array in zip(indexes, arrays)]
         read_alone(checkpoint.images, wants)

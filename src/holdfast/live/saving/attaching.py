@@ -19,9 +19,9 @@ from typing import Any, TypeAlias, Union
 
 from holdfast.base.arguments import function_of, path_of, shown, unfit
 from holdfast.base.errors import HoldfastError, StoreError, UsageError
-from holdfast.core.checkpoint.attached import pack
+from holdfast.core.checkpoint.attached import make_pack
 from holdfast.core.checkpoint.names import step_prefix
-from holdfast.core.checkpoint.notes import Values, values_of
+from holdfast.core.checkpoint.notes import Metrics, metrics_of
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.format.checking import is_safe_name
 from holdfast.core.format.manifest import MAX_ATTACHED, PackEntry
@@ -91,11 +91,11 @@ class Attached:
     """Files and metrics of one save, on rank 0."""
 
     contents: dict[str, bytes] = field(default_factory=dict)
-    metrics: Values = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
 
     @cached_property
     def _packed(self) -> tuple[PackEntry, bytes]:
-        return pack("", self.contents)
+        return make_pack("", self.contents)
 
     def in_manifest(self, attempt: str) -> dict[str, Any]:
         """The fields of the manifest that tell of them."""
@@ -129,7 +129,7 @@ def attached(
     UsageError for arguments that cannot be meant.  `reads`: on rank 0 alone; `complain` is called with the
     error of each file that cannot be read.
     """
-    values = {} if metrics is None else values_of(metrics, call)
+    values = {} if metrics is None else metrics_of(metrics, call)
     sources = {**files, **AttachedFiles(more, call)}
     AttachedFiles(sources, call)  # both together
     _check_size({n: s for n, s in sources.items() if isinstance(s, bytes)})

@@ -10,9 +10,9 @@ import torch
 
 from holdfast.base.version import __version__
 from holdfast.base.wire import WireError
-from holdfast.core.checkpoint.lineage import Line
+from holdfast.core.checkpoint.lineage import Lineage
 from holdfast.core.codec.digest import ALGORITHM, CHUNK_BYTES
-from holdfast.core.format.manifest import VERSION, FileEntry, Manifest, readable
+from holdfast.core.format.manifest import FORMAT_VERSION, FileEntry, Manifest, readable
 from holdfast.live.saving.messages import Written
 from holdfast.live.saving.operation import Draft, SaveOperation
 
@@ -37,7 +37,7 @@ def build_manifest(
     attempt: str,
     notes: dict[str, str] | None = None,
     attached: Attached | None = None,
-    line: Line = (),
+    line: Lineage = (),
 ) -> Manifest:
     """On rank 0: the manifest of what all ranks have handed in.  `notes`: what else it says of how it was
     made; `line`: what its run went on from."""
@@ -52,7 +52,7 @@ def build_manifest(
         versions += [answers[r].extras[key] for r in ranks if r != 0]
         extras[key] = merge_extras(key, versions)
     manifest = Manifest(
-        holdfast=VERSION,
+        holdfast=FORMAT_VERSION,
         step=step,
         run=run,
         attempt=attempt,

@@ -55,7 +55,7 @@ class Noting:
 
     def measure(self, step: Any, values: Mapping[str, Any]) -> None:
         step = step_of(step, "Checkpointer.metrics")
-        checked = notes.values_of(values, "Checkpointer.metrics", "values")
+        checked = notes.metrics_of(values, "Checkpointer.metrics", "values")
         store, coming = self._steps.store, self._coming
         self._on_rank0(lambda: notes.measure(store, step, checked, coming=coming))
 

@@ -15,7 +15,7 @@ from holdfast.base.garbage import uncollected
 from holdfast.base.wire import WireError, decode_msgpack
 from holdfast.core.codec.digest import ALGORITHM, CHUNK_BYTES, hexdigest
 from holdfast.core.format.image import ALIGN, Image, plan_image
-from holdfast.core.format.manifest import VERSION, Manifest
+from holdfast.core.format.manifest import FORMAT_VERSION, Manifest
 from holdfast.core.group import Group
 from holdfast.core.layout import Mesh, Placement
 from holdfast.live.saving.messages import ReadyToSave, Verdict, check_kinds, digests, sort_extras
@@ -52,7 +52,7 @@ class SavePlan:
 def new_plan(agreement: Agreement, digest: str) -> SavePlan:
     """The closed form of where everything goes, from an agreement."""
     shell = Manifest(
-        VERSION, 0, 0, "", "", {}, agreement.mesh, CHUNK_BYTES, ALGORITHM,
+        FORMAT_VERSION, 0, 0, "", "", {}, agreement.mesh, CHUNK_BYTES, ALGORITHM,
         agreement.shardings, agreement.tensors, agreement.aliases, (), {}, {},
     )  # fmt: skip
     return SavePlan(agreement, digest, shell.placement)

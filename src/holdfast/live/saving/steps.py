@@ -15,7 +15,7 @@ from holdfast.base.threads import Worker
 from holdfast.base.wire import WireError
 from holdfast.core.checkpoint.claiming import Claim
 from holdfast.core.checkpoint.committing import commit
-from holdfast.core.checkpoint.lineage import Line, Owns, is_in_line
+from holdfast.core.checkpoint.lineage import Lineage, Owns, is_in_line
 from holdfast.core.checkpoint.names import (
     AND_LOG,
     Known,
@@ -24,7 +24,7 @@ from holdfast.core.checkpoint.names import (
     parse_attempt,
     read_manifest,
 )
-from holdfast.core.checkpoint.room import lacking
+from holdfast.core.checkpoint.room import missing_bytes
 from holdfast.core.checkpoint.tidying import Keep, discard, sweep
 from holdfast.core.format.manifest import Manifest
 from holdfast.core.store import LocalStore, Store
@@ -47,7 +47,7 @@ class RootSteps:
         self.also_noted: Callable[[], object] | None = None
         """Called on rank 0 when labels or metrics of steps have changed."""
         self.worker = Worker("holdfast-tidy")
-        self.line: Line = ()
+        self.line: Lineage = ()
         """The runs that this one went on from: it deletes no other runs' steps."""
         self._rank = rank
         self._keep = keep
@@ -161,7 +161,7 @@ class RootSteps:
             if not self.known.save_bytes and isinstance(self.store, LocalStore):
                 for newest in self._keys().saved[-1:]:
                     self.known.save_bytes = read_manifest(self.store, newest.step).total_bytes
-            if self.was_full or lacking(self.store, self.known.save_bytes):
+            if self.was_full or missing_bytes(self.store, self.known.save_bytes):
                 self.worker.submit(self._tidy, -1, op.step, None).result()
         except Exception as error:
             emit("tidy.failed", error=str(error))

@@ -39,9 +39,9 @@ def encode_extra(
 
     `rule`: of the extra that has the value, if its name is not `key`.  `depth`: number of objects around.
     """
-    if depth > extras.MAX_DEPTH:
+    if depth > extras.MAX_EXTRAS_DEPTH:
         raise UsageError(
-            f"{key[:80]}: objects whose state_dict() has objects, deeper than {extras.MAX_DEPTH}",
+            f"{key[:80]}: objects whose state_dict() has objects, deeper than {extras.MAX_EXTRAS_DEPTH}",
             hint="does a state_dict() return its object itself?",
         )
     each_rank = (rule or live.rules.get(key)) in PER_RANK

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from holdfast.core.format.extras import MAX_DEPTH
+from holdfast.core.format.extras import MAX_EXTRAS_DEPTH
 from holdfast.live.state.own_state_dicts import memory_place
 from holdfast.live.state.recognising import (
     State,
@@ -62,7 +62,7 @@ def _tensors(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, torch
     """Yield (path, tensor) of what objects in a value have."""
     if isinstance(value, torch.Tensor):
         yield path, value
-    elif isinstance(value, (*LEAVES, nn.Module)) or is_optimizer(value) or depth > MAX_DEPTH:
+    elif isinstance(value, (*LEAVES, nn.Module)) or is_optimizer(value) or depth > MAX_EXTRAS_DEPTH:
         return
     elif is_stateful(value):
         if not is_loader(value):

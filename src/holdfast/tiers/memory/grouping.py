@@ -12,7 +12,7 @@ from holdfast.base.errors import OutOfSpace, UsageError
 from holdfast.base.events import emit
 from holdfast.base.sizes import size_text
 from holdfast.core.codec.stripes import Stripes
-from holdfast.policy.redundancy import choose, fitting, groups, parse, replicas_apart
+from holdfast.policy.redundancy import choose, fitting, parity_groups, parse, replicas_apart
 from holdfast.policy.survival import Scheme, none
 from holdfast.tiers.memory.decision import Decision
 from holdfast.tiers.memory.node.protect import guard_bytes
@@ -75,15 +75,15 @@ def chosen_for(redundancy: str, decision: Decision) -> Chosen:
     asked, count = parse(redundancy), len(set(nodes))
     wanted = asked or choose(count)
     scheme = fitting(wanted, nodes, decision.class_of)
-    found = groups(nodes, scheme, decision.class_of)
+    found = parity_groups(nodes, scheme, decision.class_of)
     why = _reason(asked, scheme, count)
     if scheme != wanted:
         try:
-            groups(nodes, wanted, decision.class_of)
+            parity_groups(nodes, wanted, decision.class_of)
         except UsageError as error:
             why = error.message
     if asked is None and scheme.losses and (lacking := lack(decision, scheme, found)):
-        alone = groups(nodes, none())
+        alone = parity_groups(nodes, none())
         if not lack(decision, none(), alone):
             return Chosen(wanted, none(), alone, f"with {scheme}, {lacking}")
     if scheme.losses and replicas_apart(nodes, scheme, decision.class_of) is not None:

@@ -13,7 +13,7 @@ from holdfast.base.events import emit, span
 from holdfast.base.wire import encode_error, wire_error
 from holdfast.core.codec.digest import hexdigest
 from holdfast.core.codec.stripes import Stripes
-from holdfast.core.format.manifest import FileEntry, decode
+from holdfast.core.format.manifest import FileEntry, decode_manifest
 from holdfast.live.saving import Draft, SaveOperation
 from holdfast.live.state.carrying import CarriedCopies
 from holdfast.live.state.devices import Moment
@@ -218,7 +218,7 @@ class Protector:
         scheme: Scheme,
         group: tuple[int, ...],
     ) -> None:
-        files = decode(decision.manifest, "snapshot").file_of
+        files = decode_manifest(decision.manifest, "snapshot").file_of
         here = tuple(f for f in map(files.get, group) if f is not None)
         self._agreed = None
         if self._rank not in files or len(here) <= scheme.losses:

@@ -25,7 +25,7 @@ from holdfast.base.events import span
 from holdfast.base.threads import Worker
 from holdfast.base.wire import WireError, encode_error, wire_error
 from holdfast.core.checkpoint.names import step_prefix
-from holdfast.core.format.manifest import FileEntry, decode
+from holdfast.core.format.manifest import FileEntry, decode_manifest
 from holdfast.live.saving import SaveOperation
 from holdfast.live.saving.durable import STUCK_S
 from holdfast.tiers.memory.decision import Decision
@@ -119,7 +119,9 @@ class Storing:
             op.outcome.is_uncertain = self.left_to_agents = True
             errors = left
         elif not errors:
-            errors = self._tier.durable.steps.commit(op, lambda: decode(manifest, "snapshot"))
+            errors = self._tier.durable.steps.commit(
+                op, lambda: decode_manifest(manifest, "snapshot")
+            )
         return Decision(errors)
 
     def _order(self, op: SaveOperation, file: FileEntry) -> w.Persist:

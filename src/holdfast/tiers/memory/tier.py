@@ -18,7 +18,7 @@ from holdfast.base.threads import Worker
 from holdfast.base.wire import WireError, decode_msgpack, rank_errors
 from holdfast.core.checkpoint.claiming import Claim
 from holdfast.core.checkpoint.names import step_prefix
-from holdfast.core.format.manifest import FileEntry, Manifest, encode
+from holdfast.core.format.manifest import FileEntry, Manifest, encode_manifest
 from holdfast.live.every import Every
 from holdfast.live.saving import Draft, Request, Save, SaveOperation, Saver
 from holdfast.live.saving.commit import build_manifest, written
@@ -258,7 +258,7 @@ class MemoryTier(Tier):
     def take_over(self, manifest: Manifest, cards: tuple[w.Card, ...]) -> None:
         """Tell this node's agent that what was restored is the newest snapshot here, too.  `cards`: those
         of the agents that hold it, with whom the next restart finds it."""
-        decision = Decision({}, encode(manifest), cards)
+        decision = Decision({}, encode_manifest(manifest), cards)
         self.agent.adopt(self._commit_of(manifest.step, manifest.attempt, decision))
 
     def adopt(self, claim: Claim, base: int | None) -> None:
@@ -434,7 +434,7 @@ class MemoryTier(Tier):
                 attached=op.request.attached,
                 line=self.durable.steps.line,
             )
-            return decided(filled, encode(manifest))
+            return decided(filled, encode_manifest(manifest))
         except Exception as error:
             return Decision({0: WireError.of(error)})
 

@@ -10,8 +10,8 @@ import msgspec
 
 from holdfast.base.errors import UsageError
 from holdfast.base.wire import decode_json
-from holdfast.core.checkpoint.claiming import Claim, last_run, release, take
-from holdfast.core.checkpoint.names import WHOLE, RootKeys
+from holdfast.core.checkpoint.claiming import Claim, greatest_run, release, take_root
+from holdfast.core.checkpoint.names import CLAIMED_PARTS, RootKeys
 from holdfast.core.checkpoint.tidying import sweep
 from holdfast.core.group import Group
 from holdfast.core.store import Store
@@ -26,11 +26,11 @@ def claim_both(root: Store, upload: Store, group: Group) -> tuple[Claim, bool, s
     """
 
     def take_both() -> bytes:
-        keys = RootKeys(root, below=WHOLE)
-        their_keys = RootKeys(upload, below=WHOLE)
-        theirs, held_behind = take(upload, their_keys, last_run(root, keys))
+        keys = RootKeys(root, below=CLAIMED_PARTS)
+        their_keys = RootKeys(upload, below=CLAIMED_PARTS)
+        theirs, held_behind = take_root(upload, their_keys, greatest_run(root, keys))
         try:
-            mine, held = take(root, keys, theirs.run - 1)
+            mine, held = take_root(root, keys, theirs.run - 1)
             if theirs.run != mine.run:
                 raise UsageError(
                     f"{root.url} was taken by another run while run {theirs.run} took it",

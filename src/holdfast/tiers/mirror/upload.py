@@ -52,7 +52,7 @@ from holdfast.base.wire import WireError, decode_msgpack
 from holdfast.core.checkpoint.claiming import Claim
 from holdfast.core.checkpoint.names import Saved, manifest_key
 from holdfast.core.checkpoint.tidying import Keep
-from holdfast.core.format.manifest import Manifest, decode
+from holdfast.core.format.manifest import Manifest, decode_manifest
 from holdfast.core.group import Group
 from holdfast.core.store import Store
 from holdfast.live.saving import Save
@@ -291,7 +291,7 @@ class Upload(Tier):
         with span("upload", step=choice.step) as fields:
             try:
                 data = self.home.root.get(key)
-                manifest = decode(data, key)
+                manifest = decode_manifest(data, key)
                 self._check_attempt(manifest, choice)
                 fields["bytes"] = self._copy(manifest)
             except Exception as failed:

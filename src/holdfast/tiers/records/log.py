@@ -28,9 +28,9 @@ from holdfast.core.checkpoint.names import (
 )
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.checkpoint.recorded import parse_segment, segments
-from holdfast.core.checkpoint.room import lacking
+from holdfast.core.checkpoint.room import missing_bytes
 from holdfast.core.format.checking import check
-from holdfast.core.format.manifest import VERSION, FileEntry, Manifest
+from holdfast.core.format.manifest import FORMAT_VERSION, FileEntry, Manifest
 from holdfast.core.store import Reader, Store
 from holdfast.core.store.contract import reads_of
 from holdfast.core.store.views import JoinedStore, PartReader, ViewStore
@@ -138,7 +138,7 @@ def mark_log(
             keys.marked.append(key)
     if max_bytes and sum(kept.values()) > max_bytes // 2:
         _make_room(keys, saved, kept, max_bytes // 2)
-    elif kept and (missing := lacking(keys.store, keys.known.save_bytes, keys.marked)):
+    elif kept and (missing := missing_bytes(keys.store, keys.known.save_bytes, keys.marked)):
         sizes = {key: size for key, size in keys.store.entries("log/") if key in kept}
         total = sum(sizes.values())
         _make_room(keys, saved, sizes, min(total // 2, total - missing))
@@ -448,7 +448,7 @@ class Log:
         if key not in self._plans:
             plan = self.plan(step)
             self._plans[key] = Manifest(
-                VERSION, 0, step.run, "log", time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), {},
+                FORMAT_VERSION, 0, step.run, "log", time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), {},
                 plan.mesh, plan.chunk_bytes, plan.algorithm, plan.shardings, plan.tensors,
                 plan.aliases, (), {}, {},
             )  # fmt: skip

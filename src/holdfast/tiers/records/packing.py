@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
 
 from holdfast.base.errors import FormatError, HoldfastError
-from holdfast.core.codec.sparse import Ints, most_bytes, pack, unpack
+from holdfast.core.codec.sparse import Ints, most_bytes, pack_sparse, unpack_sparse
 from holdfast.core.format.dtypes import dtype_of
 from holdfast.core.format.manifest import TensorEntry, from_sharding
 from holdfast.core.layout import Box, Mesh, Sharding
@@ -154,7 +154,7 @@ class Pack:
             starts = np.cumsum([0] + [part.box.size for part in lane]).tolist()
             positions = [nonzero_of[part][0] + start for part, start in zip(lane, starts)]
             values = [nonzero_of[part][1] for part in lane if len(nonzero_of[part][1])]
-            data = pack(np.concatenate(positions), np.concatenate(values or [_NONE]))
+            data = pack_sparse(np.concatenate(positions), np.concatenate(values or [_NONE]))
             memory[end : end + len(data)] = data.data
             end += len(data)
         return end
@@ -245,7 +245,7 @@ def entries(parts: list[PackedPart], data: NDArray[np.uint8]) -> Iterator[Entrie
     """The entries of each of an optimizer's parts that a rank has packed.  FormatError."""
     for lane in lanes(parts):
         size = dtype_of(lane[0].dtype).bytes
-        at, raw, data = unpack(data, np.dtype(f"i{size}"))
+        at, raw, data = unpack_sparse(data, np.dtype(f"i{size}"))
         ends = np.cumsum([part.box.size for part in lane])
         if len(at) and at[-1] >= ends[-1]:
             raise FormatError(f"an entry at {at[-1]} of {ends[-1]} elements")

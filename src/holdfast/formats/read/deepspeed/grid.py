@@ -18,8 +18,8 @@ from holdfast.base.errors import FormatError, NotFound
 from holdfast.core.store import Store
 from holdfast.formats.read.deepspeed import rest, zero
 from holdfast.formats.read.deepspeed.tags import TagFiles
-from holdfast.formats.read.deepspeed.tensors import cut
-from holdfast.formats.read.deepspeed.trees import Tree, read
+from holdfast.formats.read.deepspeed.tensors import flat_tensor
+from holdfast.formats.read.deepspeed.trees import Tree, read_tree
 from holdfast.formats.read.deepspeed.zero import FlatGroup, Shape, even_cuts
 from holdfast.formats.read.foreign import Foreign
 from holdfast.formats.read.torchfile import TensorRef
@@ -71,7 +71,7 @@ def _trees(store: Store, files: TagFiles) -> list[Tree]:
             raise NotFound("this model file is missing", key=_renamed(files.model, "mp_rank", mp))
         if first[mp][0]:
             raise NotFound("rank 0's model file is missing", key=files.model[first[mp]])
-    return [read(store, files.model[first[mp]]) for mp in sorted(first)]
+    return [read_tree(store, files.model[first[mp]]) for mp in sorted(first)]
 
 
 def _renamed(files: dict[tuple[int, int], str], what: str, number: int) -> str:
@@ -106,14 +106,14 @@ def _layers(store: Store, files: TagFiles, tp: int) -> dict[tuple[int, int], Tre
                     f"layer {layer} is not there of each of {tp} tensor-parallel ranks",
                     key=files.layers[layer, t],
                 )
-    return {at: read(store, path) for at, path in files.layers.items()}
+    return {at: read_tree(store, path) for at, path in files.layers.items()}
 
 
 def _experts(store: Store, files: TagFiles, mp: int) -> dict[str, Any]:
     """Return what the expert files of a model-parallel rank hold."""
     found: dict[str, Any] = {}
     for _, path in sorted((at, path) for at, path in files.experts.items() if at[2] == mp):
-        found |= read(store, path).root
+        found |= read_tree(store, path).root
     return found
 
 
@@ -195,7 +195,7 @@ def _ranks(store: Store, files: TagFiles, mp: int) -> list[Tree]:
             f"the *_optim_states.pt files of model-parallel rank {mp} are missing: ZeRO keeps the "
             "optimizer and the fp32 weights in them"
         )
-    first = read(store, mine[min(mine)]).below("optimizer_state_dict")
+    first = read_tree(store, mine[min(mine)]).below("optimizer_state_dict")
     count = _partitions(first)
     for dp in range(max(count, max(mine)[0] + 1)):
         if (dp, mp) not in mine:
@@ -206,7 +206,9 @@ def _ranks(store: Store, files: TagFiles, mp: int) -> list[Tree]:
                 key=mine[dp, mp],
                 hint="it is of an older save into the same folder: move it away",
             )
-    others = [read(store, mine[dp, mp]).below("optimizer_state_dict") for dp in range(1, count)]
+    others = [
+        read_tree(store, mine[dp, mp]).below("optimizer_state_dict") for dp in range(1, count)
+    ]
     return [first, *others]
 
 
@@ -255,7 +257,7 @@ def _other_save(path: str, first: str, what: str) -> FormatError:
 # -- model files ----------------------------------------------------------------------------------
 
 
-MAX_DIMS = 64
+_MAX_DIMS = 64
 
 
 def param_shapes(tree: Tree) -> list[dict[str, Shape]] | None:
@@ -269,7 +271,7 @@ def checked_shapes(tree: Tree, group: Any) -> dict[str, Shape]:
     if not isinstance(group, dict):
         raise FormatError("malformed param_shapes", key=tree.path)
     for name, shape in group.items():
-        sound = isinstance(name, str) and isinstance(shape, tuple) and len(shape) <= MAX_DIMS
+        sound = isinstance(name, str) and isinstance(shape, tuple) and len(shape) <= _MAX_DIMS
         if not sound or not all(type(n) is int and 0 <= n < 1 << 60 for n in shape):
             raise FormatError(f"{name!r} has the shape {shape!r}", key=tree.path)
     return group
@@ -280,7 +282,7 @@ def buffer_names(tree: Tree) -> set[str]:
     return set(tree.maybe("buffer_names", list) or ())
 
 
-def parameters(tree: Tree, module: dict[str, Any]) -> dict[str, TensorRef]:
+def parameter_refs(tree: Tree, module: dict[str, Any]) -> dict[str, TensorRef]:
     """The tensors of `module` that are no buffers, in order; of tied ones the first."""
     others = buffer_names(tree) | tied(tree, module, ()).keys()
     return {
@@ -324,7 +326,9 @@ def frozen_3(trees: Sequence[Tree], frozen: dict[str, Shape]) -> list[Foreign]:
                 raise FormatError(
                     f"{name!r}: a part of shape {ref.shape}, expected {(part,)}", key=tree.path
                 )
-        found.append(cut(f"model.{name}", shape, even_cuts({name: shape}, len(trees))[name], refs))
+        found.append(
+            flat_tensor(f"model.{name}", shape, even_cuts({name: shape}, len(trees))[name], refs)
+        )
     return found
 
 

@@ -17,20 +17,20 @@ from holdfast.formats.read.deepspeed.grid import (
     frozen_3,
     is_stage_3,
     param_shapes,
-    parameters,
+    parameter_refs,
     shards,
     tied,
 )
 from holdfast.formats.read.deepspeed.tags import (
     TagFiles,
-    files_of,
     folders,
     latest,
-    marked,
-    step_in,
+    marked_folder,
+    step_of_tag,
+    tag_files,
 )
 from holdfast.formats.read.deepspeed.tensors import INFO, Layouts
-from holdfast.formats.read.deepspeed.trees import Tree, read
+from holdfast.formats.read.deepspeed.trees import Tree, read_tree
 from holdfast.formats.read.deepspeed.zero import FlatGroup, Shape, experts_of_rank, is_expert
 from holdfast.formats.read.foreign import Foreign, foreign
 from holdfast.formats.read.torchfile import TensorRef
@@ -57,7 +57,7 @@ def steps_deepspeed(store: Store) -> list[int]:
 def _folder(store: Store, step: int | None) -> str:
     if step is None:
         return latest(store)
-    if (newest := marked(store)) is not None and _step(store, newest) == step:
+    if (newest := marked_folder(store)) is not None and _step(store, newest) == step:
         return newest
     found = [f for f in folders(store) if _step(store, f) == step]
     found = [f for f in found if not f.endswith("_universal/")] or found
@@ -73,11 +73,11 @@ def _folder(store: Store, step: int | None) -> str:
 
 def _step(store: Store, folder: str) -> int:
     """Return the step that the tag's name tells, else the one that its first model file says."""
-    named = step_in(store, folder)
+    named = step_of_tag(store, folder)
     if named is not None:
         return named
-    files = files_of(store, folder)
-    return _counted(read(store, files.model[min(files.model)]))
+    files = tag_files(store, folder)
+    return _counted(read_tree(store, files.model[min(files.model)]))
 
 
 def _counted(tree: Tree) -> int:
@@ -120,7 +120,7 @@ class _TagContents:
 
 
 def _open(store: Store, folder: str) -> Checkpoint:
-    files = files_of(store, folder)
+    files = tag_files(store, folder)
     found = _TagContents(store, folder, files, shards(store, files))
     first = found.grid[0]
     found.add(*rest.of_model(first.tree))
@@ -131,7 +131,7 @@ def _open(store: Store, folder: str) -> Checkpoint:
     trained |= _add_frozen(found)
     _add_others(found, trained)
     found.add([], rest.engine(found.extras))
-    named = step_in(store, folder)
+    named = step_of_tag(store, folder)
     return foreign(
         store,
         found.tensors,
@@ -180,7 +180,7 @@ def _add_trained(found: _TagContents) -> set[str]:
             raise FormatError(f"{name!r} has other shapes in another pipeline stage")
         found.tensors += tensors.trained(layouts.of(name), held)
     stages = [shard for shard in grid if shard.tp == 0]
-    found.add([], {"optim": rest.groups([(s.optim[0], s.flats) for s in stages])})
+    found.add([], {"optim": rest.optim_extra([(s.optim[0], s.flats) for s in stages])})
     found.add(*rest.of_optimizer(grid[0].optim[0]))
     for mp, shard in enumerate(grid):
         found.add(*rest.opaque(shard.optim[0], shard.flats, f"mp{mp}." if len(grid) > 1 else ""))
@@ -195,10 +195,12 @@ def _add_universal(found: _TagContents) -> set[str]:
         for g, group in enumerate(param_shapes(shard.tree) or ()):
             said[g : g + 1] = [{**said[g], **group} if g < len(said) else group]
     known = {name: shape for group in said for name, shape in group.items()}
-    tree = read(store, found.folder + universal.STATE)
-    held, numbers = universal.parameters(store, files, known)
-    more, other_numbers = universal.steps(tree, said, files)
-    found.add(held + more, {"optim": universal.groups(tree, said, numbers | other_numbers)})
+    tree = read_tree(store, found.folder + universal.STATE)
+    held, numbers = universal.trained_parameters(store, files, known)
+    more, other_numbers = universal.subgroup_steps(tree, said, files)
+    found.add(
+        held + more, {"optim": universal.universal_optim_extra(tree, said, numbers | other_numbers)}
+    )
     found.add(*rest.of_optimizer(tree))
     return set(known or files)
 
@@ -215,13 +217,13 @@ def _add_whole(found: _TagContents) -> set[str]:
             key=tree.path,
             hint="save with zero_optimization stage 1",
         )
-    params = parameters(tree, grid[0].module)
+    params = parameter_refs(tree, grid[0].module)
     ranks = sorted({rank for rank, _ in files.expert_optim})
     if ranks != list(range(len(ranks))):
         raise NotFound(f"of expert-parallel ranks only {ranks} have files", key=tree.path)
     held: list[Foreign] = []
     for rank in ranks or [0]:
-        file = read(found.store, files.expert_optim[rank, 0]) if ranks else tree
+        file = read_tree(found.store, files.expert_optim[rank, 0]) if ranks else tree
         mine = set(experts_of_rank(params, rank, len(ranks))) if ranks else set()
         own = {n: r for n, r in params.items() if n in mine or not is_expert(n)}
         more, values = stage0.optimizer(file, own, rank)
@@ -242,7 +244,7 @@ def _add_frozen(found: _TagContents) -> set[str]:
         return set()
     if len(found.grid) > 1:
         raise FormatError("frozen parameters of ZeRO-3 under tensor parallelism", key=tree.path)
-    trees = [tree] + [read(found.store, model[at]) for at in sorted(model)[1:]]
+    trees = [tree] + [read_tree(found.store, model[at]) for at in sorted(model)[1:]]
     found.tensors += frozen_3(trees, checked_shapes(tree, shapes))
     return set(shapes)
 
@@ -272,11 +274,11 @@ def _other(
     tree = column[0].tree
     refs = [ref for s in column if isinstance(ref := s.module.get(name), TensorRef)]
     if is_buffer:
-        return tensors.plain(f"model.{name}", "buffer", refs[0])
+        return tensors.whole_tensor(f"model.{name}", "buffer", refs[0])
     if refs[0].shape == (0,) and is_stage_3(tree):
         raise FormatError(f"no file holds the values of {name!r}", key=tree.path)
     if len(column) == 1:
-        return tensors.plain(f"model.{name}", "param", refs[0])
+        return tensors.whole_tensor(f"model.{name}", "param", refs[0])
     if len(refs) != len(column):
         raise FormatError(f"not all tensor-parallel ranks hold {name!r}", key=tree.path)
     layouts = _layouts(grid, {name: [ref.shape for ref in refs]})

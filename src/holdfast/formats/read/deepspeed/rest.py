@@ -17,8 +17,8 @@ import numpy as np
 
 from holdfast.core.format.extras import inlined
 from holdfast.formats.read.byindex import hyper_of
-from holdfast.formats.read.deepspeed.tensors import plain
-from holdfast.formats.read.deepspeed.trees import ENGINE, MODEL, Tree
+from holdfast.formats.read.deepspeed.tensors import whole_tensor
+from holdfast.formats.read.deepspeed.trees import ENGINE, MODEL_KEYS, Tree
 from holdfast.formats.read.deepspeed.zero import FlatGroup, param_groups
 from holdfast.formats.read.foreign import Foreign
 from holdfast.formats.read.torchfile import TensorRef
@@ -42,7 +42,7 @@ def of_model(tree: Tree) -> tuple[list[Foreign], dict[str, Any]]:
     """Extras of a model file, and the tensors in them."""
     tensors: list[Foreign] = []
     engine = {k: v for k, v in tree.root.items() if k in ENGINE and v is not None}
-    client = {k: v for k, v in tree.root.items() if k not in ENGINE | MODEL}
+    client = {k: v for k, v in tree.root.items() if k not in ENGINE | MODEL_KEYS}
     found = {"deepspeed": _encoded(tree, engine, "deepspeed", tensors)}
     if client:
         found["client"] = _encoded(tree, client, "client", tensors)
@@ -69,7 +69,7 @@ def _encoded(tree: Tree, value: Any, path: str, tensors: list[Foreign]) -> Any:
     """A value as extras hold it; tensors in it are added to `tensors`, and referred to by their path."""
 
     def on_tensor(ref: TensorRef, at: str) -> Any:
-        tensors.append(plain(at, "tensor", ref))
+        tensors.append(whole_tensor(at, "tensor", ref))
         return {"$at": at}
 
     return tree.encode(value, on_tensor, path)
@@ -89,10 +89,10 @@ def engine(extras: dict[str, Any]) -> dict[str, Any]:
 
 def signature(tree: Tree) -> Any:
     """Hyper-parameters and extras of an optimizer, which every rank of one save states alike."""
-    return [hyper(tree, group) for group in param_groups(tree)], of_optimizer(tree)[1]
+    return [encode_hyper(tree, group) for group in param_groups(tree)], of_optimizer(tree)[1]
 
 
-def groups(stages: Iterable[tuple[Tree, Sequence[FlatGroup]]]) -> dict[str, Any]:
+def optim_extra(stages: Iterable[tuple[Tree, Sequence[FlatGroup]]]) -> dict[str, Any]:
     """The extra `optim`: each group's parameters and hyper-parameters, each parameter's plain states.
 
     Groups of pipeline stages become one where they have the same number and hyper-parameters.
@@ -104,7 +104,7 @@ def groups(stages: Iterable[tuple[Tree, Sequence[FlatGroup]]]) -> dict[str, Any]
         hypers = param_groups(tree)
         for flat in flats:
             said = hypers[flat.hyper] if 0 <= flat.hyper < len(hypers) else {}
-            value = hyper(tree, said)
+            value = encode_hyper(tree, said)
             key = flat.hyper, repr(value)
             options[key] = value
             known = members.setdefault(key, [])
@@ -122,7 +122,7 @@ def _numbers(tree: Tree, flat: FlatGroup, hyper: dict[str, Any]) -> dict[str, An
     return {k: number(tree, k, v) for k, v in found.items()}
 
 
-def hyper(tree: Tree, group: dict[str, Any]) -> Any:
+def encode_hyper(tree: Tree, group: dict[str, Any]) -> Any:
     """A group's hyper-parameters."""
     return tree.encode(hyper_of(group))
 
@@ -153,7 +153,7 @@ def opaque(
     for flat in flats:
         for name, value in flat.opaque.items():
             if isinstance(value, TensorRef):
-                tensors.append(plain(f"zero.{prefix}{name}", "tensor", value))
+                tensors.append(whole_tensor(f"zero.{prefix}{name}", "tensor", value))
             else:
                 values[prefix + name] = tree.encode(value)
     return tensors, {"deepspeed": {"parts": values}} if values else {}

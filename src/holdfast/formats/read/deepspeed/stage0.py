@@ -16,16 +16,22 @@ from holdfast.base.errors import FormatError
 from holdfast.core.format.dtypes import DTYPES
 from holdfast.formats.read.byindex import proved_names, stated_names
 from holdfast.formats.read.deepspeed import rest
-from holdfast.formats.read.deepspeed.tensors import ParamLayout, plain, trained
+from holdfast.formats.read.deepspeed.tensors import ParamLayout, trained, whole_tensor
 from holdfast.formats.read.deepspeed.trees import Tree
-from holdfast.formats.read.deepspeed.zero import MASTER, Shape, flat_cuts, is_expert, sorted_group
+from holdfast.formats.read.deepspeed.zero import (
+    ZERO_MASTER,
+    Shape,
+    flat_cuts,
+    is_expert,
+    sorted_group,
+)
 from holdfast.formats.read.foreign import Foreign
 from holdfast.formats.read.torchfile import TensorRef
 
-Held = tuple[list[Foreign], dict[str, Any]]
+_Held = tuple[list[Foreign], dict[str, Any]]
 
 
-def optimizer(model: Tree, params: Mapping[str, TensorRef], expert_rank: int = 0) -> Held:
+def optimizer(model: Tree, params: Mapping[str, TensorRef], expert_rank: int = 0) -> _Held:
     """Tensors and extras of the optimizer in a file; `params` are the model's own, in order.
 
     For expert-parallel ranks other than the first, only what they hold of experts.
@@ -62,16 +68,16 @@ def _masters(tree: Tree, numbers: Sequence[list[int]]) -> dict[int, TensorRef]:
 
 def _by_number(
     tree: Tree, params: Mapping[str, TensorRef], masters: dict[int, TensorRef], expert_rank: int
-) -> Held:
+) -> _Held:
     """torch's own form; `masters` are the fp32 copies, by number, where there are any."""
     groups, states = _groups(tree), tree.get("state", dict)
     shapes = {i: _shape(state) for i, state in states.items()}
     shapes |= {i: ref.shape for i, ref in masters.items()}
     names = _names(groups, shapes, {name: ref.shape for name, ref in params.items()}, expert_rank)
     tensors = [
-        plain(f"model.{names[i]}", "param", ref)
+        whole_tensor(f"model.{names[i]}", "param", ref)
         if names[i] in params
-        else plain(f"optim.{names[i]}.{MASTER}", MASTER, ref)
+        else whole_tensor(f"optim.{names[i]}.{ZERO_MASTER}", ZERO_MASTER, ref)
         for i, ref in masters.items()
         if i in names
     ]
@@ -79,11 +85,14 @@ def _by_number(
     kept = [(names[i], str(k), v) for i in states if i in names for k, v in states[i].items()]
     for name, key, value in kept:
         if isinstance(value, TensorRef):
-            tensors.append(plain(f"optim.{name}.{key}", key, value))
+            tensors.append(whole_tensor(f"optim.{name}.{key}", key, value))
         else:
             numbers.setdefault(name, {})[key] = rest.number(tree, key, value)
     found = [
-        {"params": [names[i] for i in g["params"] if i in names], "hyper": rest.hyper(tree, g)}
+        {
+            "params": [names[i] for i in g["params"] if i in names],
+            "hyper": rest.encode_hyper(tree, g),
+        }
         for g in groups
     ]
     return tensors, {"optim": {"$optimizer": {"groups": found, "state": numbers}}}
@@ -140,7 +149,7 @@ def _known(
     return proved_names(numbers, known, trained) or {}
 
 
-def _flattened(tree: Tree, params: Mapping[str, TensorRef]) -> Held:
+def _flattened(tree: Tree, params: Mapping[str, TensorRef]) -> _Held:
     """Tensors and extras of flattened groups; the model's tensors lie alike in 16-bit twins."""
     chains = _chains(params)
     tensors: list[Foreign] = []
@@ -157,8 +166,10 @@ def _flattened(tree: Tree, params: Mapping[str, TensorRef]) -> Held:
         if shapes:
             tensors += [t for n, s in shapes.items() for t in trained(ParamLayout(n, s), [[flat]])]
         else:
-            tensors += [plain(f"zero.group{g}.{s}", "tensor", r[0]) for s, r in flat.states.items()]
-    return tensors, {"optim": rest.groups([(tree, flats)])}
+            tensors += [
+                whole_tensor(f"zero.group{g}.{s}", "tensor", r[0]) for s, r in flat.states.items()
+            ]
+    return tensors, {"optim": rest.optim_extra([(tree, flats)])}
 
 
 def _chains(params: Mapping[str, TensorRef]) -> list[dict[str, Shape]]:

@@ -20,8 +20,8 @@ from holdfast.base.text import listed
 from holdfast.core.store import Store
 from holdfast.formats.read.folder import last_name
 
-LATEST = ("latest", "latest_universal")
-MAX_TAG_BYTES = 4096
+_LATEST = ("latest", "latest_universal")
+_MAX_TAG_BYTES = 4096
 
 _NUMBERED = {
     "model": re.compile(r"()mp_rank_(\d+)_model_states\.pt"),
@@ -36,7 +36,7 @@ _STATE = re.compile(r"zero/(.+)/([^/]+)\.pt")
 _STEP = re.compile(r"global_step(\d+)(?:_universal)?")
 _FIRST = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 
-At = tuple[int, int]
+_At = tuple[int, int]
 """(rank in the data-parallel group, rank in the model-parallel group)"""
 
 
@@ -44,19 +44,19 @@ At = tuple[int, int]
 class TagFiles:
     """The keys of one tag's files, by what they hold."""
 
-    model: dict[At, str] = field(default_factory=dict)
-    optim: dict[At, str] = field(default_factory=dict)
+    model: dict[_At, str] = field(default_factory=dict)
+    optim: dict[_At, str] = field(default_factory=dict)
     layers: dict[tuple[int, int], str] = field(default_factory=dict)
     """Files of pipeline layers, by (layer, tensor-parallel rank)."""
     experts: dict[tuple[int, int, int], str] = field(default_factory=dict)
     """Files of experts, by (MoE layer, expert, model-parallel rank)."""
-    expert_optim: dict[At, str] = field(default_factory=dict)
+    expert_optim: dict[_At, str] = field(default_factory=dict)
     """Files of experts' optimizers, by (expert-parallel rank, model-parallel rank)."""
     universal: dict[str, dict[str, str]] = field(default_factory=dict)
     """Files of the universal format, by parameter, then state."""
 
 
-def files_of(store: Store, folder: str) -> TagFiles:
+def tag_files(store: Store, folder: str) -> TagFiles:
     """The files of a tag.  FormatError if two claim the same part."""
     found: dict[str, dict[tuple[int, ...], str]] = {kind: {} for kind in _NUMBERED}
     universal: dict[str, dict[str, str]] = {}
@@ -87,7 +87,7 @@ def is_deepspeed(store: Store) -> bool:
     """True if a directory is a DeepSpeed checkpoint, or the folder of one of its tags."""
     return _is_tag(store, "") or any(
         tag is not None and (_is_tag(store, f"{tag}/") or _STEP.fullmatch(tag))
-        for tag in (_named(store, marker) for marker in LATEST)
+        for tag in (_named(store, marker) for marker in _LATEST)
     )
 
 
@@ -110,7 +110,7 @@ def _size(store: Store, key: str) -> int:
 def _named(store: Store, marker: str) -> str | None:
     """The tag that a marker names; None if it is no marker."""
     try:
-        if not 0 < _size(store, marker) <= MAX_TAG_BYTES:
+        if not 0 < _size(store, marker) <= _MAX_TAG_BYTES:
             return None
         tag = store.get(marker).decode().strip()
     except (StoreError, UnicodeDecodeError):
@@ -118,19 +118,19 @@ def _named(store: Store, marker: str) -> str | None:
     return tag if tag and "/" not in tag and tag not in (".", "..") and tag.isprintable() else None
 
 
-def marked(store: Store) -> str | None:
+def marked_folder(store: Store) -> str | None:
     """The folder of the tag that the marker names, `""` for a tag's own folder; None if there is none."""
     if _is_tag(store, ""):
         return ""
-    tag = next((t for marker in LATEST if (t := _named(store, marker)) is not None), None)
+    tag = next((t for marker in _LATEST if (t := _named(store, marker)) is not None), None)
     return f"{tag}/" if tag is not None and _is_tag(store, f"{tag}/") else None
 
 
 def latest(store: Store) -> str:
     """The folder of the newest tag.  NotFound if no marker tells, or it is not there."""
-    found = marked(store)
+    found = marked_folder(store)
     if found is None:
-        tags = [t for marker in LATEST if (t := _named(store, marker)) is not None]
+        tags = [t for marker in _LATEST if (t := _named(store, marker)) is not None]
         what = f"{tags[0]!r}, which its marker names" if tags else "that a file 'latest' would name"
         there = listed((f.rstrip("/") for f in folders(store)), 8)
         raise NotFound(
@@ -148,7 +148,7 @@ def folders(store: Store) -> list[str]:
     return [f"{top}/" for top in sorted(tops) if _is_tag(store, f"{top}/")]
 
 
-def step_in(store: Store, folder: str) -> int | None:
+def step_of_tag(store: Store, folder: str) -> int | None:
     """The step that a tag's name tells."""
     name = folder.rstrip("/") or last_name(store.url)
     match = _STEP.fullmatch(name)

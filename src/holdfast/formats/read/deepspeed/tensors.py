@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from holdfast.base.errors import FormatError, LayoutError, RuleError
-from holdfast.core.format.manifest import Replica
+from holdfast.core.format.manifest import ReplicaRule
 from holdfast.core.layout import Fragment
 from holdfast.core.layout.view import View
-from holdfast.formats.read.deepspeed.zero import MASTER, FlatCut, FlatGroup, Shape
+from holdfast.formats.read.deepspeed.zero import ZERO_MASTER, FlatCut, FlatGroup, Shape
 from holdfast.formats.read.foreign import Foreign, StoredPart
 from holdfast.formats.read.torchfile import TensorRef
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from holdfast.formats.rules.deepspeed import Slices
 
 INFO = "universal_checkpoint_info"
-VOCABULARY = "vocabulary_parameter_patterns"
+_VOCABULARY = "vocabulary_parameter_patterns"
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ParamLayout:
 
     name: str
     shape: Shape
-    replica: Replica = "unique"
+    replica: ReplicaRule = "unique"
     slices: Slices | None = None
     """Cut of the parameter over the tensor-parallel ranks; None if it is whole."""
     path: str = ""
@@ -66,7 +66,7 @@ class Layouts:
                 key=path,
                 hint=f"the model must put its {INFO!r} into client_state",
             )
-        if info is not None and (several is not None or info.get(VOCABULARY)):
+        if info is not None and (several is not None or info.get(_VOCABULARY)):
             from holdfast.formats.rules.deepspeed import Slices  # most checkpoints do without
 
             with _said_in(path):
@@ -90,18 +90,18 @@ def _said_in(path: str) -> Iterator[None]:
         raise FormatError(error.message, key=path, hint=error.hint) from None
 
 
-Where = list[tuple[int, Fragment]]
+_Where = list[tuple[int, Fragment]]
 """(data-parallel rank, fragment in its flat array)"""
 
 
-def plain(name: str, state: str, ref: TensorRef) -> Foreign:
+def whole_tensor(name: str, state: str, ref: TensorRef) -> Foreign:
     """A tensor that lies whole in a file, in any order of its dims."""
     return Foreign(name, ref.dtype, ref.shape, state, ref.parts())
 
 
 def viewed(layout: ParamLayout, refs: Sequence[TensorRef]) -> Foreign:
     """A parameter of which each tensor-parallel rank holds a part, not flattened."""
-    name = named(layout.name, MASTER)
+    name = tensor_name(layout.name, ZERO_MASTER)
     if any(not ref.contiguous or ref.dtype != refs[0].dtype for ref in refs):
         raise FormatError(f"{name!r}: parts that do not fit together", key=refs[0].path)
     sets = [
@@ -111,7 +111,9 @@ def viewed(layout: ParamLayout, refs: Sequence[TensorRef]) -> Foreign:
     return _joined(name, refs[0].dtype, "param", layout, [sets])
 
 
-def cut(name: str, shape: Shape, cuts: Sequence[FlatCut], refs: Sequence[TensorRef]) -> Foreign:
+def flat_tensor(
+    name: str, shape: Shape, cuts: Sequence[FlatCut], refs: Sequence[TensorRef]
+) -> Foreign:
     """A parameter that was flattened and cut by itself."""
     sources = [ref.source for ref in refs]
     view = View.whole(shape)
@@ -123,9 +125,9 @@ def cut(name: str, shape: Shape, cuts: Sequence[FlatCut], refs: Sequence[TensorR
     return Foreign(name, refs[0].dtype, shape, "param", parts)
 
 
-def named(name: str, state: str) -> str:
+def tensor_name(name: str, state: str) -> str:
     """Name of the tensor of a parameter's state; the master copy is the parameter itself."""
-    return f"model.{name}" if state == MASTER else f"optim.{name}.{state}"
+    return f"model.{name}" if state == ZERO_MASTER else f"optim.{name}.{state}"
 
 
 def trained(layout: ParamLayout, columns: Sequence[Sequence[FlatGroup]]) -> list[Foreign]:
@@ -137,9 +139,9 @@ def trained(layout: ParamLayout, columns: Sequence[Sequence[FlatGroup]]) -> list
     name, first = layout.name, columns[0][0]
     found: list[Foreign] = []
     seen: tuple[View, ...] = ()
-    where: list[list[Where]] = []
+    where: list[list[_Where]] = []
     for state, refs in first.states.items():
-        kind = "param" if state == MASTER else state
+        kind = "param" if state == ZERO_MASTER else state
         if (views := layout.views(kind)) != seen:
             seen = views
             where = [[_where(f, name, v) for f, v in zip(column, views)] for column in columns]
@@ -147,15 +149,15 @@ def trained(layout: ParamLayout, columns: Sequence[Sequence[FlatGroup]]) -> list
             [_parts(flat, name, state, w) for flat, w in zip(column, ws)]
             for column, ws in zip(columns, where)
         ]
-        found.append(_joined(named(name, state), refs[0].dtype, kind, layout, sets))
+        found.append(_joined(tensor_name(name, state), refs[0].dtype, kind, layout, sets))
     return found + [
-        plain(named(name, state), state, value)
+        whole_tensor(tensor_name(name, state), state, value)
         for state, value in first.scalars.items()
         if isinstance(value, TensorRef)
     ]
 
 
-def _where(flat: FlatGroup, name: str, view: View) -> Where:
+def _where(flat: FlatGroup, name: str, view: View) -> _Where:
     return [
         (cut.rank, fragment)
         for cut in flat.cuts[name]
@@ -163,11 +165,12 @@ def _where(flat: FlatGroup, name: str, view: View) -> Where:
     ]
 
 
-def _parts(flat: FlatGroup, name: str, state: str, where: Where) -> tuple[StoredPart, ...]:
+def _parts(flat: FlatGroup, name: str, state: str, where: _Where) -> tuple[StoredPart, ...]:
     refs = flat.states.get(state)
     if refs is None:
         raise FormatError(
-            f"{name!r} has no {state!r} here, other ranks have it", key=flat.states[MASTER][0].path
+            f"{name!r} has no {state!r} here, other ranks have it",
+            key=flat.states[ZERO_MASTER][0].path,
         )
     sources = flat.sources[state]
     return tuple(

@@ -20,23 +20,23 @@ from holdfast.core.format import extras
 from holdfast.core.format.dtypes import DTYPES
 from holdfast.core.store import Store
 from holdfast.formats.read import plaindata
-from holdfast.formats.read.torchfile import TensorRef, enumerated, read_file, table
+from holdfast.formats.read.torchfile import TensorRef, enumerated, read_file, torch_globals
 from holdfast.formats.read.unknown import known_parts
 from holdfast.formats.read.unpickle import MALFORMED, UnknownInstance, record
 
-T = TypeVar("T")
-OnTensor = Callable[[TensorRef, str], Any]
+_T = TypeVar("_T")
+_OnTensor = Callable[[TensorRef, str], Any]
 
-OURS = ("deepspeed.", "megatron.")
+_OURS = ("deepspeed.", "megatron.")
 """Packages whose classes are Records, whatever their names."""
-MAX_INLINE_BYTES = 1 << 20
+_MAX_INLINE_BYTES = 1 << 20
 
 
 class _Packages(dict[tuple[str, str], Any]):
-    """A table of every class of the packages `OURS`, as Records."""
+    """A table of every class of the packages `_OURS`, as Records."""
 
     def __contains__(self, key: object) -> bool:
-        return isinstance(key, tuple) and key[0].startswith(OURS)
+        return isinstance(key, tuple) and key[0].startswith(_OURS)
 
     def __missing__(self, key: tuple[str, str]) -> Any:
         if key not in self:
@@ -49,20 +49,20 @@ def _rebuild_as_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
     if not isinstance(function, UnknownInstance) or not isinstance(args, tuple):
         raise FormatError("a tensor made by no function")
     module, _, name = function.name.rpartition(".")
-    make = table().get((module, name))
+    make = torch_globals().get((module, name))
     if not callable(make) or not name.startswith("_rebuild"):
         raise FormatError(f"a tensor made by {function.name}")
     return make(*args)
 
 
-STAGES = ("disabled", "optimizer_states", "gradients", "weights")
+_STAGES = ("disabled", "optimizer_states", "gradients", "weights")
 
 
 def _member(owner: Any, name: Any) -> UnknownInstance:
     """A member of an enumeration, as Python 3.11.0 to 3.11.3 pickle it; of stages by its number."""
     found = enumerated(owner, name)
-    is_stage = owner.name.endswith("ZeroStageEnum") and name in STAGES
-    return UnknownInstance(owner.name, (STAGES.index(name),)) if is_stage else found
+    is_stage = owner.name.endswith("ZeroStageEnum") and name in _STAGES
+    return UnknownInstance(owner.name, (_STAGES.index(name),)) if is_stage else found
 
 
 _KNOWN: ChainMap[tuple[str, str], Any] = ChainMap(
@@ -73,12 +73,12 @@ _KNOWN: ChainMap[tuple[str, str], Any] = ChainMap(
         ("torch", "Tensor"): record("Tensor"),
         ("torch.nn.parameter", "Parameter"): record("Parameter"),
     },
-    plaindata.TABLE,
+    plaindata.PLAIN_GLOBALS,
     _Packages(),
 )
 
 
-MODEL = {
+MODEL_KEYS = {
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
     "frozen_param_fragments", "lr_scheduler",
 }  # fmt: skip
@@ -90,7 +90,9 @@ ENGINE = {
     "csr_tensor_module_names",
 }  # fmt: skip
 """Keys that DeepSpeed itself writes; all others are the user's."""
-OWN = MODEL | ENGINE | {"optimizer_state_dict", "base_optimizer_state", "param_groups", "state"}
+_OWN = (
+    MODEL_KEYS | ENGINE | {"optimizer_state_dict", "base_optimizer_state", "param_groups", "state"}
+)
 
 
 @dataclass(frozen=True)
@@ -101,14 +103,14 @@ class Tree:
     path: str
     root: dict[Any, Any]
 
-    def get(self, key: str, kind: type[T]) -> T:
+    def get(self, key: str, kind: type[_T]) -> _T:
         """The value of a key.  FormatError if it is not there, or of another kind."""
         found = self.maybe(key, kind)
         if found is None:
             raise FormatError(f"{key!r} is missing", key=self.path)
         return found
 
-    def maybe(self, key: str, kind: type[T]) -> T | None:
+    def maybe(self, key: str, kind: type[_T]) -> _T | None:
         """Return the same as `get`, or None where the value is missing or None."""
         found = self.root.get(key)
         if found is None or isinstance(found, kind):
@@ -128,7 +130,7 @@ class Tree:
         span = sum((n - 1) * s for n, s in zip(ref.shape, ref.strides)) * width + width
         if not size:
             return b""
-        if max(size, span) > MAX_INLINE_BYTES:
+        if max(size, span) > _MAX_INLINE_BYTES:
             raise FormatError(f"a tensor of {size} bytes where a value should be", key=self.path)
         data = bytearray(span)
         self.store.read(ref.path, ref.offset, memoryview(data))
@@ -136,7 +138,7 @@ class Tree:
         raw: np.ndarray[Any, Any] = np.ndarray(ref.shape, f"V{width}", data, 0, strides)
         return raw.tobytes()
 
-    def encode(self, value: Any, on_tensor: OnTensor | None = None, path: str = "") -> Any:
+    def encode(self, value: Any, on_tensor: _OnTensor | None = None, path: str = "") -> Any:
         """A value as extras hold it.  Tensors go to `on_tensor`, or inline."""
 
         def other(leaf: Any, where: str) -> Any:
@@ -151,13 +153,13 @@ class Tree:
         return extras.encode(value, other, path)
 
 
-def read(store: Store, path: str, bare: str | None = None) -> Tree:
+def read_tree(store: Store, path: str, bare: str | None = None) -> Tree:
     """The tree of a file, tensors as references.  FormatError or Corrupt, naming the file.
 
     A file of a bare value is read as a dict in which it has the key `bare`.
     """
     try:
-        (root,) = known_parts([read_file(store, path, _KNOWN, lenient=True)], [path], OWN)
+        (root,) = known_parts([read_file(store, path, _KNOWN, lenient=True)], [path], _OWN)
     except MALFORMED as error:
         raise Corrupt(f"malformed: {type(error).__name__}: {error}", key=path) from None
     if bare is not None and not isinstance(root, dict):
@@ -170,7 +172,7 @@ def read(store: Store, path: str, bare: str | None = None) -> Tree:
 def _plain(value: UnknownInstance) -> Any:
     """Return what a Record stands for, without its class."""
     if value.name in ("scalar", "ndarray", "frombuffer", "dtype", "Namespace", "BytesIO"):
-        return plaindata.plain(value)
+        return plaindata.plain_value(value)
     if value.fields:
         return value.fields
     return value.args[0] if len(value.args) == 1 else list(value.args) or value.name

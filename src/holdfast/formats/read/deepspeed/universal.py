@@ -16,24 +16,30 @@ from holdfast.base.errors import FormatError, NotFound
 from holdfast.core.layout import whole
 from holdfast.core.store import Store
 from holdfast.formats.read.deepspeed import rest
-from holdfast.formats.read.deepspeed.tensors import named, plain
-from holdfast.formats.read.deepspeed.trees import Tree, read
-from holdfast.formats.read.deepspeed.zero import MASTER, FlatGroup, Shape, param_groups, state_of
+from holdfast.formats.read.deepspeed.tensors import tensor_name, whole_tensor
+from holdfast.formats.read.deepspeed.trees import Tree, read_tree
+from holdfast.formats.read.deepspeed.zero import (
+    ZERO_MASTER,
+    FlatGroup,
+    Shape,
+    flat_states,
+    param_groups,
+)
 from holdfast.formats.read.foreign import Foreign, StoredPart
-from holdfast.formats.read.sections import Place
+from holdfast.formats.read.sections import FilePlace
 from holdfast.formats.read.torchfile import TensorRef
 
 STATE = "zero/optimizer_state.pt"
 STEP, PARAM = "step", "param"
-OF_SOME = {MASTER, STEP, "max_exp_avg_sq", "momentum_buffer", "grad_avg"}
+_OF_SOME = {ZERO_MASTER, STEP, "max_exp_avg_sq", "momentum_buffer", "grad_avg"}
 """States that a parameter may lack beside others that have them: options of its group ask for them."""
 
-Files = Mapping[str, Mapping[str, str]]
+_Files = Mapping[str, Mapping[str, str]]
 """The file of each state, by parameter, then state."""
 
 
-def parameters(
-    store: Store, files: Files, known: Mapping[str, Shape]
+def trained_parameters(
+    store: Store, files: _Files, known: Mapping[str, Shape]
 ) -> tuple[list[Foreign], dict[str, dict[str, Any]]]:
     """Tensors of the trained parameters and their states; states that are plain numbers.
 
@@ -44,9 +50,9 @@ def parameters(
     _check_whole(files)
     for name in known or files:
         states = files.get(name, {})
-        if MASTER not in states:
-            raise FormatError(f"the parameter {name!r} has no {MASTER}.pt")
-        ref = _tensor(store, states[MASTER])
+        if ZERO_MASTER not in states:
+            raise FormatError(f"the parameter {name!r} has no {ZERO_MASTER}.pt")
+        ref = _tensor(store, states[ZERO_MASTER])
         flat = name in known and ref.shape == (prod(known[name]),)
         shape = known[name] if flat else ref.shape
         for state, path in states.items():
@@ -55,18 +61,18 @@ def parameters(
                 tensors += held
                 numbers |= {name: number} if number else {}
             else:
-                place = ref.source if state == MASTER else partial(_place, store, path, ref)
+                place = ref.source if state == ZERO_MASTER else partial(_place, store, path, ref)
                 parts = (StoredPart.of(whole(shape), path, place),) if prod(shape) else ()
-                kind = "param" if state == MASTER else state
-                tensors.append(Foreign(named(name, state), ref.dtype, shape, kind, parts))
+                kind = "param" if state == ZERO_MASTER else state
+                tensors.append(Foreign(tensor_name(name, state), ref.dtype, shape, kind, parts))
     return tensors, numbers
 
 
-def _check_whole(files: Files) -> None:
+def _check_whole(files: _Files) -> None:
     """NotFound if a parameter has some states of those that others have: a file of it is missing."""
-    kinds = {frozenset(states.keys() - OF_SOME) for states in files.values()}
+    kinds = {frozenset(states.keys() - _OF_SOME) for states in files.values()}
     for name, states in files.items():
-        own = states.keys() - OF_SOME
+        own = states.keys() - _OF_SOME
         whole = next((kind for kind in kinds if own < kind), None)
         if whole is not None and (own or STEP in states):
             path = next(iter(states.values()))
@@ -77,7 +83,7 @@ def _check_whole(files: Files) -> None:
             )
 
 
-def _place(store: Store, path: str, like: TensorRef) -> Place:
+def _place(store: Store, path: str, like: TensorRef) -> FilePlace:
     """Return where a state lies; called when it is read."""
     ref = _tensor(store, path)
     if (ref.dtype, ref.shape) != (like.dtype, like.shape):
@@ -88,39 +94,39 @@ def _place(store: Store, path: str, like: TensorRef) -> Place:
 
 
 def _tensor(store: Store, path: str) -> TensorRef:
-    ref = read(store, path, PARAM).get(PARAM, TensorRef)
+    ref = read_tree(store, path, PARAM).get(PARAM, TensorRef)
     if not ref.contiguous:
         raise FormatError(f"a tensor of strides {ref.strides}", key=path)
     return ref
 
 
 def _step(store: Store, name: str, path: str) -> tuple[list[Foreign], dict[str, Any]]:
-    tree = read(store, path, PARAM)
+    tree = read_tree(store, path, PARAM)
     value = tree.root.get(PARAM)
     if isinstance(value, TensorRef):
-        return [plain(named(name, STEP), STEP, value)], {}
+        return [whole_tensor(tensor_name(name, STEP), STEP, value)], {}
     return [], {STEP: rest.number(tree, STEP, value)}
 
 
-def steps(
-    tree: Tree, said: Sequence[dict[str, Shape]], files: Files
+def subgroup_steps(
+    tree: Tree, said: Sequence[dict[str, Shape]], files: _Files
 ) -> tuple[list[Foreign], dict[str, dict[str, Any]]]:
     """Steps of ZeRO-3, which stand in `optimizer_state.pt` by sub-group."""
     tensors: list[Foreign] = []
     numbers: dict[str, dict[str, Any]] = {}
     for i, group in enumerate(said if "optimizer_state_dict" in tree.root else ()):
-        step = state_of(tree, i).get(STEP)
+        step = flat_states(tree, i).get(STEP)
         for name in group if step is not None else ():
             if STEP in files[name] or len(files[name]) == 1:
                 continue
             if isinstance(step, TensorRef):
-                tensors.append(plain(named(name, STEP), STEP, step))
+                tensors.append(whole_tensor(tensor_name(name, STEP), STEP, step))
             else:
                 numbers[name] = {STEP: rest.number(tree, STEP, step)}
     return tensors, numbers
 
 
-def groups(
+def universal_optim_extra(
     tree: Tree, said: Sequence[dict[str, Shape]], numbers: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
     """The extra `optim`: hyper-parameters by group, `said` being the parameters of each."""
@@ -129,6 +135,6 @@ def groups(
     if not owners and len(said) == len(hypers):
         owners = {i: i for i in range(len(said))}
     flats = [FlatGroup(group, {}, {}, {}, {}, owners.get(i, -1)) for i, group in enumerate(said)]
-    found = rest.groups([(tree, flats)])
+    found = rest.optim_extra([(tree, flats)])
     found["$optimizer"]["state"] |= numbers
     return found

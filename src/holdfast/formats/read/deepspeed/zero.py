@@ -24,11 +24,11 @@ from typing import Any
 
 from holdfast.base.errors import FormatError
 from holdfast.formats.read.deepspeed.trees import Tree
-from holdfast.formats.read.sections import Source
+from holdfast.formats.read.sections import Locator
 from holdfast.formats.read.torchfile import TensorRef
 
 Shape = tuple[int, ...]
-MASTER = "fp32"
+ZERO_MASTER = "fp32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class FlatGroup:
     """Index of the optimizer's group that it is of."""
 
     @cached_property
-    def sources(self) -> dict[str, list[Source]]:
+    def sources(self) -> dict[str, list[Locator]]:
         """Sources that give where each rank's flat array begins, by state."""
         return {state: [ref.source for ref in refs] for state, refs in self.states.items()}
 
@@ -235,7 +235,7 @@ def param_groups(tree: Tree) -> list[dict[str, Any]]:
     return groups
 
 
-def state_of(tree: Tree, group: int) -> dict[str, Any]:
+def flat_states(tree: Tree, group: int) -> dict[str, Any]:
     """Return the states that the wrapped optimizer keeps for one flat array, by name."""
     found = base(tree)
     states = found.get("state") if isinstance(found, dict) else dict(enumerate(found))
@@ -266,8 +266,8 @@ def sorted_group(
     lengths: Sequence[set[int]],
 ) -> FlatGroup:
     """Sort the optimizer's states of a group by what they are."""
-    flat = FlatGroup(shapes, cuts, {MASTER: masters}, {}, {}, hyper)
-    found = [state_of(tree, index) for tree in ranks]
+    flat = FlatGroup(shapes, cuts, {ZERO_MASTER: masters}, {}, {}, hyper)
+    found = [flat_states(tree, index) for tree in ranks]
     for name in dict.fromkeys(name for state in found for name in state):
         lacking = next((t.path for t, state in zip(ranks, found) if name not in state), None)
         if lacking:

@@ -31,14 +31,14 @@ from holdfast.core.store import Store
 from holdfast.formats.read.dcp import Contents, section_tree
 from holdfast.formats.read.foreign import Foreign, StoredPart
 from holdfast.formats.read.megatron.rest import known, of_ref
-from holdfast.formats.read.sections import Place, place_of
+from holdfast.formats.read.sections import FilePlace, row_major_place
 from holdfast.formats.read.torchfile import TensorRef
 
 BY_BUCKET = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.(.+)")
 _BUCKET = re.compile(r"gbuf_idx_(\d+)\.dtype_\(torch\.(\w+), torch\.\w+\)\.bucket_idx_(\d+)\.(\w+)")
 _DTYPE = re.compile(r"[a-z]+\d\w*")
 _WRITER = re.compile(r"(?:.*/)?__(\d+)_\d+\.distcp")
-MASTER = "param"
+MEGATRON_MASTER = "param"
 Rank = tuple[int, int]
 """A data-parallel group's buffers: (optimizer of a chain, index of the group)."""
 
@@ -53,7 +53,7 @@ class FlatTensor:
         self._starts = [
             p.fragment.box.start[0] if len(tensor.shape) == 1 else 0 for p in self._parts
         ]
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, FilePlace] = {}
 
     @cached_property
     def size(self) -> int:
@@ -80,9 +80,9 @@ class FlatTensor:
             self._store.read(path, begin + offset * dtype.itemsize, into[:size])
         return np.frombuffer(data, dtype)
 
-    def _place(self, part: StoredPart) -> Place:
+    def _place(self, part: StoredPart) -> FilePlace:
         if id(part) not in self._places:
-            self._places[id(part)] = place_of(part.sources[0])
+            self._places[id(part)] = row_major_place(part.sources[0])
         return self._places[id(part)]
 
     def box_parts(self, start: int, box: Box) -> Iterator[StoredPart]:
@@ -111,7 +111,7 @@ class Bucket:
 
     @property
     def size(self) -> int:
-        return self.states[MASTER].size
+        return self.states[MEGATRON_MASTER].size
 
     @cached_property
     def writers(self) -> set[int]:
@@ -190,7 +190,7 @@ def _coalesced(store: Store, rank: Rank, state: Any) -> Iterator[tuple[int, Buck
 def _check(buckets: list[Bucket]) -> None:
     for one in buckets:
         sizes = {name: flat.size for name, flat in one.states.items()}
-        if MASTER not in sizes or len(set(sizes.values())) != 1 or one.dtype not in DTYPES:
+        if MEGATRON_MASTER not in sizes or len(set(sizes.values())) != 1 or one.dtype not in DTYPES:
             raise FormatError(f"{one.title!r}: states of {sizes} elements beside {one.dtype}")
 
 

@@ -33,29 +33,29 @@ from holdfast.core.format.dtypes import numpy_dtype
 from holdfast.core.layout import Box
 from holdfast.core.store import Store
 from holdfast.formats.read.foreign import Foreign, StoredPart
-from holdfast.formats.read.megatron.buckets import MASTER, Bucket, FlatTensor, Rank, writer
-from holdfast.formats.read.sections import Place, place_of
+from holdfast.formats.read.megatron.buckets import MEGATRON_MASTER, Bucket, FlatTensor, Rank, writer
+from holdfast.formats.read.sections import FilePlace, row_major_place
 
-ALIGN = 64
+_ALIGN = 64
 """Elements; `_ParamAndGradBuffer` begins parameters at multiples of it, from their bucket's start."""
-ENDS = 32
+_ENDS = 32
 """So many elements of a shard are compared at each end when a checkpoint is opened."""
 _BLOCK = 1 << 21
 SAVE_BY_PARAMETER = (
     "let Megatron-LM load it on the same tensor and pipeline parallelism and save it again, with "
     "--dist-ckpt-optim-fully-reshardable or by holdfast; or load the weights alone"
 )
-NORMS = (
+_NORMS = (
     "self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight",
     "self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight",
     "pre_cross_attn_layernorm.weight", "pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight",
 )  # fmt: skip
 """Norms of a layer, in the order of its modules."""
-LAST = "final_layernorm.weight"
+_LAST = "final_layernorm.weight"
 """The norm that comes after all layers."""
 _LAYER = re.compile(r"(.*?)layers\.(\d+)\.")
 
-Weights = Mapping[str, Foreign]
+_Weights = Mapping[str, Foreign]
 
 
 class NotProved(Exception):
@@ -80,8 +80,8 @@ class RankPart:
         return self.box.size
 
 
-def states_of(
-    store: Store, buckets: list[Bucket], weights: Weights
+def optimizer_tensors(
+    store: Store, buckets: list[Bucket], weights: _Weights
 ) -> dict[str, dict[str, Foreign]]:
     """Return the optimizer's tensors by state, then weight; the state `param` is the fp32 master.
 
@@ -132,10 +132,10 @@ class _Proof:
         self._lock = threading.Lock()
         self._proved = False
 
-    def before(self, part: StoredPart) -> Callable[[], Place]:
+    def before(self, part: StoredPart) -> Callable[[], FilePlace]:
         """Return a source that gives where a part lies, once the proof is there."""
 
-        def place() -> Place:
+        def place() -> FilePlace:
             with self._lock:
                 if not self._proved and not same(self._shard, self._bucket, self._start):
                     raise FormatError(
@@ -145,7 +145,7 @@ class _Proof:
                         hint=SAVE_BY_PARAMETER,
                     )
                 self._proved = True
-            return place_of(part.sources[0])
+            return row_major_place(part.sources[0])
 
         return place
 
@@ -159,7 +159,7 @@ def same(shard: RankPart, bucket: Bucket, start: int) -> bool:
 
 
 def _equal(shard: RankPart, bucket: Bucket, start: int, a: int, b: int) -> bool:
-    here, there = shard.flat.read(a, b), bucket.states[MASTER].read(start + a, start + b)
+    here, there = shard.flat.read(a, b), bucket.states[MEGATRON_MASTER].read(start + a, start + b)
     return np.array_equal(_bits(_rounded(there, bucket.dtype)), _bits(here))
 
 
@@ -177,7 +177,7 @@ def _bits(values: NDArray[Any]) -> NDArray[Any]:
 class _Shards:
     """All shards of the weights, by their first elements."""
 
-    def __init__(self, store: Store, weights: Weights) -> None:
+    def __init__(self, store: Store, weights: _Weights) -> None:
         self._by_head: dict[tuple[str, int], dict[bytes, list[RankPart]]] = {}
         for name, weight in weights.items():
             for part in weight.parts:
@@ -189,14 +189,14 @@ class _Shards:
             return
         alone = replace(weight, shape=(box.size,), parts=(_line(part),))
         shard = RankPart(name, part, FlatTensor(store, alone))
-        n = min(ENDS, box.size)
+        n = min(_ENDS, box.size)
         head = _bits(shard.flat.read(0, n)).tobytes()
         self._by_head.setdefault((weight.dtype, n), {}).setdefault(head, []).append(shard)
 
     def at(self, bucket: Bucket, start: int) -> list[RankPart]:
         """Return the shards whose first and last elements are what lies at `start` of a bucket."""
-        left = min(bucket.size - start, ENDS)
-        head = _rounded(bucket.states[MASTER].read(start, start + left), bucket.dtype)
+        left = min(bucket.size - start, _ENDS)
+        head = _rounded(bucket.states[MEGATRON_MASTER].read(start, start + left), bucket.dtype)
         found = []
         for (dtype, n), by_head in self._by_head.items():
             if dtype == bucket.dtype and n <= left:
@@ -204,7 +204,7 @@ class _Shards:
         return [s for s in found if start + s.size <= bucket.size and self._ends(s, bucket, start)]
 
     def _ends(self, shard: RankPart, bucket: Bucket, start: int) -> bool:
-        return _equal(shard, bucket, start, max(shard.size - ENDS, 0), shard.size)
+        return _equal(shard, bucket, start, max(shard.size - _ENDS, 0), shard.size)
 
 
 def _line(part: StoredPart) -> StoredPart:
@@ -227,14 +227,14 @@ def _walk(bucket: Bucket, known: _Shards, used: set[int]) -> Iterator[_Slot]:
     at, bases = 0, {0}
     while at < bucket.size:
         slot = _next(bucket, known, used, at, bases)
-        if slot is None and bucket.size - at < ALIGN:
+        if slot is None and bucket.size - at < _ALIGN:
             return
         if slot is None:
             raise NotProved(
                 f"no weight of the model is what lies at element {at} of {bucket.title!r}"
             )
         if slot.start == at:
-            bases.add(at % ALIGN)  # perhaps another bucket, whose parameters are aligned from here
+            bases.add(at % _ALIGN)  # perhaps another bucket, whose parameters are aligned from here
         if len(slot.shards) == 1:
             used.add(id(slot.shards[0]))
         yield slot
@@ -243,7 +243,7 @@ def _walk(bucket: Bucket, known: _Shards, used: set[int]) -> Iterator[_Slot]:
 
 def _next(bucket: Bucket, known: _Shards, used: set[int], at: int, bases: set[int]) -> _Slot | None:
     """Next slot: after padding, or at once (a gated layer's second half; another bucket)."""
-    aligned = sorted(at + (base - at) % ALIGN for base in bases)
+    aligned = sorted(at + (base - at) % _ALIGN for base in bases)
     for start in dict.fromkeys([*aligned, at]):
         if start < bucket.size:
             found = [s for s in known.at(bucket, start) if id(s) not in used]
@@ -276,7 +276,7 @@ def ordered(slots: list[_Slot]) -> list[RankPart]:
     for alike in ties.values():
         shards = [s for s in alike[0].shards if _layer(s.name) in layers]
         if len(shards) < len(alike):
-            shards += [s for s in alike[0].shards if s.name.endswith(LAST)]
+            shards += [s for s in alike[0].shards if s.name.endswith(_LAST)]
         order = _order([s.name for s in shards])
         if order is None or len(set(order)) < len(order) or len(shards) != len(alike):
             raise NotProved(f"{_named(alike[0].shards)} are equal element by element")
@@ -308,9 +308,9 @@ def _order(names: list[str]) -> list[tuple[float, ...]] | None:
     for name in names:
         match = _LAYER.match(name)
         end = name[match.end() :] if match else ""
-        if end not in NORMS and not name.endswith(LAST):
+        if end not in _NORMS and not name.endswith(_LAST):
             return None
-        rank = next((i for i, norm in enumerate(NORMS) if end == norm), 0)
+        rank = next((i for i, norm in enumerate(_NORMS) if end == norm), 0)
         order.append((int(match[2]), rank) if match else (float("inf"), 0))
     return order
 

@@ -8,14 +8,14 @@ from typing import Any
 
 from holdfast.base.errors import FormatError, NotFound, StoreError
 from holdfast.base.wire import decode_json
-from holdfast.core.checkpoint.names import describe
+from holdfast.core.checkpoint.names import steps_text
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.store import Store
 from holdfast.formats.read.dcp import Contents, read_contents, section_tree
 from holdfast.formats.read.folder import last_name
 from holdfast.formats.read.foreign import Foreign, foreign
-from holdfast.formats.read.megatron.buckets import BY_BUCKET, MASTER, stored
-from holdfast.formats.read.megatron.matching import SAVE_BY_PARAMETER, NotProved, states_of
+from holdfast.formats.read.megatron.buckets import BY_BUCKET, MEGATRON_MASTER, stored
+from holdfast.formats.read.megatron.matching import SAVE_BY_PARAMETER, NotProved, optimizer_tensors
 from holdfast.formats.read.megatron.rest import (
     COMMON,
     ExtrasValues,
@@ -32,20 +32,20 @@ from holdfast.formats.read.megatron.rest import (
 from holdfast.formats.read.megatron.tensors import (
     MASTERS,
     by_name,
-    split,
+    split_state,
     template,
     unflattened,
     unfused,
 )
 from holdfast.formats.read.unpickle import UnknownInstance
 
-MARKER = "latest_checkpointed_iteration.txt"
-KIND = "metadata.json"
+_MARKER = "latest_checkpointed_iteration.txt"
+_KIND = "metadata.json"
 _FOLDER = re.compile(r"iter_(\d{7,})")
 _SHARD = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")
 _EXTRA_STATE = "._extra_state"
 
-Tensors = dict[str, Foreign]
+_Tensors = dict[str, Foreign]
 
 
 # -- finding --------------------------------------------------------------------------------------
@@ -59,9 +59,9 @@ def is_megatron(store: Store) -> bool:
 def _kind(store: Store, folder: str) -> str | None:
     """Return the format in which `metadata.json` says tensors are stored; None if it says none."""
     try:
-        if not 0 < store.size(folder + KIND) < 1 << 16:
+        if not 0 < store.size(folder + _KIND) < 1 << 16:
             return None
-        found = decode_json(store.get(folder + KIND), dict[str, Any])
+        found = decode_json(store.get(folder + _KIND), dict[str, Any])
         return str(found["sharded_backend"])
     except (StoreError, ValueError, KeyError, TypeError):
         return None
@@ -70,9 +70,9 @@ def _kind(store: Store, folder: str) -> str | None:
 def _marked(store: Store) -> str | None:
     """The folder that the marker names."""
     try:
-        if not 0 < store.size(MARKER) < 64:
+        if not 0 < store.size(_MARKER) < 64:
             return None
-        text = store.get(MARKER).decode().strip()
+        text = store.get(_MARKER).decode().strip()
     except (StoreError, UnicodeDecodeError):
         return None
     if text == "release":
@@ -85,7 +85,7 @@ def steps_of_megatron(store: Store) -> list[int]:
     if _kind(store, "") is not None:
         return [open_megatron(store).step]
     keys = (key.split("/") for key in store.list("iter_"))
-    found = (_FOLDER.fullmatch(k[0]) for k in keys if len(k) == 2 and k[1] == KIND)
+    found = (_FOLDER.fullmatch(k[0]) for k in keys if len(k) == 2 and k[1] == _KIND)
     return sorted(int(match[1]) for match in found if match)
 
 
@@ -99,13 +99,13 @@ def open_megatron(store: Store, step: int | None = None) -> Checkpoint:
     folder = _marked(store) if step is None else f"iter_{step:07d}/"
     if folder is None:
         raise NotFound(
-            f"{MARKER} of {store.url} names no iteration",
-            hint=f"iterations there: {describe(steps_of_megatron(store))}; name one",
+            f"{_MARKER} of {store.url} names no iteration",
+            hint=f"iterations there: {steps_text(steps_of_megatron(store))}; name one",
         )
     if _kind(store, folder) is None:
         raise NotFound(
             f"no Megatron-Core checkpoint in {store.url}/{folder}; iterations there: "
-            f"{describe(steps_of_megatron(store))}",
+            f"{steps_text(steps_of_megatron(store))}",
             hint="it needs metadata.json, which is written last; older formats of Megatron-LM "
             "(mp_rank_*) are not read: let Megatron-LM convert them (--ckpt-convert-format torch_dist)",
         )
@@ -125,7 +125,7 @@ def _open(store: Store, folder: str, named: int | None) -> Checkpoint:
     if kind != "torch_dist":
         raise FormatError(
             f"its tensors are stored as {kind!r}, not as 'torch_dist'",
-            key=folder + KIND,
+            key=folder + _KIND,
             hint="save with --ckpt-format torch_dist",
         )
     common = read_common(store, folder)
@@ -157,18 +157,18 @@ def _open(store: Store, folder: str, named: int | None) -> Checkpoint:
 
 def _state(
     store: Store, contents: Contents, common: dict[str, Any]
-) -> tuple[Tensors, dict[str, Tensors], Any, str | None]:
+) -> tuple[_Tensors, dict[str, _Tensors], Any, str | None]:
     """Weights, optimizer states, the optimizer's hyper-parameters; the reason if no states."""
     weights, states = _tensors(contents)
     by_bucket = stored(store, contents)
     if by_bucket is None:
         return weights, states, common.get("optimizer"), None
     try:
-        found = states_of(store, by_bucket.buckets, weights)
+        found = optimizer_tensors(store, by_bucket.buckets, weights)
     except NotProved as why:
         refused = f"its optimizer is stored in buckets that name no parameters, and {why}"
         return weights, states, by_bucket.saved, refused
-    masters = found.pop(MASTER)
+    masters = found.pop(MEGATRON_MASTER)
     weights |= {n: t for n, t in masters.items() if t.dtype != weights[n].dtype}
     return weights, found, by_bucket.saved, None
 
@@ -184,12 +184,12 @@ def _step(common: dict[str, Any], named: int | None, folder: str) -> int:
     return found if isinstance(found, int) else named or 0
 
 
-def _tensors(contents: Contents) -> tuple[Tensors, dict[str, Tensors]]:
+def _tensors(contents: Contents) -> tuple[_Tensors, dict[str, _Tensors]]:
     """Weights, and optimizer states by the state's name.  An fp32 master is the weight."""
     found: dict[str | None, list[Foreign]] = {}
     shapes = {t.name: t.shape for t in contents.tensors}
     for t in contents.tensors:
-        state, key = split(t.name)
+        state, key = split_state(t.name)
         if not BY_BUCKET.match(key):
             one = unflattened(t, shapes.get(key, t.shape))
             found.setdefault(state, []).append(replace(one, name=key, state=state or "param"))
@@ -203,8 +203,8 @@ def _tensors(contents: Contents) -> tuple[Tensors, dict[str, Tensors]]:
 def _optimizer(
     common: dict[str, Any],
     saved: Any,
-    weights: Tensors,
-    states: dict[str, Tensors] | None,
+    weights: _Tensors,
+    states: dict[str, _Tensors] | None,
     values: ExtrasValues,
 ) -> tuple[list[Foreign], dict[str, Any]]:
     """All tensors by their names in a checkpoint, and what extras tell of the optimizer.

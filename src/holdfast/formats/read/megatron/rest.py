@@ -23,12 +23,12 @@ from holdfast.core.layout import Box, whole
 from holdfast.core.store import Store
 from holdfast.formats.read.dcp import section_range, section_tree
 from holdfast.formats.read.foreign import Foreign, StoredPart
-from holdfast.formats.read.plaindata import TABLE, plain
+from holdfast.formats.read.plaindata import PLAIN_GLOBALS, plain_value
 from holdfast.formats.read.torchfile import TensorRef, read_file
 from holdfast.formats.read.unpickle import UnknownInstance, record
 
 COMMON = "common.pt"
-INLINE_BYTES = 64 << 10
+_INLINE_BYTES = 64 << 10
 
 
 class _Known(dict[tuple[str, str], Any]):
@@ -59,7 +59,7 @@ def _member(owner: Any, name: Any) -> UnknownInstance:
 def known() -> dict[tuple[str, str], Any]:
     """Return the globals that Megatron's pickles may name."""
     return _Known(
-        TABLE
+        PLAIN_GLOBALS
         | {
             ("signal", "Signals"): lambda number: number,
             ("builtins", "getattr"): _member,
@@ -113,13 +113,13 @@ class ExtrasValues:
             return extras.encode(bytes(state[0]) if state else b"")
         if isinstance(leaf, UnknownInstance) and _is_megatron(leaf.name):
             return leaf.name + (f"({', '.join(map(repr, leaf.args))})" if leaf.args else "")
-        return self.encode(name, plain(leaf))
+        return self.encode(name, plain_value(leaf))
 
     def _tensor(self, t: TensorRef, name: str) -> Any:
         box, size = whole(t.shape), whole(t.shape).size * DTYPES[t.dtype].bytes
         if not t.contiguous:
             raise FormatError(f"{name!r}: strides {t.strides}", key=t.path)
-        if size > INLINE_BYTES:
+        if size > _INLINE_BYTES:
             self.tensors.append(of_ref(name, t, "tensor", box))
             return {"$at": name}
         data = bytearray(size)
@@ -137,8 +137,8 @@ def of_ref(name: str, t: TensorRef, state: str, box: Box) -> Foreign:
 # -- optimizers -----------------------------------------------------------------------------------
 
 
-Group = dict[str, Any]
-Shapes = Mapping[str, tuple[int, ...]]
+_Group = dict[str, Any]
+_Shapes = Mapping[str, tuple[int, ...]]
 
 
 def _inner(saved: Any) -> Iterator[dict[str, Any]]:
@@ -170,7 +170,7 @@ def scaler_of(saved: Any) -> Any:
     return None
 
 
-def groups_of(saved: Any) -> list[Group]:
+def groups_of(saved: Any) -> list[_Group]:
     """Every group's hyper-parameters, with what Megatron tells groups apart by."""
     found = [g for one in _inner(saved) for g in one["param_groups"]]
     if not all(isinstance(g, dict) for g in found):
@@ -178,7 +178,9 @@ def groups_of(saved: Any) -> list[Group]:
     return [{k: v for k, v in g.items() if k != "params"} for g in found]
 
 
-def grouped(groups: list[Group], shapes: Shapes, args: Mapping[str, Any]) -> list[list[str]] | None:
+def grouped(
+    groups: list[_Group], shapes: _Shapes, args: Mapping[str, Any]
+) -> list[list[str]] | None:
     """The parameters of each group; None if Megatron's rule does not tell them."""
     found: list[list[str]] = [[] for _ in groups]
     marks = [_mark_of_group(g) for g in groups]
@@ -196,7 +198,7 @@ def grouped(groups: list[Group], shapes: Shapes, args: Mapping[str, Any]) -> lis
     return found
 
 
-def _mark_of_group(g: Group) -> tuple[bool, bool, bool]:
+def _mark_of_group(g: _Group) -> tuple[bool, bool, bool]:
     """(no weight decay, experts, a learning rate of its own)"""
     own_rate = bool(g.get("is_decoupled_lr")) or g.get("default_config") is False
     return g.get("wd_mult", 1.0) == 0.0, bool(g.get("is_expert_parallel")), own_rate
@@ -213,7 +215,7 @@ def _mark_of_param(
     return no_decay, ".local_experts." in name, own_rate
 
 
-def steps_of(saved: Any, groups: list[Group]) -> TensorRef | float | None:
+def steps_of(saved: Any, groups: list[_Group]) -> TensorRef | float | None:
     """Number of steps taken: a tensor that is stored once, or a number in the groups."""
     for one in _inner(saved):
         state = one.get("state")
@@ -228,7 +230,7 @@ def steps_of(saved: Any, groups: list[Group]) -> TensorRef | float | None:
 
 def extra_of(
     values: ExtrasValues,
-    groups: list[Group],
+    groups: list[_Group],
     members: list[list[str]],
     steps: TensorRef | float | None,
 ) -> dict[str, Any]:
@@ -244,7 +246,7 @@ def extra_of(
     return {"$optimizer": {"groups": hypers, "state": plain}}
 
 
-def _hyper(group: Group) -> Group:
+def _hyper(group: _Group) -> _Group:
     """Drop `is_expert_parallel`: it tells how experts lie on ranks, not how they are trained."""
     return {k: v for k, v in group.items() if k != "is_expert_parallel"}
 

@@ -31,7 +31,7 @@ MASTERS = ("fp32_param", "param")
 """States under which optimizers keep the fp32 weights."""
 
 
-def split(key: str) -> tuple[str | None, str]:
+def split_state(key: str) -> tuple[str | None, str]:
     """(state, weight) of an optimizer's key; (None, key) of a weight's."""
     match = _STATE.fullmatch(key)
     return (match[1], match[2]) if match else (None, key)
@@ -63,7 +63,7 @@ def unfused(names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-MAX_STACKED = 1 << 20
+_MAX_STACKED = 1 << 20
 
 
 def by_name(tensors: Sequence[Foreign]) -> dict[str, Foreign]:
@@ -113,13 +113,13 @@ def _unstacked(t: Foreign) -> Iterator[Foreign]:
     """Yield one tensor for each index along the first axes, whose numbers the key leaves out."""
     name, axes = template(t.name)
     counts = t.shape[:axes]
-    if len(counts) < axes or prod(counts) > MAX_STACKED:
+    if len(counts) < axes or prod(counts) > _MAX_STACKED:
         raise FormatError(f"{t.name!r}: a stack of shape {t.shape}")
     parts: dict[tuple[int, ...], list[StoredPart]] = {}
     for part in t.parts:
         box = part.fragment.box
         ranges = [range(a, b) for a, b in zip(box.start[:axes], box.stop[:axes])]
-        if prod(map(len, ranges)) > MAX_STACKED:
+        if prod(map(len, ranges)) > _MAX_STACKED:
             raise FormatError(f"{t.name!r}: a part {box}")
         for at in product(*ranges):
             parts.setdefault(at, []).append(replace(part, fragment=_slice(part.fragment, at)))

@@ -34,7 +34,7 @@ from holdfast.base.events import counters
 from holdfast.base.host import process_state, start_time
 from holdfast.base.memory_limit import memory_bytes
 from holdfast.base.wire import WireError
-from holdfast.core.format.manifest import decode
+from holdfast.core.format.manifest import decode_manifest
 from holdfast.tiers.memory.node import effects as e
 from holdfast.tiers.memory.node import machine
 from holdfast.tiers.memory.node import messages as w
@@ -263,7 +263,7 @@ class Agent:
     async def _commit_late(self, order: w.Persist) -> None:
         try:
             found = [p for _, a, p in self.segments.manifests(order.job) if a == order.attempt]
-            manifest = decode(found[0].read_bytes(), order.attempt)
+            manifest = decode_manifest(found[0].read_bytes(), order.attempt)
             await self._in_thread("waiting", commit_late, order, manifest)
             log.info("committed step %d of attempt %s late", manifest.step, order.attempt)
         except Exception as failed:

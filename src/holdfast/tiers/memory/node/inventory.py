@@ -21,7 +21,7 @@ from holdfast.base.events import emit
 from holdfast.base.threads import in_threads
 from holdfast.base.wire import decode_msgpack
 from holdfast.core.codec.stripes import Stripes
-from holdfast.core.format.manifest import Manifest, decode
+from holdfast.core.format.manifest import Manifest, decode_manifest
 from holdfast.core.store import LocalStore, Reader, Store
 from holdfast.core.store.views import ViewStore
 from holdfast.tiers.memory.node import messages as w
@@ -85,7 +85,7 @@ class Inventory:
         # most agents know the same ones, whose checks take milliseconds each
         for data in dict.fromkeys(m for held in self.helds.values() for m in held.manifests):
             with suppress(FormatError, Corrupt):
-                manifest = decode(data, "manifest in memory")
+                manifest = decode_manifest(data, "manifest in memory")
                 found[manifest.attempt] = manifest
         return list(found.values())
 

@@ -10,7 +10,7 @@ from holdfast.base.errors import Corrupt, NotFound, StoreError, UsageError
 from holdfast.base.threads import in_threads
 from holdfast.base.wire import decode_json
 from holdfast.core.checkpoint.claiming import Claim, check_claim, newest_claim
-from holdfast.core.checkpoint.committing import check_files, commit
+from holdfast.core.checkpoint.committing import check_lengths, commit
 from holdfast.core.checkpoint.listing import attempt_of
 from holdfast.core.checkpoint.names import manifest_key
 from holdfast.core.codec.digest import CHUNK_BYTES
@@ -126,7 +126,7 @@ def commit_late(order: w.Persist, manifest: Manifest) -> None:
     try:
         time.sleep(SECOND_LOOK_S)
         check_claim(store, claim)
-        check_files(store, manifest)
+        check_lengths(store, manifest)
     except (StoreError, UsageError):
         if attempt_of(store, manifest.step) == manifest.attempt and not _is_whole(store, manifest):
             store.delete(manifest_key(manifest.step))
@@ -141,7 +141,7 @@ def _lacks_only_files(store: Store, manifest: Manifest) -> bool:
 
 def _is_whole(store: Store, manifest: Manifest) -> bool:
     try:
-        check_files(store, manifest)
+        check_lengths(store, manifest)
     except StoreError:
         return False
     return True
