@@ -15,7 +15,7 @@ test of a script and not in its training.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -58,7 +58,7 @@ from holdfast.live.state.recognising import (
     sources_in,
 )
 from holdfast.live.state.several import normalised
-from holdfast.live.state.tensor_kinds import writing
+from holdfast.live.state.tensor_kinds import fill_with_nan, writing
 from holdfast.live.state.window import wait_for_copies
 from holdfast.live.state.writes import count_write
 
@@ -146,11 +146,8 @@ def count_writes(live: Prepared) -> None:
 def poison(live: Prepared, sources: Sources) -> None:
     """Fill float and complex tensors with NaN: a half-loaded state must not be mistaken for a good one."""
     for t in live.tensors.values():
-        dtype = t.placed.local.dtype
-        if dtype.is_complex or dtype.is_floating_point:
-            for part in t.parts:
-                with writing(part.local), suppress(RuntimeError):  # float4 has no NaN
-                    part.local.fill_(float("nan"))
+        for part in t.parts:
+            fill_with_nan(part.local)
     if any(t.state == "param" for t in live.tensors.values()):
         for source in sources.of_frameworks():
             source.poison()

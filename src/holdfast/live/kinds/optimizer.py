@@ -6,7 +6,7 @@ states that are no tensors, another the state that belongs to no parameter.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -67,7 +67,8 @@ class OptimizerKind(Kind):
     def trained(self) -> Iterator[torch.Tensor]:
         if not self._is_seen():
             return
-        some = {id(p) for one in combined_parts(self.value).values() for p in _have_states(one)}
+        parts = combined_parts(self.value).values()
+        some = {id(p) for one in parts if isinstance(one, Optimizer) for p in stepping(one).state}
         for _, params in self.source.groups(self.value):
             # one that is frozen for now has its states: a discriminator, while the generator trains
             yield from (p for p in params if p.requires_grad or id(p) in some)
@@ -266,11 +267,6 @@ class OptimizerKind(Kind):
         restore.settings.keep(self.key, self.value, [group for group, _ in groups], names)
         if not self.source.by_master:
             put_plain_states(optimizer, tree, restore.decode, unfit)
-
-
-def _have_states(optimizer: Any) -> Collection[Any]:
-    """The parameters that an optimizer has states of."""
-    return stepping(optimizer).state if isinstance(optimizer, Optimizer) else ()
 
 
 def _all_unknown(tree: Any, pairs: NamedGroups) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -26,9 +26,11 @@ from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.live.restore.groups import (
     COMPUTE_OPTIONS,
     hypers_after,
+    optimizer_body,
     plain_states,
     without_params,
 )
+from holdfast.live.restore.targets import RestoreOptions
 from holdfast.live.state.named import Misfit
 from holdfast.live.state.optimizers import LiveOptimizer, NamedGroups
 from holdfast.live.state.wrapped import ELEMENTWISE
@@ -58,13 +60,6 @@ OF_TORCH = frozenset(
 )
 """State names of torch's optimizers.  Under other names, a hook of the user's may keep values of its own
 beside a parameter's states."""
-
-
-class Only(Protocol):
-    """Options of a load, of which `only` counts."""
-
-    @property
-    def only(self) -> tuple[str, ...] | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +95,9 @@ class Fitting:
     """Parameters whose saved states no step looks at, by the text that names the states."""
 
     @staticmethod
-    def of(checkpoint: Checkpoint, optimizer: LiveOptimizer, options: Only) -> Fitting | None:
+    def of(
+        checkpoint: Checkpoint, optimizer: LiveOptimizer, options: RestoreOptions
+    ) -> Fitting | None:
         """The comparison for an optimizer; None if the checkpoint has no groups of it."""
         key, groups, pairs = optimizer.key, optimizer.groups, optimizer.pairs
         if options.only is not None:
@@ -241,8 +238,7 @@ def misfit(checkpoint: Checkpoint, key: str, pairs: list[tuple[str, torch.Tensor
     """Why an LBFGS over these parameters cannot go on with the saved states; empty if it can."""
     names = [name for name, _ in pairs]
     start = "an LBFGS keeps one vector of all its parameters together, and "
-    tree = checkpoint.manifest.extras.get(key)
-    groups = tree["$optimizer"]["groups"] if isinstance(tree, dict) else ()
+    groups = optimizer_body(checkpoint, key).get("groups", ())
     order = [name for group in groups for name in group["params"] if name in set(names)]
     if groups and order != names:
         return f"{start}it was saved of them in another order"

@@ -21,6 +21,7 @@ from holdfast.base.events import emit
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.format.extras import MADE_OF
 from holdfast.core.format.manifest import FileEntry, Manifest, TensorEntry
+from holdfast.live.restore.groups import optimizer_body
 from holdfast.live.state.modules import inside_framework, reshard
 from holdfast.live.state.optimizers import MODEL_STATES, LiveOptimizer
 from holdfast.live.state.recognising import State, modules_in
@@ -107,7 +108,7 @@ def _names(
     of_optimizer: dict[str, dict[str, str]] = {}
     for one in optimizers:
         served = {key: some for key, some in pairs.items() if one.serves(i for *_, i in some)}
-        if names := _of_optimizer(_parameters(manifest, one.key), served, one.names):
+        if names := _of_optimizer(_parameters(checkpoint, one.key), served, one.names):
             of_optimizer[one.key] = names
     return NewNames({key: names for key, names in found.items() if names}, of_optimizer)
 
@@ -167,14 +168,12 @@ def _of_optimizer(
     return {old: new for old, (new, *more) in found.items() if not more}
 
 
-def _parameters(manifest: Manifest, key: str) -> set[str]:
+def _parameters(checkpoint: Checkpoint, key: str) -> set[str]:
     """Names of parameters that an optimizer's groups and states were saved under."""
-    tree = manifest.extras.get(key)
-    body = tree.get("$optimizer") if isinstance(tree, dict) else None
-    groups = body["groups"] if isinstance(body, dict) else ()
+    groups = optimizer_body(checkpoint, key).get("groups", ())
     found = {name for group in groups for name in group["params"]}
     start = f"{key}."
-    for t in manifest.tensors:
+    for t in checkpoint.manifest.tensors:
         if t.state not in MODEL_STATES and t.name.startswith(start):
             found.add(t.name[len(start) : -len(t.state) - 1])
     return found

@@ -176,31 +176,16 @@ def fill_in_place(live: Any, value: Any, filled: dict[int, torch.Tensor]) -> boo
     return True
 
 
-def memory_orders(checkpoint: Checkpoint, key: str) -> dict[str, dict[str, list[int]]]:
-    """Orders of dims in memory, where not the usual one, by parameter name and state."""
+def optimizer_body(checkpoint: Checkpoint, key: str) -> dict[str, Any]:
+    """The saved groups and plain states of an optimizer; empty if the checkpoint has none under the key."""
     tree = checkpoint.manifest.extras.get(key)
-    if not isinstance(tree, dict) or "$optimizer" not in tree:
-        return {}
-    orders: dict[str, dict[str, list[int]]] = tree["$optimizer"].get("order", {})
-    return orders
+    body = tree.get("$optimizer") if isinstance(tree, dict) else None
+    return body if isinstance(body, dict) else {}
 
 
 def plain_states(checkpoint: Checkpoint, key: str) -> dict[str, dict[str, Any]] | None:
     """Saved states that are no tensors, by parameter name; None if not known."""
-    tree = checkpoint.manifest.extras.get(key)
-    if not isinstance(tree, dict) or "$optimizer" not in tree:
-        return None
-    states: dict[str, dict[str, Any]] | None = tree["$optimizer"].get("state")
-    return states
-
-
-def beside_plain(checkpoint: Checkpoint, key: str) -> dict[str, list[str]] | None:
-    """States whose lists had plain tensors beside a DTensor, by parameter name; None if not known."""
-    tree = checkpoint.manifest.extras.get(key)
-    if not isinstance(tree, dict) or "$optimizer" not in tree:
-        return None
-    states: dict[str, list[str]] | None = tree["$optimizer"].get("plain")
-    return states
+    return optimizer_body(checkpoint, key).get("state")
 
 
 # -- settings, after all is loaded --------------------------------------------------------------

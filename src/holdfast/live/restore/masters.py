@@ -23,6 +23,7 @@ from holdfast.core.checkpoint.rows import Want
 from holdfast.core.format import extras
 from holdfast.core.layout import Box
 from holdfast.live.restore.expected import Fitting
+from holdfast.live.restore.groups import optimizer_body
 from holdfast.live.restore.mismatches import Mismatch, differs
 from holdfast.live.restore.optimizer_states import saved_states
 from holdfast.live.restore.targets import RestoreOptions, target_of
@@ -212,11 +213,7 @@ def _zeros(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _plain(checkpoint: Checkpoint, change: MasterChange) -> None:
     """Set states that are no tensors; the values of a master's parameters must agree."""
-    tree = checkpoint.manifest.extras.get(change.key)
-    body = (
-        tree.get("$optimizer") if isinstance(tree, dict) else None
-    )  # a foreign one may be anything
-    saved = body["state"] if isinstance(body, dict) else {}
+    saved = optimizer_body(checkpoint, change.key).get("state", {})
     for state, value in saved.get(change.params[0][0], {}).items():
         others = [saved.get(name, {}).get(state, value) for name, *_ in change.params]
         if any(other != value for other in others):

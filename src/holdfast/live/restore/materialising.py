@@ -14,7 +14,7 @@ New memory holds whatever lay there before.  If the load then fails, it is fille
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from holdfast.live.state.ignoring import trainable_marks
 from holdfast.live.state.modules import named_buffers, submodules, unwrap
 from holdfast.live.state.placed import memory_of
 from holdfast.live.state.recognising import State, modules_in
-from holdfast.live.state.tensor_kinds import PLAIN_TENSORS, writing
+from holdfast.live.state.tensor_kinds import PLAIN_TENSORS, fill_with_nan
 
 OFFLOADED = "_hf_hook"
 """Attribute of modules around whose forward pass accelerate moves weights."""
@@ -198,11 +198,5 @@ def nan_if_it_fails(state: State) -> Iterator[None]:
         for own, name in places:
             made = own.get(name)
             if isinstance(made, torch.Tensor) and not made.is_meta:
-                _fill(memory_of(made.detach()))
+                fill_with_nan(memory_of(made.detach()))
         raise
-
-
-def _fill(memory: torch.Tensor) -> None:
-    if memory.dtype.is_floating_point or memory.dtype.is_complex:
-        with writing(memory), suppress(RuntimeError):  # float4 has no NaN
-            memory.fill_(float("nan"))

@@ -26,7 +26,7 @@ from holdfast.core.format.extras import MADE_OF
 from holdfast.core.layout import Axis
 from holdfast.live.restore.apart import description_of, make_state
 from holdfast.live.restore.expected import Fitting
-from holdfast.live.restore.groups import beside_plain, fill_in_place, memory_orders, plain_states
+from holdfast.live.restore.groups import fill_in_place, optimizer_body, plain_states
 from holdfast.live.restore.nested import with_live
 from holdfast.live.restore.targets import RestoreOptions, counts_stay, empty_in
 from holdfast.live.sources import Master
@@ -117,12 +117,10 @@ class StatePlaces:
         self.key = key = optimizer.key
         self._saved = saved_states(checkpoint, key)
         self._plain = plain_states(checkpoint, key)
-        self._orders = memory_orders(checkpoint, key)
         self._was = _dtypes(checkpoint) if options.cast else {}
-        tree = checkpoint.manifest.extras.get(key)
-        body = tree.get("$optimizer") if isinstance(tree, dict) else None
-        groups = [] if body is None else body["groups"]
-        self._told = {name for group in groups for name in group["params"]}
+        body = optimizer_body(checkpoint, key)
+        self._orders: dict[str, dict[str, list[int]]] = body.get("order", {})
+        self._told = {name for group in body.get("groups", ()) for name in group["params"]}
         """Parameters that the checkpoint lists in the groups, with states or without."""
 
     def find(self) -> list[StateChange]:
@@ -252,7 +250,7 @@ def memory_beside(
     if tuple(p.shape) == tuple(plain.shape):  # cut as it is
         return torch.empty_like(p, dtype=plain.dtype, requires_grad=False)
     key, _, rest = name.partition(".")
-    known = beside_plain(checkpoint, key)
+    known: dict[str, list[str]] | None = optimizer_body(checkpoint, key).get("plain")
     if known is None or not plain.ndim:
         return plain
     if any(rest.startswith(f"{n}.{state}.") for n, some in known.items() for state in some):

@@ -21,6 +21,7 @@ import torch
 
 from holdfast.base.errors import warn_user
 from holdfast.core.checkpoint.opened import Checkpoint
+from holdfast.live.restore.groups import optimizer_body
 from holdfast.live.restore.mismatches import Mismatch
 from holdfast.live.restore.targets import RestoreOptions
 from holdfast.live.state.optimizers import LiveOptimizer, NamedGroups
@@ -79,7 +80,7 @@ def by_order(
 
 def _is_older(checkpoint: Checkpoint, key: str, names: list[str]) -> bool:
     """True if a release that did not prove orders saved the positions: it has no note of masters."""
-    has_note = "masters" in checkpoint.manifest.extras[key]["$optimizer"]
+    has_note = "masters" in optimizer_body(checkpoint, key)
     is_ours = checkpoint.format == "holdfast"
     return is_ours and not has_note and all(map(IS_POSITION.fullmatch, names))
 
@@ -90,7 +91,7 @@ def _is_known(
     """True if the order of parameters is proved otherwise than by shapes."""
     from holdfast.live.state.masters_by_hand import are_proved
 
-    saved = checkpoint.manifest.extras[key]["$optimizer"].get("masters", {})
+    saved = optimizer_body(checkpoint, key).get("masters", {})
     return is_in_saved_order(state[key]) or are_proved(saved, state, params)
 
 
@@ -111,10 +112,8 @@ def _unnamed(
     parameters of each group, the live names that are positions, and those of plain values."""
     for optimizer in optimizers:
         key, names, live = optimizer.key, optimizer.names, optimizer.pairs
-        tree = checkpoint.manifest.extras.get(key)
-        body = tree.get("$optimizer") if isinstance(tree, dict) else None
-        is_torchs = optimizer.source.saves_rest and not optimizer.source.by_master
-        if not isinstance(body, dict) or not is_torchs:
+        body = optimizer_body(checkpoint, key)
+        if not body or not optimizer.source.saves_rest or optimizer.source.by_master:
             continue
         saved = [list(group["params"]) for group in body["groups"]]
         here = {name: id(p) for pairs in live for name, p in pairs}

@@ -186,7 +186,7 @@ class SaveOperation:
         self.replica: Replica | None = None
         """What is copied in the place of the live tensors."""
         self.error: BaseException | None = None
-        """What failed on this rank and the others are to be told."""
+        """The error of this rank that the others are to be told."""
         self.outcome = CommitOutcome()
         self._on_end = on_end
         self.must_hold = False

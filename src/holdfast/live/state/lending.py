@@ -1,14 +1,14 @@
-"""The way of a device's gradients to a record, and what the training does meanwhile.
+"""The way of a device's gradients to a record, beside the training.
 
     gradients                                                     while they are copied
-    that nobody else has, and that are made anew for each step,   the training goes on: their memory is ours
+    without other owners, made anew for each step,                the training goes on: their memory is lent
     where no graph was captured and the device has room
     that stay, and are written to again, of `device_bytes` or     the training goes on: they are copied on
     less (DDP's buckets, zero_grad(set_to_none=False))            the device first, in passing
     that stay, more of them                                       the training's stream waits
     that are packed or rounded, or on the CPU                     the training's thread waits
 
-When a gradient that was lent has been copied, it is proved that nobody has written to it since.
+After the copy of a lent gradient its version counter proves that it was not written meanwhile.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from holdfast.live.state.wrapped import stepping
 from holdfast.live.state.writes import times_written
 
 SURE_AT = 2
-"""Steps of other gradients than the step before from which on each step is taken to have others."""
+"""Number of steps with new gradients after which every step is taken to make new ones."""
 ASKS_EACH = 50
 """Number of steps between two looks at a device's memory."""
 TELLS_AT = 6
@@ -48,7 +48,7 @@ class Lent:
 
     @property
     def is_written(self) -> bool:
-        """True if somebody has written to them since they were lent."""
+        """True if a lent tensor was written since."""
         return self.way == "lent" and list(map(times_written, self.tensors)) != self.versions
 
 
@@ -59,18 +59,18 @@ class Lender:
         self.device_bytes = device_bytes
         """Bytes of a device's memory that copies of gradients may take."""
         self._before: dict[str, list[StorageWeakRef]] = {}
-        """The storages of each optimizer's gradients at its step before."""
+        """The storages of each optimizer's gradients at its last step."""
         self._anew: Counter[str] = Counter()
-        """Number of steps of each optimizer that were compared with the step before."""
+        """Number of steps of each optimizer that were compared with the previous step."""
         self._staying: set[str] = set()
-        """Optimizers with a gradient that was there at the step before, once."""
+        """Optimizers of which a gradient was once the same at two steps."""
         self._room: dict[str, bool] = {}
         """True if there is memory to keep an optimizer's gradients for longer than the training does."""
         self._waits: Counter[str] = Counter()
         """Number of steps of each optimizer for whose gradients its device had to wait."""
 
     def forget(self) -> None:
-        """Begin anew: a restore has made others of the gradients that there were."""
+        """Begin anew: a restore replaces gradients."""
         self._before.clear()
         self._anew.clear()
 
@@ -105,8 +105,8 @@ class Lender:
         return self._room[key]
 
     def wait(self, key: str, num_bytes: int) -> str:
-        """Note that a device waits for the copy of an optimizer's gradients; return what to tell the user,
-        once.  Empty if nothing: nothing is known of the first steps."""
+        """Note that a device waits for the copy of an optimizer's gradients; return the text of a notice,
+        once, else empty.  The first steps prove nothing."""
         self._waits[key] += 1
         if self._waits[key] != TELLS_AT:
             return ""
@@ -118,8 +118,8 @@ class Lender:
 
 
 def on_device(tensors: Sequence[torch.Tensor], room: int) -> Lent:
-    """Copies of tensors on their device, if they take `room` bytes at most; else the tensors, for which the
-    training's stream has to wait."""
+    """Copies of tensors on their device, if they take at most `room` bytes; else the tensors themselves,
+    whose copy the training's stream awaits."""
     if sum(t.nbytes for t in tensors) <= room:
         try:
             copies = [torch.empty_like(t) for t in tensors]
@@ -134,8 +134,8 @@ def on_device(tensors: Sequence[torch.Tensor], room: int) -> Lent:
 
 
 def _are_nobody_elses(grads: Sequence[torch.Tensor]) -> bool:
-    """True if no storage of these has another owner than these: no bucket, no view.  False if torch does
-    not tell."""
+    """True if the storages have no owners but these tensors: no bucket, no view.  False if torch does not
+    tell."""
     uses = getattr(torch._C, "_storage_Use_Count", None)
     if uses is None:
         return False
@@ -160,5 +160,5 @@ def only_reads(optimizer: Optimizer) -> bool:
 
 
 def is_torchs(optimizer: Optimizer) -> bool:
-    """True if torch brings the optimizer, so that it is known what it reads, keeps and writes."""
+    """True for torch's own optimizers: what they read, keep and write is known."""
     return type(stepping(optimizer)).__module__.startswith("torch.optim.")

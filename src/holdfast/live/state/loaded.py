@@ -13,9 +13,9 @@ from holdfast.core.format import extras
 class LoadedStates:
     """The states that objects were given by a restore, until the script goes on.
 
-    Asked before that, many tell another one: a loader begins a pass, with what it draws for it and with the
-    order of its sampler's epoch, or tells of its beginning.  What a restore itself saves comes from here,
-    but for states with large or sharded tensors: these are the objects' own.
+    Asked before that, many objects return another state: a loader begins a pass, draws for it, and has the
+    order of its sampler's epoch, or the state of its beginning.  So the saves of a restore itself take
+    these states, but for states with large or sharded tensors, for which the object is asked.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class LoadedStates:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Note what objects are given."""
+        """A block in which the states given to objects are noted."""
         self._states = {}
         try:
             yield
@@ -32,17 +32,17 @@ class LoadedStates:
             self._states, self._is_asked = None, False
 
     def ask(self) -> None:
-        """Take what was noted for the states of these objects from now on."""
+        """Return the noted states from now on."""
         self._is_asked = True
 
     def note(self, value: Any, tree: Any, decode: Callable[[Any], Any]) -> None:
-        """Note that an object is given what `decode(tree)` makes, anew each time.  Where the tree refers to
-        tensors, nothing is noted: records follow the object's own."""
+        """Note `decode(tree)`, made anew each time, as the state of an object.  A tree that refers to
+        tensors is not noted: records follow the object's own tensors."""
         if self._states is not None and not any(True for _ in extras.referred(tree)):
             self._states[id(value)] = value, partial(decode, tree)
 
     def of(self, value: Any) -> Any:
-        """Return the state of an object: what was noted, or what it says itself."""
+        """Return the noted state of an object, else its state_dict()."""
         noted = self._states.get(id(value)) if self._states is not None and self._is_asked else None
         return value.state_dict() if noted is None else noted[1]()
 

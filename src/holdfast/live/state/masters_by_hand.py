@@ -1,12 +1,12 @@
-"""Masters that a script keeps itself: float32 copies of a model's weights, known by whose values they have.
+"""Masters that a script keeps itself: float32 copies of weights, recognised by their values.
 
     masters = [p.detach().float() for p in model.parameters()]
     {"model": model, "optim": torch.optim.AdamW(masters)}
 
-Nothing names them, but each of them, rounded, is a weight of the model: right after they are made, and
-after each step that writes them back.  So for each is kept of which weight it was the master at the first
-save.  At a load they are looked at again, before anything is read: if each is the master of that same
-weight, they come in the order of before.  Weights that are alike (biases of zeros) say nothing about it.
+Masters have no names, but each, rounded, equals a weight of the model: right after they are made, and after
+each step that writes them back.  So the first save notes the weight of each master.  A load compares values
+again before anything is read: if each is the master of the same weight, their order is proved.  Weights
+with equal values (biases of zeros) prove nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from holdfast.live.state.recognising import State, in_order, modules_in
 from holdfast.live.state.tensor_kinds import PLAIN_TENSORS
 
 SAMPLE = 256
-"""Elements that are compared of each weight."""
+"""Number of elements of a weight that are compared."""
 ALIKE = ""
 """In the place of a name: several weights have these values."""
 
@@ -33,7 +33,8 @@ _known: WeakKeyDictionary[Any, tuple[list[int], dict[str, str]]] = WeakKeyDictio
 
 
 def masters(state: State, params: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
-    """Names of the weights that each parameter can be the master of; without those of none."""
+    """Names of the weights that each parameter can be the master of; parameters without any are left
+    out."""
     weights: dict[tuple[Any, ...], list[str]] = {}
     dtypes: dict[torch.dtype, None] = {}
     for key, module in modules_in(in_order(state)):
@@ -63,8 +64,8 @@ def _sample(p: torch.Tensor, dtype: torch.dtype) -> tuple[torch.dtype, bytes]:
 
 
 def noted(optimizer: Any, state: State, params: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """The weight of each parameter at the first save of these, `ALIKE` where that is not known; empty
-    unless each of them is a master."""
+    """The weight of each parameter at the first save, `ALIKE` where several weights have its values; empty
+    unless every parameter is a master."""
     ids = [id(p) for p in params.values()]
     known = _known.get(optimizer) if isinstance(optimizer, Optimizer) else None
     if known is None or known[0] != ids:
@@ -78,7 +79,7 @@ def noted(optimizer: Any, state: State, params: Mapping[str, torch.Tensor]) -> d
 
 
 def are_proved(saved: Mapping[str, str], state: State, params: Mapping[str, torch.Tensor]) -> bool:
-    """True if parameters are the masters of the weights of which they were saved as the masters."""
+    """True if each parameter is the master of the weight that was noted for it."""
     if not saved or not params.keys() <= saved.keys():
         return False
     here = masters(state, params)

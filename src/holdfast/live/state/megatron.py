@@ -1,4 +1,4 @@
-"""Megatron-Core's models and optimizers: where each keeps its values.
+"""Megatron-Core's models and optimizers, as sources of masters and states.
 
 Optimizers keep fp32 masters of 16-bit weights, whole (`Float16Optimizer...`) or, under the distributed
 optimizer, elements `start..stop` of the rank's own part: flat tensors, cut again along the boxes that
@@ -33,8 +33,8 @@ from holdfast.live.state.shards import (
 
 @dataclass(frozen=True, eq=False)
 class Updated:
-    """A weight that an optimizer of this rank updates: its master in a torch optimizer; a flat master has
-    elements `start..stop` of the weight."""
+    """The master, in a torch optimizer, of a weight that this rank updates; a flat master has elements
+    `start..stop` of the weight."""
 
     inner: Optimizer
     master: torch.Tensor
@@ -44,7 +44,7 @@ class Updated:
 
 @dataclass(frozen=True, eq=False)
 class Megatron(Source):
-    """The models and the optimizer of a state, as holdfast sees them at one moment."""
+    """The source of a state's models and optimizers, at one moment."""
 
     framework = "Megatron-Core"
 
@@ -54,7 +54,7 @@ class Megatron(Source):
     """Megatron's, those of a chain one by one."""
     all_groups: list[Group] = field(default_factory=list)
     updated: dict[int, Updated] = field(default_factory=dict)
-    """Weights by id; with the distributed optimizer, those of which this rank updates a part."""
+    """By id, the weights that this rank updates, or updates in part (distributed optimizer)."""
     distributed: frozenset[int] = frozenset()
     """Parameters whose masters are flat parts, on this rank or another."""
 
@@ -89,7 +89,7 @@ class Megatron(Source):
             )
         return found
 
-    # -- what is neither a weight nor its state ------------------------------------------------
+    # -- extras --------------------------------------------------------------------------------
 
     def extras(self) -> dict[str, Any]:
         """The loss scalers; Megatron's optimizers know no scheduler.
@@ -111,7 +111,7 @@ class Megatron(Source):
                 scaler.load_state_dict(state)
 
     def lacking(self, saved: dict[str, Any]) -> list[str]:
-        """Texts of what loss scalers go on from, and a constant loss scale has not."""
+        """Texts of values that a dynamic loss scaler needs and a constant loss scale has not saved."""
         texts = (
             f"grad_scaler: saved without {', '.join(sorted(missing))}, as of a constant loss_scale, and "
             "here it is dynamic; strict=False begins with initial_loss_scale"

@@ -1,8 +1,8 @@
-"""Adapters that are merged into the weights: then the saved weights have the adapter in them.
+"""Merged adapters: the saved weights then have the adapter in them.
 
-PEFT's layers (`merge_adapter()`) and loralib's, which merge in `eval()`, add the adapter to the weight
-below it and note that in an attribute.  No `state_dict()` has the note.  A restart builds a model whose
-adapters are not merged, and adds them a second time to what was restored.
+PEFT's layers (`merge_adapter()`) and loralib's, which merge in `eval()`, add the adapter to the weight and
+note that in an attribute, which no `state_dict()` has.  A restart builds a model whose adapters are not
+merged, and adds them a second time to the restored weights.
 """
 
 from __future__ import annotations

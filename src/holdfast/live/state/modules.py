@@ -1,4 +1,4 @@
-"""Modules of the live state: the user's own under wrappers, and the names of what they have."""
+"""Modules of the live state: the user's module under wrappers, and names of its tensors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def inside_framework(module: nn.Module) -> nn.Module | None:
 
 
 def names_in(module: nn.Module) -> dict[str, Sequence[str]]:
-    """Names that frameworks give what is in an unwrapped module, by path; what they do not name keeps its
+    """Names that frameworks give to tensors of an unwrapped module, by path; other tensors keep their
     path."""
     found: dict[str, Sequence[str]] = {}
     for framework in frameworks():
@@ -40,7 +40,7 @@ def names_in(module: nn.Module) -> dict[str, Sequence[str]]:
 
 
 def reshard(module: nn.Module) -> None:
-    """Put the parts of FSDP2's parameters in their places, instead of what was gathered of them."""
+    """Put FSDP2's sharded parameters back in the place of gathered ones."""
     every = submodules(module)
     kinds = {
         kind

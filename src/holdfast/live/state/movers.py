@@ -1,26 +1,26 @@
-"""When each tensor of the state is copied: at the call, or in the window; that depends on who moves it.
+"""When each tensor of a save is copied: at the call, or in the window.  That depends on its writers.
 
-A step holds what the state was at the call.  What is copied in the window, in the background, must not be
-written in it.  The window ends with the next optimizer's step, which waits; nothing else does.  So:
+A step holds the state at the call.  A tensor that is copied in the window, in the background, must not be
+written meanwhile.  The window ends with the next optimizer's step, which waits; no other writer waits.  So:
 
     the tensor                                                             is copied
     an optimizer of the state moves it, and the optimizer's steps are seen    in the window
-    nobody was ever seen to write it, such as a frozen base                   in the window
+    it was never seen to be written, such as a frozen base                    in the window
     it was written by anything else: an average, a target network,            at the call
       weights that the loop itself updates, that a forward pass writes, or
       into which an average is swapped for an evaluation
     buffers, tensors that the user handed over                                at the call
     any, of a state that is copied as soon as arranged                        at the call
 
-What a loop writes is learned.  The first save is copied before its call returns, whatever it is; what is
-written between it and the next optimizer's step, or by anything but optimizers until the next save, is
-copied at the call from then on.  A tensor that is new, and that no optimizer moves, holds up its first
-save, too.  What is written in the window after all, for the first time, makes that save fail, by name.
+The writes of a loop are learned.  The first save is always copied before its call returns.  A tensor that
+is written between it and the next optimizer's step, or by anything but optimizers until the next save, is
+copied at the call from then on.  A new tensor that no optimizer moves holds up its first save, too.  A
+tensor that is written in the window all the same, for the first time, makes that save fail, by name.
 
 Writes are seen by their count, and by a few elements (`writes.corner`), which also tell of writes that are
 not counted (`p.data.lerp_`, numpy, other libraries), if they change most of a tensor on the host.  A device
-is not asked at the call, which would wait for all that it was given: instead the first two saves of tensors
-that no optimizer moves are held up, and what differs between their images is written by somebody.
+is not asked at the call, which would wait for all its work: instead the first two saves of tensors that no
+optimizer moves are held up, and a tensor that differs between their images is written by something.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ class LastSeen:
 
 
 class Movers:
-    """Knows what of a run is written, and by whom.  Its methods are called on the training thread, but for
+    """Learns which tensors of a run are written, and how.  Called on the training thread, but for
     `learn` and `compare_images`."""
 
     def __init__(self) -> None:
         self._written: set[str] = set()
-        """Names of steady tensors that something else than an optimizer's step was seen to write."""
+        """Names of steady tensors that were seen to be written outside of optimizers' steps."""
         self._seen: dict[str, LastSeen] = {}
         """Tensors that no optimizer moves, by name."""
         self._views: dict[str, tuple[LiveTensor, list[np.ndarray[Any, Any]]]] = {}
@@ -93,11 +93,11 @@ class Movers:
         self._images: dict[tuple[str, Box], bytes] = {}
         """A few elements, as they were last copied, of tensors on a device that no optimizer moves."""
         self._compared: set[str] = set()
-        """Names of those of which two images were compared."""
+        """Names of those tensors whose images of two saves were compared."""
 
     def sort(self, live: Collected) -> bool:
-        """Say which tensors are to be copied at the call (`Collected.aside`).  True if the save has to
-        hold up the training until all is copied, since not enough is known."""
+        """Set the tensors that are copied at the call (`Collected.aside`).  True if the save has to hold up
+        the training until all is copied, since too little is known of the writes."""
         self.look()
         if is_small(live):
             live.aside, self._seen, self._views = set(live.tensors), {}, {}
@@ -173,7 +173,7 @@ class Movers:
         }
 
     def corners_at_call(self, live: Collected) -> Corners:
-        """The same, with what `sort` has just looked at."""
+        """Like `corners`, with the elements that `sort` has just read."""
         return self.corners(live, self._seen)
 
     def _elements(self, t: LiveTensor) -> list[bytes]:

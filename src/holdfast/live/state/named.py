@@ -1,4 +1,4 @@
-"""Tensors of a run by name, each with its place: what a save collects, and what a restore prepares."""
+"""Tensors of a run by name, each with its place: collected for a save, or prepared for a restore."""
 
 from __future__ import annotations
 
@@ -81,13 +81,13 @@ class NamedTensors:
     aliases: dict[str, str] = field(default_factory=dict)
     """Further names of tensors, with the first ones."""
     extras: dict[str, Any] = field(default_factory=dict)
-    """Whatever is no tensor, encoded, by name."""
+    """Encoded values that are no tensors, by name."""
     apart: dict[str, list[str]] = field(default_factory=dict)
-    """Names of the tensors that a tensor is made of, by its own (`state.apart`)."""
+    """By the name of a tensor that is made of others, the names of its parts (`state.apart`)."""
     padded: set[str] = field(default_factory=set)
     """Tensors whose dim 0 is padded for this layout: more or fewer rows may have been saved."""
     devices: list[torch.device] | None = None
-    """Its devices, without the CPU, once that was asked (`state.devices`)."""
+    """The devices of the tensors, without the CPU; None until asked for (`state.devices`)."""
 
     def add(self, name: str, state: str, tensor: torch.Tensor, *, steady: bool) -> None:
         if is_apart(tensor):
@@ -116,12 +116,12 @@ class NamedTensors:
         parts: dict[str, torch.Tensor],
         put: Callable[[dict[str, torch.Tensor]], None],
     ) -> dict[str, torch.Tensor]:
-        """The memory for the parts of a tensor whose number of elements may change: its own, or what a
-        restore reads into, and then `put`s."""
+        """The memory for the parts of a tensor whose number of elements may change: the live one, or in a
+        restore new memory, which `put` then copies into the tensor."""
         return parts
 
     def alias(self, name: str, other: str) -> None:
-        """Let a tensor go by another name, too, with all that it is made of."""
+        """Give a tensor and its parts another name, too."""
         inner = self.apart.get(other, [other])
         self.aliases |= {name + one.removeprefix(other): one for one in inner}
 
@@ -134,7 +134,7 @@ class NamedTensors:
         *,
         steady: bool,
     ) -> None:
-        """Like `add`, with the places known; there may be none on this rank."""
+        """Like `add`, for known places; this rank may have none."""
         if name in self.tensors:
             raise UsageError(f"two different tensors are named {name!r}")
         if parts:
@@ -161,7 +161,7 @@ class Collected(NamedTensors):
     inline_bytes: float = INLINE_BYTES
     """Largest size of tensors in the state_dict of an object that go into the extras, in bytes."""
     rules: dict[str, str] = field(default_factory=dict)
-    """Declared fate of an extra when the number of ranks changes; `ask` for undeclared loaders."""
+    """Rule of an extra when the number of ranks changes; `ask` for loaders without one."""
     before: Mapping[str, LiveTensor] = field(default_factory=dict)
     """Tensors found the last time, by name; those that lie where they did are not placed again."""
 
@@ -170,7 +170,7 @@ class Collected(NamedTensors):
             super().add(name, state, tensor, steady=steady)
 
     def _take_over(self, name: str, state: str, tensor: torch.Tensor, steady: bool) -> bool:
-        """Add a tensor as it was found the last time, if it still lies where it did; True if so."""
+        """Add the entry of the last save, if the tensor still lies in the same memory; True if so."""
         known = self.before.get(name)
         if known is None or known.source is not tensor or name in self.tensors:
             return False
@@ -185,7 +185,7 @@ class Prepared(NamedTensors):
     """The places to which a restore puts what it reads."""
 
     saved: Callable[[str], TensorEntry | None] = lambda name: None
-    """What is saved under a name."""
+    """The manifest's entry of a tensor, by name."""
     keys: set[str] = field(default_factory=set)
     owned: set[str] = field(default_factory=set)
     """Saved tensors that have a place, but none of their own in `tensors`: those of the state_dict of
@@ -195,11 +195,11 @@ class Prepared(NamedTensors):
     frozen: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     """Dtype and shape of each parameter that is left out (`trainable_only`), by name."""
     misfits: list[Misfit] = field(default_factory=list)
-    """Optimizers that cannot go on with what was saved, or have no use for it."""
+    """Optimizers that cannot use their saved states, or do not look at them."""
     unfit: set[int] = field(default_factory=set)
-    """By id, parameters whose saved states are left out for that, if the load is not strict."""
+    """Ids of parameters whose saved states a load without `strict` leaves out as misfits."""
     puts: list[Callable[[], None]] = field(default_factory=list)
-    """What is done once tensors are read, with those that are not filled in place."""
+    """Called once tensors are read, for tensors that are not filled in place."""
 
     def memory_of_parts(
         self,

@@ -4,11 +4,10 @@
         def forward(self, ...):
             self.num_updates += 1        # a restart begins at 0 again
 
-That a number is kept so says nothing: sizes, rates and the like are the same in each run, and what changes
-may be computed from the step, as a temperature is.  A whole number that counts up is told, once.  Modules,
-optimizers and objects are looked at, but not those of torch, not attributes whose names begin with `_`, and
-not what the object's own state tells: then the number is in it under its name or, whatever the name, with
-its value.
+A number in an attribute is no fault in itself: sizes and rates are the same in each run, and a temperature
+may be computed from the step.  A whole number that counts up is told of, once.  Attributes of modules,
+optimizers and objects are watched, but not those of torch's classes, not names that begin with `_`, and not
+numbers that the object's own state has, under the same name or with the same value.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ from holdfast.live.state.wrapped import is_zero1
 from holdfast.live.state.writes import Mark
 
 MAX_NUMBERS = 1024
-"""Numbers that are looked at, at most."""
+"""Most numbers that are watched."""
 COUNTED_AFTER = 3
-"""Changes upwards that make a number one that is counted: sizes of batches go up and down."""
+"""Changes upwards after which a number counts as a counter: sizes of batches go up and down."""
 _OTHERS = ("torch", "builtins")
 _REPORTED = ("loss", "time", "elapsed", "accuracy")
-"""Words in the names of numbers that are there to be shown."""
+"""Words in the names of numbers that are only reported."""
 _DOWN = -1
 
 
 class AttributeNumbers:
-    """The numbers in attributes of a state, and how they change."""
+    """Watches the numbers in attributes of a state's values."""
 
     def __init__(self, state: State) -> None:
         owners = list(_owners(state))
@@ -60,9 +59,9 @@ class AttributeNumbers:
         ][:MAX_NUMBERS]
         self._values = self._now()
         self._moved = [0] * len(self._kept)
-        """Number of changes of each, all upwards; _DOWN for ever if one was not."""
+        """Number of changes of each number, all upwards; _DOWN after any other change."""
         self._saved: dict[tuple[int, str], bool] = {}
-        """The answer of whether a number is saved, by owner and name: it takes a state_dict()."""
+        """By owner and name, True if the number is saved: cached, since it takes a state_dict()."""
         self._parts = [(key, one) for key, value in state.items() for one in _optimizers(value)]
         self._marks: dict[tuple[int, str], Mark] = {}
         """Tensors in attributes of optimizers as they were at the last save, by number and path."""
@@ -72,7 +71,7 @@ class AttributeNumbers:
         return [owner.__dict__.get(name) for _, owner, name in self._kept]
 
     def observe(self) -> None:
-        """Look at the numbers once more."""
+        """Compare the numbers with the last call."""
         now = self._now()
         if now == self._values:
             return
@@ -83,7 +82,7 @@ class AttributeNumbers:
         self._values = now
 
     def counted(self, state: State) -> list[str]:
-        """Names of numbers that are counted up, and that nothing saves."""
+        """Names of counters that nothing saves."""
         return [
             f"{where}.{name}"
             for (where, owner, name), value, moved in zip(self._kept, self._values, self._moved)
@@ -91,7 +90,7 @@ class AttributeNumbers:
         ]
 
     def _is_saved(self, owner: Any, name: str, value: Any, state: State) -> bool:
-        """True if something saves a number.  Found out once, for all numbers of its owner."""
+        """True if a number is saved.  Asked once for all numbers of an owner."""
         if (id(owner), name) not in self._saved:
             ours = [(n, v) for (_, one, n), v in zip(self._kept, self._values) if one is owner]
             names = _saved_of(owner, ours)
@@ -99,8 +98,8 @@ class AttributeNumbers:
         return self._saved[id(owner), name]
 
     def changed_tensors(self) -> list[tuple[str, bool]]:
-        """Tensors in attributes of optimizers that were written or replaced since, and that nothing saves:
-        the name of each, and whether it is a single number."""
+        """(name, is a single number) of tensors in attributes of optimizers that were written or replaced
+        since the last save and that nothing saves."""
         before, found = self._marks, []
         for at, name, path, now in self._tensors_now():
             mark = before.get((at, path))
@@ -139,7 +138,7 @@ def _optimizers(value: Any) -> list[Optimizer]:
 
 
 def _owners(state: State) -> Iterator[tuple[str, Any]]:
-    """Yield (name, object) of what may keep numbers of its own."""
+    """Yield (name, object) for modules, optimizers and objects that may count in attributes."""
     for key, value in state.items():
         for module in stages(value) or ():
             for name, part in module.named_modules():
@@ -154,12 +153,12 @@ def _owners(state: State) -> Iterator[tuple[str, Any]]:
 
 
 def _is_of_others(one: Any) -> bool:
-    """True for what is torch's, or a framework's, whose counts its source tells of."""
+    """True for an object of torch, or of a framework, whose source saves its counters."""
     return type(one).__module__.partition(".")[0] in _OTHERS or is_owned(one)
 
 
 def _is_plain(name: str, value: Any, state: State) -> bool:
-    """True if a plain value of the state of that name, or nearly, is the same."""
+    """True if a plain value of the state with a similar name has the same value."""
     plain = {k: v for k, v in state.items() if is_plain(v)}
     return any(
         found == value and key and (key in name or name in key) for key, found in saved_names(plain)
@@ -167,7 +166,7 @@ def _is_plain(name: str, value: Any, state: State) -> bool:
 
 
 def _saved_of(owner: Any, numbers: list[tuple[str, Any]]) -> set[str]:
-    """Names of those numbers that the state of their owner has, under any name."""
+    """Names of the numbers that the owner's state has, under any name."""
     if isinstance(owner, nn.Module):
         if type(owner).get_extra_state is not nn.Module.get_extra_state:
             return {name for name, _ in numbers}

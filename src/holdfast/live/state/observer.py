@@ -1,4 +1,4 @@
-"""The observer of optimizers: who is called before and after an optimizer's step, in which order.
+"""The observer of optimizers: calls subscribers before and after each step, in a fixed order.
 
 Weights and optimizer states change only inside `optimizer.step()`; gradients are final when it begins, and
 until it ends the optimizer alone reads them.  Three parts of this package rely on that.  All of them use
@@ -19,8 +19,8 @@ torch's hooks, and this module alone knows those:
 
 * *Last before the step.*  A hook behind ours could change gradients after their copy.  Torch calls hooks
   in the order in which they were registered, so ours have to be moved.  It iterates over them meanwhile and
-  cannot bear that they change in a step: they are moved between two steps (`come_last`).  In a step it can
-  only be found out that somebody has come behind (`is_last`), and what was to be copied is given up.
+  cannot bear that they change in a step: they are moved between two steps (`come_last`).  In a step,
+  `is_last` can only find that a hook was registered behind ours; then the copy is given up.
 * *After the step* twins are first: what other hooks write is no part of the step that they make again.
   Records stay where they were registered: a replay calls the hooks that were there when the run began,
   and what is written behind them is an edit by the script.
@@ -59,7 +59,7 @@ from holdfast.live.state.graphs import is_capturing
 Name = TypeVar("Name", bound=Hashable)
 
 NO_BACKWARD = -1
-"""What torch calls the backward pass that a thread is in, if it is in none."""
+"""torch's number of the backward pass in a thread without one."""
 
 
 class HookOrder(IntEnum):
@@ -87,9 +87,9 @@ class StepCall(msgspec.Struct, Generic[Name], frozen=True):
     """Positional arguments of `step()`."""
     kwargs: dict[str, Any]
     around: Name | None
-    """The optimizer in whose step this one begins, if any."""
+    """The optimizer inside whose step this step begins, if any."""
     again: bool
-    """True if this optimizer's step before did not come to its end."""
+    """True if this optimizer's previous step has failed."""
 
     @property
     def given(self) -> list[Any]:
@@ -240,7 +240,7 @@ class StepCounts:
         """True if a compiled step was made: of which optimizer is not known."""
         self._earlier: dict[int, weakref.ref[Any]] = {}
         self._had_compiled = False
-        """The same of the time between `forget` and the last `clear`."""
+        """Like `has_compiled`, for the time between `forget` and the last `clear`."""
         self._in_backward: dict[int, weakref.ref[Any]] = {}
         """The optimizers that have stepped in a backward pass since `forget`, by id."""
         self._also = also
@@ -260,12 +260,12 @@ class StepCounts:
         self._also(optimizer)
 
     def by_optimizer(self) -> list[tuple[Any, int]]:
-        """Optimizers that there still are, and the numbers of their steps."""
+        """Optimizers that still exist, with the numbers of their steps."""
         pairs = [(ref(), number) for ref, number in list(self.found.values())]
         return [(one, number) for one, number in pairs if one is not None]
 
     def stepped_in_backward(self) -> list[Any]:
-        """Optimizers that there still are and that have stepped in a backward pass since `forget`."""
+        """Optimizers that still exist and have stepped in a backward pass since `forget`."""
         ever = [ref() for ref in list(self._in_backward.values())]
         return [one for one in ever if one is not None]
 

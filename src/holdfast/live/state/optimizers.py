@@ -1,6 +1,6 @@
-"""Optimizers of the live state: whose parameters they have, under which names, and what they keep of each.
+"""Optimizers of the live state: their parameters, the names of these, and the states of each.
 
-Parameters that nothing else in the state has, such as float32 masters of a bfloat16 model, are saved with
+Parameters that no other value of the state has, such as float32 masters of a bfloat16 model, are saved with
 their optimizer.
 """
 
@@ -36,17 +36,17 @@ class ParamNames(dict[int, list[str]]):
     """Names of an optimizer's parameters, by id: every name of a tied one."""
 
     stated: Collection[int] = ()
-    """Ids of those that only the optimizer's groups name."""
+    """Ids of parameters that only the optimizer's groups name."""
     beside: Collection[int] = ()
-    """Ids of those that no module has, but a plain value or a group."""
+    """Ids of parameters that no module names, but a plain value or a group does."""
 
 
 def all_param_names(state: State, groups: list[Group]) -> ParamNames:
     """Like `param_names`, but with every name of a tied parameter.
 
-    A name carries its module's key only where two modules that the optimizer serves share a
-    parameter name; what other modules the state has makes no difference.  A tensor that is a plain value
-    has its name in the checkpoint, and what the state does not have the one that the groups state.
+    A name begins with its module's key only where two modules that the optimizer serves share a parameter
+    name; other modules of the state do not matter.  A tensor that is a plain value has its name in the
+    checkpoint; a parameter that the state lacks has the name that the groups state.
     """
     found: dict[int, list[tuple[str, str]]] = {}
     keys: dict[str, set[str]] = {}
@@ -109,7 +109,7 @@ class LiveOptimizer:
 
 
 def own_params(state: State, optimizer: LiveOptimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """An optimizer's parameters that nothing else in the state has."""
+    """Yield (name, parameter) for parameters that no other value of the state has."""
     others = {id(t) for value in state.values() if is_plain(value) for _, t in tensors_in(value)}
     names = optimizer.names
     stated = {i: names[i][0] for i in names.stated}
@@ -140,10 +140,11 @@ def named_groups(groups: list[Group], names: dict[int, str]) -> NamedGroups:
 
 
 NO_HYPER = ("params", "param_names", "is_expert_parallel")
-"""Keys of a group that do not say how it is trained: whom it has, how Megatron's ranks lie."""
+"""Keys of a group that are no hyper-parameters: its parameters, their names, Megatron's ranks."""
 
 
 def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters of a group."""
     # DeepSpeed's groups of experts bear the name of the ranks that have them
     left_out = (*NO_HYPER, "moe", "name") if group.get("moe") is True else NO_HYPER
     return {k: v for k, v in group.items() if k not in left_out}
@@ -162,7 +163,7 @@ def encoded_hyper_parameters(key: str, group: dict[str, Any]) -> Any:
 
 
 def add_optimizer(live: Collected, optimizer: LiveOptimizer) -> None:
-    """Add an optimizer's states, parameter groups and what it keeps of parameters beside tensors."""
+    """Add an optimizer's states, its parameter groups, and its states that are no tensors."""
     key, all_names = optimizer.key, optimizer.names
     saved: list[Any] = []
     others: dict[str, Any] = {}
@@ -210,11 +211,11 @@ def add_optimizer(live: Collected, optimizer: LiveOptimizer) -> None:
 
 
 MODEL_STATES = ("param", "buffer", "tensor")
-"""Values of a saved tensor's `state` that say that it is no state of an optimizer."""
+"""Values of a tensor's `state` in the manifest that are no states of optimizers."""
 
 
 def _check_state(name: str, state: Any) -> None:
-    """UsageError for a state that would not be found again."""
+    """UsageError for a state whose name a load could not find."""
     if isinstance(state, str) and state not in MODEL_STATES:
         return
     raise UsageError(
@@ -291,8 +292,8 @@ def common_name(key: str) -> str:
 def holder_of(
     optimizer: Any, p: torch.Tensor, master: Master | None
 ) -> tuple[Optimizer | None, torch.Tensor]:
-    """The torch optimizer that has the states of a parameter here, if any, and the tensor under which it
-    has them."""
+    """The torch optimizer that has the states of a parameter on this rank, if any, and the tensor that is
+    its key."""
     if master is not None:
         return master.optimizer, master.tensor
     return (holder(optimizer, p) if isinstance(optimizer, Optimizer) else None), p

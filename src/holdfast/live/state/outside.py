@@ -1,18 +1,20 @@
-"""Tensors that an object keeps in its attributes, and that neither the state nor a `state_dict()` has.
+"""Tensors in attributes of objects that neither the state nor a `state_dict()` has.
 
     self.masters = [p.detach().float() for p in params]          float32 masters of bfloat16 weights
     self.averages = {p: p.clone() for p in params}
 
-The training goes on from them, and a restart has those of a fresh build.  What is no such tensor:
+The training depends on them, and a restart has those of a fresh build.  Not counted are:
 
-* one that lies in the memory of a parameter, a gradient, a state or anything else that is saved: a view,
-  a flat buffer, a tensor that the script has handed over, too;
-* a constant, such as a table of levels for quantised states.  An optimizer's tensor counts if it has the
-  shape of a parameter or as many elements as a group's together, or if it was written.  Single numbers
-  are left to `state.numbers`.
+* tensors in the memory of a parameter, a gradient, a state or any saved tensor: views, flat buffers,
+tensors
+  that the script hands over, too;
+* constants, such as a table of levels for quantised states.  An optimizer's tensor counts if it has the
+shape
+  of a parameter or as many elements as a group together, or if it was written.  Single numbers are left to
+  `state.numbers`.
 
-Of modules and averages only whole copies of a model's parameters count: others keep activations, masks and
-caches, which nothing depends on.
+Of modules and averages only whole copies of a model's parameters count: activations, masks and caches do
+not matter after a restart.
 """
 
 from __future__ import annotations
@@ -45,19 +47,18 @@ from holdfast.live.state.wrapped import stepping
 from holdfast.live.state.writes import times_written
 
 SAVED_ATTRIBUTES = ("state", "param_groups", "defaults")
-"""Attributes of an optimizer that are saved, and the values that groups begin with."""
+"""Attributes of an optimizer that are saved, and the default settings of groups."""
 CONTAINERS = (list, tuple, dict, deque, set, frozenset)
 MAX_ITEMS = 10_000
-"""Values of one container that are looked at, at most."""
+"""Most values of a container that are searched."""
 DEPTH = 6
-"""Depth of containers to which tensors are looked for, at most."""
+"""Deepest nesting of containers that is searched for tensors."""
 
 
 def tensors_held(
     value: Any, path: str = "", depth: int = DEPTH
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (what is written to get at it, tensor) of what a value holds: a tensor, containers of some at
-    any depth, and one object around them."""
+    """Yield (path, tensor) of a tensor, of containers at any depth, and of one object around them."""
     yield from _held(value, path, depth, objects=1)
 
 
@@ -79,7 +80,7 @@ def _held(value: Any, path: str, depth: int, objects: int) -> Iterator[tuple[str
 
 
 def _is_small_object(value: Any) -> bool:
-    """True for an object that may be somebody's own record of some values."""
+    """True for an object that may be a plain record of values."""
     kind = type(value)
     return not (
         callable(value)
@@ -106,7 +107,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """The address at which the memory of a tensor begins, which others may share; its id if it has none."""
+    """The address of a tensor's storage, which other tensors may share; its id if it has none."""
     try:
         memory = memory_of(tensor)
         address = memory.untyped_storage().data_ptr() if is_plain_type(type(memory)) else 0  # type: ignore[arg-type]
@@ -116,7 +117,7 @@ def address_of(tensor: torch.Tensor) -> int:
 
 
 def state_addresses(state: State) -> set[int]:
-    """The places of all tensors that a state has, and of what is made anew from them: gradients."""
+    """The addresses of all tensors of a state, and of gradients."""
     found: set[int] = set()
     for _, module in modules_in(state):
         tensors = module_tensors(module)
@@ -133,7 +134,7 @@ def state_addresses(state: State) -> set[int]:
 
 
 def optimizer_addresses(optimizer: Optimizer) -> set[int]:
-    """The places of what is saved of one optimizer, and of its gradients."""
+    """The addresses of an optimizer's saved tensors, and of its gradients."""
     inner = stepping(optimizer)
     params = [p for group in inner.param_groups for p in group["params"]]
     found = {address_of(p) for p in params} | {
@@ -149,8 +150,8 @@ def optimizer_addresses(optimizer: Optimizer) -> set[int]:
 
 
 def outside(optimizer: Optimizer, state: State) -> dict[str, list[str]]:
-    """Attributes of an optimizer with tensors that a training goes on from and that nothing saves: by name,
-    each with what is written to get at them."""
+    """Attributes of an optimizer with tensors that the training depends on and nothing saves: the tensors'
+    paths, by the attribute's name."""
     found = [
         (name, path, tensor)
         for name, value in vars(optimizer).items()
@@ -210,7 +211,7 @@ def tell_outside(state: State) -> None:
 
 
 def _beside_optimizers(key: str, value: Any, state: State) -> list[str]:
-    """Tensors of an object around optimizers that are like their parameters, and that nothing saves."""
+    """Unsaved tensors of an object around optimizers that have the shape of their parameters."""
     inner = inner_optimizers(value) if hasattr(value, "__dict__") else {}
     shapes = {
         tuple(p.shape) for one in inner.values() for g in one.param_groups for p in g["params"]
@@ -228,8 +229,8 @@ def _beside_optimizers(key: str, value: Any, state: State) -> list[str]:
 
 
 def copies(key: str, root: Any, state: State) -> list[str]:
-    """Attributes of a module's parts, or of an object, that hold a copy of all parameters of a model and
-    are not saved; by their names in the state."""
+    """Unsaved attributes of a module's submodules, or of an object, that hold a copy of all parameters of a
+    model; by their names in the state."""
     parts: Iterable[tuple[str, Any]] = [("", root)]
     if isinstance(root, nn.Module):
         parts = ((n, m) for n, m in root.named_modules() if not _says_more(m))

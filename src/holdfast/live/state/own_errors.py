@@ -1,12 +1,12 @@
-"""Errors that a user's own object raises, told with the key by which the state names the object.
+"""Errors of a user's own object, raised with the key of the object in the state.
 
     with naming("loader", loader, "state_dict"):
         saved = loader.state_dict()           # KeyError: 'at'
 
     HoldfastError: loader: state_dict() of MyLoader raised KeyError: 'at'
 
-A state has many objects, most of them from elsewhere; a bare KeyError says neither which one failed nor
-that it was at a checkpoint.  The object's own error is the cause, with its traceback.
+A state has many objects, most of them of other libraries; a bare KeyError tells neither which object failed
+nor that it failed at a checkpoint.  The object's own error is the cause, with its traceback.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Asking modules for their `state_dict()`: which are asked, how, and what of the answer is saved anyway.
+"""Asking modules for their `state_dict()`: which modules, how, and which entries are saved anyway.
 
-Most modules have nn.Module's own way to save and no hooks: what they have is known without asking.  One
-with a `_save_to_state_dict` of its own is asked for its own entries alone; one with hooks or another
-`state_dict` for the whole, for these see and may change what submodules have.
+Most modules have nn.Module's own way to save and no hooks: their entries are known without asking.  A
+module with a `_save_to_state_dict` of its own is asked for its own entries alone; a module with hooks or
+another `state_dict` for the whole, for these may change entries of submodules.
 
-What a module says is asked anew each time: a hook may have more to say from one call to the next, and
-nothing but the call itself tells so.
+Modules are asked anew each time: a hook may add entries from one call to the next, and only the call itself
+tells.
 
 Parameters and persistent buffers are saved in any case.  But a hook may give one another name, or split it
 into views.  So an entry is looked for three ways: by identity, which nearly all entries are found by; then
@@ -36,7 +36,7 @@ HARMLESS = ("torch.distributed.", "torch.nn.utils.", "holdfast.")
 
 
 def asked(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Submodules whose state_dict() may have something of its own, with what their names begin with."""
+    """Yield (prefix of names, submodule) for submodules whose state_dict() may have own entries."""
     few = {part for part in submodules(root) if not _is_plain_one(part) and _has_own_way(part)}
     if few <= {root}:
         yield from (("", part) for part in few)
@@ -102,7 +102,7 @@ StorageSpan = tuple[tuple[Any, int], int, int]
 
 
 def memory_place(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """The place in memory of a tensor, to be compared; None if it has no memory of its own."""
+    """The memory of a tensor as a value to compare; None if it has no memory of its own."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if isinstance(local, UninitializedTensorMixin):
         return None

@@ -1,4 +1,4 @@
-"""The place where a live tensor lies: from a torch tensor or DTensor to a box and cuts.
+"""The place of a live tensor in the whole: from a torch tensor or DTensor to a box and cuts.
 
 A DTensor says by placements how its mesh's dims cut it.  Mesh dims become `Axis`es (ranks a stride apart),
 because each rank sees only its own slice of a sub-mesh; the common mesh is found when all ranks plan
@@ -24,7 +24,7 @@ AxisCut = tuple[int, Axis]
 
 
 class Placed(msgspec.Struct, frozen=True, eq=False):
-    """A rank's part of a tensor.  `cuts` is None where axes cannot tell it by the rank's number."""
+    """A rank's part of a tensor.  `cuts` is None where the rank's number and axes do not tell its box."""
 
     local: torch.Tensor
     shape: tuple[int, ...]
@@ -57,7 +57,7 @@ def torch_dtype(name: str) -> torch.dtype:
 def place(tensor: torch.Tensor, name: str) -> Placed:
     """Describe a tensor.  Shares memory with it.
 
-    LayoutError for what has no place, or one that nobody tells; UsageError for what has no memory.
+    LayoutError for a tensor without a known place; UsageError for a tensor without memory.
     """
     if isinstance(tensor, DTensor):
         return _place_dtensor(tensor, name)
@@ -67,7 +67,7 @@ def place(tensor: torch.Tensor, name: str) -> Placed:
 
 
 def parts_in(master: Master, value: torch.Tensor, name: str) -> tuple[Placed, ...]:
-    """Parts of a weight in its master, or in a state that lies as the master does; a number is whole."""
+    """Parts of a weight in its master, or in a state with the master's layout; a number is whole."""
     if master.cut is None or (not value.ndim and value is not master.tensor):
         return (place(value, name),)
     if value.shape != master.tensor.shape:
@@ -100,7 +100,7 @@ def _place_dtensor(tensor: DTensor, name: str) -> Placed:
 
 
 def dtensor_box(tensor: DTensor, name: str) -> tuple[Box, tuple[AxisCut, ...] | None]:
-    """The box that this rank has of a DTensor, and the cuts that make it.  LayoutError if nobody tells."""
+    """The box of a DTensor on this rank, and the cuts that make it.  LayoutError if they are unknown."""
     mesh, placements, shape = tensor.device_mesh, tensor.placements, tuple(tensor.shape)
     local = tensor._local_tensor
     coordinate = mesh.get_coordinate()
@@ -183,12 +183,12 @@ def mesh_axes(mesh: Any) -> list[Axis] | None:
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that has this rank's part of a plain tensor or a DTensor, be it plain or not."""
+    """The local tensor of a DTensor; any other tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def is_apart(tensor: torch.Tensor) -> bool:
-    """True if a tensor's values are not in one memory of its own: `apart` knows some."""
+    """True if a tensor's values are not in one memory of its own (`state.apart`)."""
     memory = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     kind = type(memory)
     return (

@@ -1,13 +1,13 @@
-"""Parameters of an optimizer that nothing else in the state has, and how they are told apart.
+"""Names of parameters that no module of the state has.
 
     torch.optim.Adam(model.named_parameters())        by the names that torch keeps in the groups
     torch.optim.Adam(agent.net.parameters())          by where the state_dict() of an agent in the state
                                                       has them: `agent.net.0.weight`
     torch.optim.Adam(model.parameters())              by position, `group0.3`: no name is to be had
 
-A position says which parameter is which as long as the script makes the optimizer in the same order.  Where
-all shapes differ, another order does not fit and is refused.  Where some are alike, nothing is known: so it
-is told at the first save, and `holdfast.live.restore.positions` refuses at a load what it cannot prove.
+A position identifies a parameter as long as the script makes the optimizer in the same order.  Where all
+shapes differ, another order does not fit and is refused.  Where two shapes are equal, the order is
+unproved: the first save warns, and a load refuses an order that it cannot prove (`live.restore.positions`).
 
 Names of wrappers at the front or inside are left out, as for modules: a script may be compiled, or wrapped
 in DDP, at one start and not at the next.
@@ -40,19 +40,19 @@ WAYS_OUT = (
     "over as values of the state ({'log_alpha': log_alpha, ...}), or restore(strict=False), which takes "
     "them in their order"
 )
-"""Ways in which parameters that nothing names get names, or go without."""
+"""Hints for parameters without names."""
 
 in_saved_order: WeakSet[Any] = WeakSet()
-"""Optimizers that holdfast has made itself, with parameters in the order of a checkpoint."""
+"""Optimizers that holdfast has made, with parameters in the order of a checkpoint."""
 
 
 def is_in_saved_order(optimizer: Any) -> bool:
-    """True for one of these."""
+    """True if holdfast has made the optimizer with parameters in the order of a checkpoint."""
     return any(one is optimizer for one in in_saved_order)
 
 
 def add_others(names: ParamNames, state: State, groups: list[Group]) -> None:
-    """Name what no module has: by where it lies in the state, else by what the groups state."""
+    """Name parameters that no module has: by their place in the state, else by names in the groups."""
     taken, of_modules = {name for several in names.values() for name in several}, {*names}
     for key, value in in_order(state).items():
         for path, p in tensors_in(value) if is_plain(value) else ():
@@ -73,8 +73,8 @@ def add_others(names: ParamNames, state: State, groups: list[Group]) -> None:
 
 
 def _stated(groups: list[Group]) -> dict[int, str]:
-    """Names that groups state, by id of the parameter.  One that two parameters have says nothing; nor does
-    one that looks like a position."""
+    """Names that groups state, by id of the parameter, without names of two parameters and names that look
+    like positions."""
     found: dict[int, str] = {}
     for group, params in groups:
         names = group.get("param_names")
@@ -98,7 +98,7 @@ def by_position(named: NamedGroups) -> dict[str, torch.Tensor]:
 
 
 def same_shapes(params: Mapping[str, torch.Tensor]) -> dict[tuple[int, ...], list[str]]:
-    """Names of the parameters of each shape that several have."""
+    """Names of parameters by shape, for shapes of several parameters."""
     found: dict[tuple[int, ...], list[str]] = {}
     for name, p in params.items():
         found.setdefault(tuple(p.shape), []).append(name)
@@ -106,7 +106,7 @@ def same_shapes(params: Mapping[str, torch.Tensor]) -> dict[tuple[int, ...], lis
 
 
 def shown_alike(found: Mapping[tuple[int, ...], list[str]]) -> str:
-    """Text of which are alike: `group0.0 and group0.1 have shape (4, 4)`."""
+    """Text for parameters of one shape: `group0.0 and group0.1 have shape (4, 4)`."""
     shape, names = max(found.items(), key=lambda pair: len(pair[1]))
     more = sum(map(len, found.values())) - 2
     return f"{names[0]} and {names[1]} have shape {shape}" + f" ({more} more are alike)" * (
@@ -115,10 +115,10 @@ def shown_alike(found: Mapping[tuple[int, ...], list[str]]) -> str:
 
 
 def note_positions(live: Collected, optimizer: LiveOptimizer, state: State) -> None:
-    """Note of which weights parameters are the masters, if they are any; else give a HoldfastWarning, at
-    the first save, for those that a restart may take for each other.
+    """Note the weights of which parameters are masters.  Without masters, the first save gives a
+    HoldfastWarning for parameters that a restart could not tell apart.
 
-    The note is written also if it is empty: steps of releases that did not prove orders have none."""
+    An empty note is written, too: steps of releases that did not prove orders have none."""
     key, params = optimizer.key, by_position(optimizer.pairs)
     found = same_shapes(params)
     masters: dict[str, str] = {}

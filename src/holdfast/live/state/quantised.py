@@ -1,4 +1,4 @@
-"""Quantised tensors, torch's own and those of bitsandbytes, as what they consist of, and back.
+"""Quantised tensors, of torch and of bitsandbytes, as plain tensors and values, and back.
 
 Torch's (`qint8` and its kin) are integers and the line that they stand for: value = scale * (integer - zero
 point), with one scale for all of them or one for each index of `axis`.

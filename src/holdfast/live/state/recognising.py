@@ -1,4 +1,4 @@
-"""What a value of the state is: a module, an optimizer, an object with a state_dict(), or plain."""
+"""Questions about a value of the state: module, optimizer, object with a state_dict(), or plain value?"""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def is_of_framework(state: State) -> bool:
 
 
 def in_order(state: State) -> State:
-    """The same values by sorted keys: what ranks do together for each of them (an object's `state_dict` may
-    have collectives) they do in one order, however each of them has built its dict."""
+    """The state with sorted keys.  An object's `state_dict()` may have collectives, so ranks must call them
+    in one order, however each rank built its dict."""
     return dict(sorted(state.items()))
 
 

@@ -3,15 +3,14 @@
     {"model": model, "optim": [muon, adamw]}               a list, tuple or dict of optimizers
     {"model": model, "optim": OptimizersContainer(...)}    an optimizer whose steps others make (torchtitan)
 
-Such a container has no states of its own; its parts have them, each of its own parameters.  So together
-they are one optimizer: its groups are theirs, one after the other, and the states of a parameter are those
-of the part that has the parameter.  A checkpoint says nothing of the division: names are those of
+Such a container has no states of its own; each part has those of its parameters.  So a `CombinedOptimizer`
+stands for the parts: its groups are their groups, one after the other, and the states of a parameter are
+those of the part that has the parameter.  A checkpoint says nothing of the division: names are those of
 parameters, and it loads into one optimizer, or into other parts, just as well.
 
-That holds only where the parts have each of the container's parameters once and the container has nothing
-of its own.  Where it does not, states would be lost without a word, and so it is refused by name.  SAM has
-its first states after its first step.  Nothing tells that before, and nothing is lost before: every save
-and every load asks anew.
+That holds only where the parts have each parameter of the container once, and the container has no states
+or settings of its own.  Otherwise states would be lost silently, so such a container is refused by name.
+SAM has its first states after its first step: every save and every load asks anew.
 
 The user's state is left as it is: `normalised` returns another dict, in which such a value is a
 `CombinedOptimizer`, or the only part itself.
@@ -31,7 +30,7 @@ from holdfast.live.state.wrapped import is_zero1, stepping
 
 State = dict[str, Any]
 MAX_NESTING = 100
-"""Depth of lists in lists to which optimizers are looked for, at most."""
+"""Deepest nesting of lists that is searched for optimizers."""
 MAX_NAMED = 4
 """Names in a message, at most."""
 
@@ -44,7 +43,7 @@ class CombinedOptimizer(Optimizer):
 
     def __init__(self, parts: Mapping[str, Optimizer]) -> None:
         self.parts = dict(parts)
-        """The optimizers, by what is written after the key for each: `[0]`, `.optimizers[1]`."""
+        """The optimizers by label, the text behind the key: `[0]`, `.optimizers[1]`."""
         self._part_of = {
             id(p): part
             for part in self.parts.values()
@@ -75,12 +74,12 @@ def holder(optimizer: Optimizer, p: torch.Tensor) -> Optimizer | None:
 
 
 def combined_parts(optimizer: Any) -> dict[str, Optimizer]:
-    """The optimizers that one was put together from; itself if it is one."""
+    """The parts of a combined optimizer by label; else the optimizer itself."""
     return optimizer.parts if isinstance(optimizer, CombinedOptimizer) else {"": optimizer}
 
 
 def expand_optimizers(state: State) -> State:
-    """A state that was `normalised`, with the parts under names of their own."""
+    """A `normalised` state with each part of a combined optimizer under a key of its own."""
     if not any(isinstance(value, CombinedOptimizer) for value in state.values()):
         return state
     found: State = {}
@@ -93,7 +92,7 @@ def expand_optimizers(state: State) -> State:
 def normalised(state: State) -> State:
     """The state with each container of optimizers as one optimizer; the dict itself if there is none.
 
-    UsageError for one whose parts are not all that it has, or have not all that it has.
+    UsageError for a container whose parts would lose some of its states, settings or parameters.
     """
     seen = {key: _seen(key, value, state) for key, value in state.items()}
     if all(value is state[key] for key, value in seen.items()):
@@ -119,8 +118,8 @@ def _seen(key: str, value: Any, state: State) -> Any:
 
 
 def _leads_with_optimizer(value: Any) -> bool:
-    """True if the first that a list or dict holds is an optimizer.  One further down is refused, as any
-    object is that cannot be saved."""
+    """True if the first item of a list or dict, at any depth, is an optimizer.  An optimizer behind other
+    items is refused as any object that cannot be saved."""
     for _ in range(MAX_NESTING):  # a list may hold itself
         if not isinstance(value, (list, tuple, dict)) or not value:
             break
@@ -129,7 +128,7 @@ def _leads_with_optimizer(value: Any) -> bool:
 
 
 def _leaves(value: Any, label: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (what is written to get at it, value) of what nested lists and dicts hold."""
+    """Yield (label, value) of the leaves of nested lists and dicts."""
     if isinstance(value, dict):
         for number, (name, one) in enumerate(value.items()):
             yield from _leaves(
@@ -160,7 +159,7 @@ def _together(key: str, parts: dict[str, Optimizer]) -> Optimizer:
 
 
 def _check_once(seen: State) -> None:
-    """UsageError for a part that the state has a second time."""
+    """UsageError for a part that the state has twice."""
     owner: dict[int, str] = {}
     for key, value in seen.items():
         for label, one in combined_parts(value).items() if isinstance(value, Optimizer) else ():
@@ -205,8 +204,7 @@ def _inside(key: str, label: str, optimizer: Any, state: State) -> dict[str, Opt
 
 
 def inner_optimizers(optimizer: Any) -> dict[str, Any]:
-    """Other optimizers that one has as attributes, or in lists and dicts that are; by what is written to
-    get at each."""
+    """Other optimizers in the attributes of an optimizer, also in lists and dicts, by label."""
     found: dict[str, Any] = {}
     met = {id(optimizer)}
     for name, value in vars(optimizer).items():
@@ -220,8 +218,7 @@ def inner_optimizers(optimizer: Any) -> dict[str, Any]:
 
 
 def optimizers_within(value: Any, label: str = "") -> Iterator[tuple[str, Any]]:
-    """An optimizer, or those in lists and dicts that begin with one; with what is written to get at
-    each."""
+    """Yield (label, optimizer) for an optimizer, or for those in a list or dict that begins with one."""
     if isinstance(value, Optimizer) or _leads_with_optimizer(value):
         yield from (pair for pair in _leaves(value, label) if isinstance(pair[1], Optimizer))
 

@@ -3,9 +3,9 @@
     state["average"] = state["momentum"]          one tensor under two names
     state["step"] = self.step                     one tensor for all parameters
 
-A checkpoint has each under its own name, and an optimizer that has no states yet gets each in memory of its
-own.  What is written to one is not in the other from then on, and the training is another one.  Whether
-states are written at all cannot be known here, so it is said, not refused.
+A checkpoint has each state under its own name, and an optimizer without states gets each in memory of its
+own. From then on a write to one does not change the other, and the training differs.  Whether states are
+written at all is unknown, so the save warns and does not refuse.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Sparse tensors: indices and values, saved as two or three dense tensors.
 
-How many elements are specified changes while a run goes on, so they are not filled in place: what was saved
-is read into memory of its own, put together, checked by torch, and copied into the live tensor, which takes
-its size from it.  Shape, layout and number of sparse dims are the live tensor's.
+The number of specified elements changes in a run, so sparse tensors are not filled in place: indices and
+values are read into new memory, put together, checked by torch, and copied into the live tensor, which
+takes their number.  Shape, layout and number of sparse dims are the live tensor's.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def dense_parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def said_of(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return what a sparse tensor is besides indices and values, as `apart` has it."""
+    """The description of a sparse tensor, beside indices and values (`state.apart`)."""
     dims = f", {tensor.sparse_dim()} sparse dims" if tensor.layout is torch.sparse_coo else ""
     context = f"{tuple(tensor.shape)}, {tensor.dtype}{dims}"
     parts = dict.fromkeys(dense_parts(tensor), "")

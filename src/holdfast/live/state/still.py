@@ -1,8 +1,8 @@
-"""A state of which nothing changes at all: a loop trains functional parameters, or binds its names to new
-lists and tensors, while the state has those that it was made of.
+"""A state that does not change at all: the loop trains functional parameters, or binds its names to new
+lists and tensors, while the state has the former ones.
 
-Only a state of which that can be seen for certain is looked at: modules, tensors, plain values and
-containers that are not large.  Gradients tell that an optimizer will step later.
+Only a state whose changes are certain to be seen is watched: modules, tensors, plain values and containers
+that are not large.  Gradients tell that an optimizer will step later.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from holdfast.live.state.tensor_kinds import PLAIN_TENSORS
 from holdfast.live.state.writes import Mark
 
 MAX_COMPARED = 1000
-"""Items of a container that are too many to be compared."""
+"""Most items of a container that are compared."""
 
 
 class Still:

@@ -1,4 +1,4 @@
-"""Kinds of tensors: which ones have their values in their memory, whole, as shape and dtype say.
+"""Kinds of tensors: those whose memory holds their values, whole, as shape and dtype say, and others.
 
 A checkpoint is made of memory.  Three kinds of tensors look like the others and are not:
 
@@ -16,7 +16,7 @@ A checkpoint is made of memory.  Three kinds of tensors look like the others and
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import cache, lru_cache
 from typing import Any
 
@@ -28,7 +28,7 @@ from holdfast.base.errors import HoldfastError, LayoutError, UsageError
 from holdfast.core.format.dtypes import DTYPES
 
 PLAIN_TENSORS = frozenset([torch.Tensor, torch.nn.Parameter])
-"""Types of tensors that are nothing more than their memory."""
+"""Types of plain tensors."""
 FSDP1_MARKS = ("_fsdp_flattened", "_is_flat_param")
 """Attributes of parameters that torch's FullyShardedDataParallel has flattened, and of the flat ones."""
 FSDP1_CHILD = "_fsdp_wrapped_module"
@@ -57,7 +57,7 @@ _HINT = "keep its values in plain tensors (what its dequantize() or full_tensor(
 
 
 def check_kind(tensor: torch.Tensor, name: str) -> None:
-    """UsageError or LayoutError with the name of a tensor that is none to be read from or written to."""
+    """UsageError or LayoutError, with its name, for a tensor whose memory cannot be read or written."""
     try:
         if (
             is_plain_type(type(tensor))  # type: ignore[arg-type]
@@ -82,6 +82,13 @@ def check_kind(tensor: torch.Tensor, name: str) -> None:
 def writing(tensor: torch.Tensor) -> AbstractContextManager[Any]:
     """A context in which torch lets values be written to a tensor: one of inference mode needs it again."""
     return torch.inference_mode() if tensor.is_inference() else torch.no_grad()
+
+
+def fill_with_nan(tensor: torch.Tensor) -> None:
+    """Fill a float or complex tensor with NaN; others stay."""
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        with writing(tensor), suppress(RuntimeError):  # float4 has no NaN
+            tensor.fill_(float("nan"))
 
 
 @lru_cache(1024)

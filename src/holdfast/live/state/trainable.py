@@ -1,8 +1,8 @@
 """Models of which only the trained parameters are saved: `holdfast.trainable_only`.
 
-With LoRA 99 % of a model never change: they are in the files that training began with, and would be
-written again at every save.  What is left out is listed in the step, by name, dtype and shape, and a
-restore compares the list with the live model: what nobody saved is never taken for what was.
+With LoRA 99 % of a model never change: they are in the files that training began with, and would be written
+again at every save.  The step lists the parameters that are left out, by name, dtype and shape, and a
+restore compares the list with the live model: an unsaved parameter is never taken for a saved one.
 """
 
 from __future__ import annotations

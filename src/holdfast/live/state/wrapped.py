@@ -1,4 +1,4 @@
-"""Optimizers around other optimizers: which of them has the state of a parameter.
+"""Optimizers around other optimizers: which optimizer has the state of a parameter.
 
 `torch.distributed.optim.ZeroRedundancyOptimizer` (ZeRO-1 under DDP) serves all parameters, but an inner
 optimizer steps those of this rank alone and has their state.
@@ -45,14 +45,14 @@ def is_zero1(optimizer: Any) -> bool:
 
 
 def stepping(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that makes the steps, and has the states."""
+    """The optimizer that makes the steps and has the states: ZeroRedundancyOptimizer's inner one."""
     return optimizer.optim if is_zero1(optimizer) else optimizer
 
 
 def shown_optimizer(optimizer: Any) -> Any:
-    """The optimizer inside one that only shows states and groups of that one, as accelerate's does.
+    """The optimizer whose states and groups a wrapper shows, as accelerate's does; else itself.
 
-    Such was never made as an optimizer of its own, so torch calls no hooks for its steps.
+    The wrapper never called torch's __init__, so torch calls no hooks for its steps.
     """
     while isinstance(optimizer, Optimizer) and not calls_hooks(optimizer):
         inner = [v for v in vars(optimizer).values() if isinstance(v, Optimizer)]
@@ -116,7 +116,7 @@ def _has_own_state_dict(optimizer: Optimizer) -> bool:
 
 
 def _more_than_states(optimizer: Optimizer, saved: Optimizer) -> list[str]:
-    """Names in its state_dict() that are neither in the groups nor in the states that are saved.
+    """Names in an optimizer's state_dict() that are neither in saved groups nor in saved states.
 
     Of flat names, such as `state.layers.0.weight.exp_avg`, the last part says what it is.  States and
     groups may be said in a tree (`{"0": part.state_dict()}`): then each leaf has to be one that is saved.
@@ -144,7 +144,7 @@ def _more_than_states(optimizer: Optimizer, saved: Optimizer) -> list[str]:
 
 
 def _is_held(tree: Any, held: dict[str, list[Any]], name: str = "") -> bool:
-    """True if every leaf of a tree is a value that is saved under the name that it has there."""
+    """True if every leaf of a tree is a value that is saved under its name."""
     if name in ("params", "param_names"):
         return True
     known = held.get(name, ())
