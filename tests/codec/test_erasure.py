@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from holdfast.codec import erasure
 from holdfast.core.codec.cauchy import coding_matrix, word_bits
-from holdfast.core.codec.erasure import ByteArray, Erasure
+from holdfast.core.codec.erasure import Erasure, Octets
 from holdfast.core.codec.xors import compiled
 from holdfast.errors import UsageError
 
@@ -51,14 +51,14 @@ def rank(rows: list[list[int]], w: int) -> int:
     return found
 
 
-def symbols(block: ByteArray, code: Erasure) -> list[int]:
+def symbols(block: Octets, code: Erasure) -> list[int]:
     """A block's elements of GF(2^w): the bits at one place of a unit's packets."""
     units = block.reshape(-1, code.word_bits, code.unit_bytes // code.word_bits)
     bits = np.unpackbits(units, axis=2).astype(int)
     return [int(s) for s in sum(bits[:, c] << c for c in range(code.word_bits)).reshape(-1)]
 
 
-def made(code: Erasure, num_units: int, seed: int = 0) -> dict[int, ByteArray]:
+def made(code: Erasure, num_units: int, seed: int = 0) -> dict[int, Octets]:
     """Random data and their parity, by block number."""
     rng, size = np.random.default_rng(seed), num_units * code.unit_bytes
     data = [rng.integers(0, 256, size, dtype=np.uint8) for _ in range(code.num_data)]
@@ -114,7 +114,7 @@ def test_wide_codes_rebuild(k: int, m: int) -> None:
         check_rebuilt(code, blocks, lost)
 
 
-def check_rebuilt(code: Erasure, blocks: dict[int, ByteArray], lost: tuple[int, ...]) -> None:
+def check_rebuilt(code: Erasure, blocks: dict[int, Octets], lost: tuple[int, ...]) -> None:
     have = {i: block for i, block in blocks.items() if i not in lost}
     together = {i: np.full(len(blocks[i]), 99, np.uint8) for i in lost}
     alone = np.full(len(blocks[0]), 55, np.uint8)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.codec import stripes
-from holdfast.core.codec.erasure import ByteArray
+from holdfast.core.codec.erasure import Octets
 from holdfast.core.codec.stripes import Area, Extent, Stripes
 from holdfast.errors import NotRecoverable, UsageError
 
@@ -46,14 +46,14 @@ class Group:
     def __init__(self, layout: Stripes) -> None:
         rng = np.random.default_rng(1)
         self.layout = layout
-        self.areas: dict[tuple[int, Area], ByteArray] = {
+        self.areas: dict[tuple[int, Area], Octets] = {
             (j, "share"): rng.integers(0, 256, length, dtype=np.uint8)
             for j, length in enumerate(layout.lengths)
         }
         for j in range(layout.num_members):
             self.areas[j, "kept"] = self.kept(j)
 
-    def kept(self, member: int) -> ByteArray:
+    def kept(self, member: int) -> Octets:
         size = self.layout.block_bytes
         kept, begun = np.full(self.layout.kept_bytes, 201, np.uint8), set()
         for c in self.layout.contributions(member):
@@ -64,14 +64,14 @@ class Group:
             begun.add(c.row)
         return kept
 
-    def read(self, extent: Extent) -> ByteArray:
+    def read(self, extent: Extent) -> Octets:
         area = self.areas[extent.member, extent.area]
         assert 0 <= extent.start <= extent.stop <= len(area)
         return area[extent.start : extent.stop]
 
     def rebuilt(
         self, lost: Collection[int], member: int, start: int, stop: int, area: Area = "share"
-    ) -> ByteArray:
+    ) -> Octets:
         out, at = np.full(stop - start, 3, np.uint8), start
         for piece in self.layout.sources(lost, member, start, stop, area):
             assert piece.start == at and not {e.member for e in piece.reads} & set(lost)

@@ -16,8 +16,8 @@ from holdfast.codec import stripes
 from holdfast.errors import UsageError
 from holdfast.policy import survival
 from holdfast.policy.survival import (
-    GroupNodes,
     Lifetime,
+    Nodes,
     Scheme,
     copy,
     exponential,
@@ -42,9 +42,7 @@ def survives(scheme: Scheme, lost: list[bool]) -> bool:
     return not any(all(lost[(i + d) % n] for d in range(r)) for i in range(n))
 
 
-def by_enumeration(
-    scheme: Scheme, groups: list[GroupNodes], failures: Mapping[int, float]
-) -> float:
+def by_enumeration(scheme: Scheme, groups: list[Nodes], failures: Mapping[int, float]) -> float:
     """The sum over all sets of lost nodes."""
     nodes, total = sorted({node for g in groups for node in g}), 0.0
     for outcome in product([False, True], repeat=len(nodes)):

@@ -126,9 +126,7 @@ class Patience:
         self._check()
         try:
             helper = _helper()
-        except (
-            RuntimeError
-        ):  # no thread can start: Python is ending, or the host has no more threads
+        except RuntimeError:  # no thread can start: Python is ending, or the host is out of threads
             return _do(operation, call, undo)
         frames = [sys._getframe()]
         try:

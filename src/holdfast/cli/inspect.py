@@ -22,7 +22,7 @@ from holdfast.core.checkpoint.notes import read_notes
 from holdfast.core.checkpoint.opened import Checkpoint, plain_tensor
 from holdfast.core.format.extras import decode
 from holdfast.core.format.manifest import Manifest, TensorEntry, to_sharding
-from holdfast.formats.read.foreign import container_file
+from holdfast.formats.read.foreign import file_key
 
 NOT_OF_OPTIMIZER = ("param", "buffer", "tensor")
 """States of tensors that are not an optimizer's."""
@@ -126,7 +126,7 @@ def foreign_files(m: Manifest) -> dict[str, list[int]]:
     """Return the real files of a foreign checkpoint, and the sizes of the tensor parts in each."""
     sizes: dict[str, list[int]] = {}
     for f in m.files:
-        sizes.setdefault(container_file(f), []).append(f.bytes)
+        sizes.setdefault(file_key(f), []).append(f.bytes)
     return dict(sorted(sizes.items()))
 
 
@@ -163,7 +163,7 @@ def header(c: Checkpoint) -> list[tuple[str, str]]:
     m = c.manifest
     software = ", ".join(f"{k} {v}" for k, v in m.software.items())
     if c.format != "holdfast":
-        num_files = len({container_file(f) for f in m.files})
+        num_files = len({file_key(f) for f in m.files})
         origin = [("at", c.store.url), ("format", c.format), ("software", software or "not stated")]
     else:
         num_files = len(m.objects)

@@ -15,7 +15,7 @@ from holdfast.core.checkpoint.notes import Notes, read_notes
 from holdfast.core.layout import Mesh
 from holdfast.core.store import Store, open_store
 from holdfast.formats.read.detect import detect, near_path, open_as, steps_as
-from holdfast.formats.read.foreign import container_file
+from holdfast.formats.read.foreign import file_key
 from holdfast.tiers.records.log import leading
 
 _COLUMNS = ("", ">step", ">size", "tier", "age", ">run", "mesh", ">tensors", ">files", "state")
@@ -100,7 +100,7 @@ def _look(url: str, name: str, step: int) -> dict[str, Any]:
         m = open_as(name, url, step).manifest
     except HoldfastError as error:
         return row | {"problem": error.message}
-    num_files = len({container_file(f) for f in m.files})
+    num_files = len({file_key(f) for f in m.files})
     known = {"bytes": m.total_bytes, "num_tensors": len(m.tensors), "num_files": num_files}
     return row | known | {"problem": None}
 

@@ -29,7 +29,7 @@ from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.format.dtypes import DTYPES
 from holdfast.core.format.manifest import FileEntry, Manifest, TensorEntry, to_sharding
 from holdfast.core.layout import Box, Placement, Sharding, chunk, parts_of, whole
-from holdfast.formats.read.foreign import container_file
+from holdfast.formats.read.foreign import file_key
 from holdfast.formats.read.sections import FilePlace, Sections
 
 
@@ -150,8 +150,8 @@ def _place_rows(checkpoint: Checkpoint, t: TensorEntry, show_all: bool) -> list[
 
 
 def _in_files(m: Manifest) -> Callable[[Sequence[int]], str]:
-    """Return the function that labels parts in a drawing by their file instead of their number."""
-    names = {f.rank: container_file(f) for f in m.files}
+    """Label parts in a drawing by their file instead of their number."""
+    names = {f.rank: file_key(f) for f in m.files}
     return lambda parts: ", ".join(dict.fromkeys(cut_short(names[p], 24) for p in parts[:2])) or "-"
 
 

@@ -66,7 +66,7 @@ from holdfast.core.store.oserrors import translated
 from holdfast.formats.looking import open as open_checkpoint
 from holdfast.formats.read.detect import split_format
 from holdfast.formats.read.folder import MARK, ListedFolder, OneFile, last_name
-from holdfast.formats.read.foreign import container_file
+from holdfast.formats.read.foreign import file_key
 from holdfast.formats.read.sections import Sections
 from holdfast.formats.write.bucket import CONVERSION_PREFIX, BucketTarget, bucket_for
 from holdfast.formats.write.planned import Planned, Renaming, WriteOptions, weights, with_attached
@@ -502,10 +502,8 @@ def _identity(
         origin = origin.anew() if isinstance(origin, ListedFolder) else origin
         keys = origin.list()
         if isinstance(origin, OneFile):  # and what it names, if it is an index
-            origin, keys = (
-                origin.inner,
-                sorted({*keys, *map(container_file, source.manifest.files)}),
-            )
+            origin = origin.inner
+            keys = sorted({*keys, *map(file_key, source.manifest.files)})
         inner = origin.inner if isinstance(origin, ListedFolder) else origin
         folder = inner.root if isinstance(inner, LocalStore) else inner.url
         own = target.removeprefix(f"{folder.rstrip('/')}/")

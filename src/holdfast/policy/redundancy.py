@@ -105,8 +105,9 @@ def replicas_apart(
     alike: dict[int, list[int]] = {}
     for rank, kind in enumerate(holdings):
         alike.setdefault(kind, []).append(rank)
-    fit = all(_apart(row, nodes) and len(row) > scheme.losses for row in alike.values())
-    return list(alike.values()) if fit else None
+    rows = list(alike.values())
+    are_apart = all(len({nodes[rank] for rank in row}) == len(row) for row in rows)
+    return rows if are_apart and all(len(row) > scheme.losses for row in rows) else None
 
 
 def fitting(scheme: Scheme, nodes: Sequence[str], holdings: Sequence[int] | None = None) -> Scheme:
@@ -134,11 +135,6 @@ def _dealt(nodes: Sequence[str], least: int, most: int) -> list[tuple[int, ...]]
         if len(nodes) // count >= least:
             return [tuple(in_order[i::count]) for i in range(count)]
     return []
-
-
-def _apart(row: list[int], nodes: Sequence[str]) -> bool:
-    """True if ranks are all on different nodes."""
-    return len({nodes[rank] for rank in row}) == len(row)
 
 
 def _even(row: list[int], least: int, most: int) -> list[tuple[int, ...]]:

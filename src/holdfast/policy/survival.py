@@ -24,7 +24,7 @@ from typing import Literal
 
 from holdfast.base.errors import UsageError
 
-GroupNodes = tuple[int, ...]
+Nodes = tuple[int, ...]
 """The node of each member of a sharding group, in the order of the ring."""
 
 _MOST_SETS = 200_000
@@ -165,20 +165,18 @@ def _line_loss(failures: Sequence[float], losses: int, joined: int) -> float:
 # -- groups over nodes ----------------------------------------------------------------------------
 
 
-def survives(scheme: Scheme, groups: Collection[GroupNodes], lost: Collection[int]) -> bool:
+def survives(scheme: Scheme, groups: Collection[Nodes], lost: Collection[int]) -> bool:
     """True if every group survives the loss of these nodes."""
     return all(scheme.survives([node in lost for node in group]) for group in groups)
 
 
-def fatal_sets(
-    scheme: Scheme, groups: Collection[GroupNodes], largest: int
-) -> list[frozenset[int]]:
+def fatal_sets(scheme: Scheme, groups: Collection[Nodes], largest: int) -> list[frozenset[int]]:
     """The sets of up to `largest` nodes whose loss is not survived while that of any part of them is."""
     found = {some for group in set(groups) for some in _fatal_to(scheme, group, largest)}
     return sorted((s for s in found if not any(other < s for other in found)), key=sorted)
 
 
-def _fatal_to(scheme: Scheme, group: GroupNodes, largest: int) -> list[frozenset[int]]:
+def _fatal_to(scheme: Scheme, group: Nodes, largest: int) -> list[frozenset[int]]:
     found: list[frozenset[int]] = []
     for size in range(1, largest + 1):
         sets = map(frozenset, combinations(sorted(set(group)), size))
@@ -187,9 +185,7 @@ def _fatal_to(scheme: Scheme, group: GroupNodes, largest: int) -> list[frozenset
     return found
 
 
-def loss(
-    scheme: Scheme, groups: Collection[GroupNodes], failures: float | Mapping[int, float]
-) -> float:
+def loss(scheme: Scheme, groups: Collection[Nodes], failures: float | Mapping[int, float]) -> float:
     """Probability that some group is lost, if nodes fail with `failures` (of each, or of all).
 
     Exact.  UsageError where too many nodes hang together through shared groups to go through their sets.
@@ -206,7 +202,7 @@ def loss(
 
 
 def survival(
-    scheme: Scheme, groups: Collection[GroupNodes], failures: float | Mapping[int, float]
+    scheme: Scheme, groups: Collection[Nodes], failures: float | Mapping[int, float]
 ) -> float:
     """Probability that every group survives: 1 - `loss`."""
     return 1 - loss(scheme, groups, failures)
@@ -222,9 +218,9 @@ def time_to_loss(loss_per_interval: float, interval_s: float) -> float:
     return interval_s / loss_per_interval if loss_per_interval else math.inf
 
 
-def _independent(groups: set[GroupNodes]) -> list[list[GroupNodes]]:
+def _independent(groups: set[Nodes]) -> list[list[Nodes]]:
     """Groups put together with those that they share nodes with, directly or through others."""
-    parts: list[tuple[set[int], list[GroupNodes]]] = []
+    parts: list[tuple[set[int], list[Nodes]]] = []
     for group in sorted(groups):
         nodes, members = set(group), [group]
         for part in [p for p in parts if p[0] & nodes]:
@@ -235,14 +231,14 @@ def _independent(groups: set[GroupNodes]) -> list[list[GroupNodes]]:
     return [members for _, members in parts]
 
 
-def _part_loss(scheme: Scheme, groups: list[GroupNodes], failures: Mapping[int, float]) -> float:
+def _part_loss(scheme: Scheme, groups: list[Nodes], failures: Mapping[int, float]) -> float:
     (group, *others) = groups
     if not others and len(set(group)) == len(group):
         return group_loss(scheme, [failures[node] for node in group])
     return _loss_by_sets(scheme, groups, failures)
 
 
-def _loss_by_sets(scheme: Scheme, groups: list[GroupNodes], failures: Mapping[int, float]) -> float:
+def _loss_by_sets(scheme: Scheme, groups: list[Nodes], failures: Mapping[int, float]) -> float:
     """Sum over the sets of lost nodes, node by node; one that is fatal is not extended."""
     nodes = sorted({node for group in groups for node in group})
     groups_of = {node: [g for g in groups if node in g] for node in nodes}

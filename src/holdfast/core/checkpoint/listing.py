@@ -13,7 +13,7 @@ from holdfast.base.errors import HoldfastError, NotFound
 from holdfast.base.text import first_of
 from holdfast.base.threads import in_threads
 from holdfast.core.checkpoint.names import (
-    MANIFEST_ATTEMPT,
+    ATTEMPT_RE,
     STEP,
     RootKeys,
     Saved,
@@ -67,7 +67,7 @@ def stated_attempt(store: Store, step: int) -> str | None:
         store.read(manifest_key(step), 0, memoryview(data))
     except HoldfastError:
         return None
-    match = MANIFEST_ATTEMPT.match(data)
+    match = ATTEMPT_RE.match(data)
     return match[1].decode() if match else None
 
 

@@ -65,9 +65,7 @@ _NUMBERED = re.compile(r"(\d{4,})-(\d{6,})")
 _LOG = re.compile(
     rf"log/(\d{{10}})/(?:{STEP}-{STEP}/r\d{{5,}}\.log|plan-[0-9a-f]{{16}}\.json|r\d{{5,}}-\d+\.writing)"
 )
-MANIFEST_ATTEMPT = re.compile(
-    rb'\{"holdfast":\d+,"step":\d+,"run":\d+,"attempt":"([\w.-]+)"', re.ASCII
-)
+ATTEMPT_RE = re.compile(rb'\{"holdfast":\d+,"step":\d+,"run":\d+,"attempt":"([\w.-]+)"', re.ASCII)
 
 NOTES_KEY = "steps/notes.json"
 """Labels and metrics of a root's steps; see `notes`."""
@@ -301,7 +299,7 @@ def verified_attempt(store: Store, step: int) -> str | None:
 
 def attempt_in(data: bytes, step: int) -> str | None:
     """The attempt that the manifest with these bytes names, as `verified_attempt`."""
-    match = MANIFEST_ATTEMPT.match(verified(data, manifest_key(step)))
+    match = ATTEMPT_RE.match(verified(data, manifest_key(step)))
     return match[1].decode() if match else None
 
 

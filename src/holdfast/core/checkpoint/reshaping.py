@@ -26,17 +26,8 @@ from holdfast.core.layout import Cut, Mesh, Sharding, Table, part_of, parts_of
 from holdfast.core.layout.pieces import Ints
 
 _SHARDED = (
-    "dp",
-    "fsdp",
-    "shard",
-    "dp_shard",
-    "dp_shard_cp",
-    "data",
-    "zero",
-    "edp",
-    "world",
-    "rank",
-)
+    "dp", "fsdp", "shard", "dp_shard", "dp_shard_cp", "data", "zero", "edp", "world", "rank",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -282,7 +282,7 @@ class RowIndex:
         return [r for r in self.rows[lo:hi] if r.stop > start]
 
 
-def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
+def union(intervals: Iterable[Interval]) -> list[Interval]:
     """Union of half-open intervals, sorted."""
     out: list[Interval] = []
     for a, b in sorted(intervals):
@@ -303,9 +303,7 @@ def group_rows(rows: list[Row]) -> dict[str, RowIndex]:
 
 def needs(indexes: dict[str, RowIndex], chunk_bytes: int) -> dict[str, list[Interval]]:
     """Chunks that the rows of each file touch."""
-    return {
-        path: merge_intervals(_touched(index.rows, chunk_bytes)) for path, index in indexes.items()
-    }
+    return {path: union(_touched(index.rows, chunk_bytes)) for path, index in indexes.items()}
 
 
 def _touched(rows: list[Row], chunk_bytes: int) -> set[Interval]:

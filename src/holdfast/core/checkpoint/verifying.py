@@ -30,7 +30,7 @@ from holdfast.core.checkpoint.listing import wrong_size
 from holdfast.core.checkpoint.names import committed, manifest_key, read_manifest
 from holdfast.core.checkpoint.opened import Checkpoint, plain_tensor
 from holdfast.core.checkpoint.reading import Scratch, threads_for
-from holdfast.core.checkpoint.rows import merge_intervals
+from holdfast.core.checkpoint.rows import union
 from holdfast.core.codec.digest import num_chunks
 from holdfast.core.codec.table import DigestTable
 from holdfast.core.format.extras import MADE_OF, decode, referred
@@ -252,7 +252,7 @@ class _Verification:
 
         with self.files.readers.kept():
             in_threads(one, list(range(0, chunks, _BLOCK_CHUNKS)), self.threads)
-        return merge_intervals(bad)
+        return union(bad)
 
     def _check_header(self, file: FileEntry, image: Image) -> None:
         found = memoryview(bytearray(file.data))

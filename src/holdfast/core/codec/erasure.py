@@ -36,7 +36,7 @@ from holdfast.base.errors import UsageError
 from holdfast.core.codec.cauchy import Matrix, coding_matrix, field, rebuilding_matrix, word_bits
 from holdfast.core.codec.xors import Program, compiled
 
-ByteArray = NDArray[np.uint8]
+Octets = NDArray[np.uint8]
 
 PACKET_BYTES = 16 << 10
 """Four make a unit of 64 KiB.  4 KiB were 9 to 14 % slower, 64 KiB 15 % faster with four times the unit."""
@@ -87,12 +87,7 @@ class Erasure:
         return -(-num_bytes // self.unit_bytes) * self.unit_bytes
 
     def accumulate(
-        self,
-        parities: Mapping[int, ByteArray],
-        index: int,
-        block: ByteArray,
-        *,
-        fresh: bool = False,
+        self, parities: Mapping[int, Octets], index: int, block: Octets, *, fresh: bool = False
     ) -> None:
         """XOR what data block `index` contributes into parities, by row; all rows or some.
 
@@ -104,14 +99,14 @@ class Erasure:
         elements = tuple((self.matrix[row][index],) for row in parities)
         self._xor(elements, [block], list(parities.values()), fresh)
 
-    def encode(self, data: Sequence[ByteArray], parities: Mapping[int, ByteArray]) -> None:
+    def encode(self, data: Sequence[Octets], parities: Mapping[int, Octets]) -> None:
         """Encode all k data blocks into parities, by row; all rows or some."""
         if len(data) != self.num_data:
             raise UsageError(f"{len(data)} data blocks for a code of {self.num_data}")
         self._check_numbers(parities, self.num_parity, "parity row")
         self._xor(tuple(self.matrix[r] for r in parities), data, list(parities.values()), True)
 
-    def rebuild(self, have: Mapping[int, ByteArray], want: Mapping[int, ByteArray]) -> None:
+    def rebuild(self, have: Mapping[int, Octets], want: Mapping[int, Octets]) -> None:
         """Write the blocks `want`, by number, from k or more others, `have`; of more, those of `choose`."""
         for numbers in (have, want):
             self._check_numbers(numbers, self.num_data + self.num_parity, "block")
@@ -139,11 +134,7 @@ class Erasure:
                 raise UsageError(f"no {what} {number} in a code with {limit}")
 
     def _xor(
-        self,
-        elements: Matrix,
-        sources: Sequence[ByteArray],
-        targets: Sequence[ByteArray],
-        fresh: bool,
+        self, elements: Matrix, sources: Sequence[Octets], targets: Sequence[Octets], fresh: bool
     ) -> None:
         """Targets, row by row, are (or grow by) the sum of elements times sources."""
         if not targets:
@@ -162,7 +153,7 @@ class Erasure:
                 read = [p for block in sources[part] for p in self._packets(block, start, stop)]
                 _run(program, read + written)
 
-    def _checked_size(self, sources: Sequence[ByteArray], targets: Sequence[ByteArray]) -> int:
+    def _checked_size(self, sources: Sequence[Octets], targets: Sequence[Octets]) -> int:
         for block in (*sources, *targets):
             if block.dtype != np.uint8 or block.ndim != 1 or not block.flags.c_contiguous:
                 raise UsageError("a block is a contiguous one-dim array of uint8")
@@ -183,7 +174,7 @@ class Erasure:
         packet = self.unit_bytes // self.word_bits
         return list(np.empty((num_packets, tile // self.unit_bytes, packet), np.uint8))
 
-    def _packets(self, block: ByteArray, start: int, stop: int) -> list[NDArray[Any]]:
+    def _packets(self, block: Octets, start: int, stop: int) -> list[NDArray[Any]]:
         """Bytes start..stop as w arrays of (units, packet bytes); padded if the block is shorter."""
         part = block[start:stop]
         if len(part) < stop - start:

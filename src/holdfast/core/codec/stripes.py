@@ -31,7 +31,7 @@ from typing import Literal
 import numpy as np
 
 from holdfast.base.errors import NotRecoverable, UsageError
-from holdfast.core.codec.erasure import PACKET_BYTES, ByteArray, Erasure
+from holdfast.core.codec.erasure import PACKET_BYTES, Erasure, Octets
 
 Area = Literal["share", "kept"]
 """A member's own share, or what it keeps for others: parity blocks or copies."""
@@ -193,7 +193,7 @@ class Stripes:
             return False
         return piece.want is None or (self.num_data == 1 and piece.skip == 0)
 
-    def fill(self, piece: Piece, read: Sequence[ByteArray], out: ByteArray) -> None:
+    def fill(self, piece: Piece, read: Sequence[Octets], out: Octets) -> None:
         """Write a piece's `stop - start` bytes into `out` from the bytes of its `reads`, in order.
 
         Allocates as much if the piece is not of whole units, so ask for long ranges in parts.

@@ -154,9 +154,7 @@ def _are_small_ints(values: Any) -> bool:
 
 def _encode_container(value: Any, on_other: _OnTensor, path: str, depth: int, utf8: bool) -> _Json:
     def items(values: Any, other: _OnTensor = on_other) -> list[_Json]:
-        if depth < MAX_EXTRAS_DEPTH and _are_small_ints(
-            values
-        ):  # the 625 of a generator, each time
+        if depth < MAX_EXTRAS_DEPTH and _are_small_ints(values):  # the 625 of a generator
             return list(values)
         return [
             encode(v, other, f"{path}[{i}]", depth + 1, utf8=utf8) for i, v in enumerate(values)

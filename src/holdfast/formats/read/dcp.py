@@ -27,7 +27,7 @@ from holdfast.formats.read.torchfile import (
     More,
     PartFile,
     TensorRef,
-    describe_value,
+    kind_text,
     read_tree,
     torch_globals,
 )
@@ -203,7 +203,7 @@ def _where(
     found = section_tree(store, info)
     if not isinstance(found, TensorRef) or (found.shape, found.dtype) != (sizes, dtype):
         raise FormatError(
-            f"{name!r}: a {dtype} part of shape {sizes} was expected, found {describe_value(found)}",
+            f"{name!r}: a {dtype} part of shape {sizes} was expected, found {kind_text(found)}",
             key=str(info["relative_path"]),
         )
     if not found.contiguous:

@@ -302,6 +302,3 @@ def with_lists(node: Any) -> Any:
     if made and set(made) == set(range(len(made))):
         return [made[i] for i in range(len(made))]
     return made
-
-
-__all__ = ["arrange_tree"]

@@ -139,7 +139,7 @@ class _Held:
     stored: Stored | None
 
 
-def container_file(section: FileEntry) -> str:
+def file_key(section: FileEntry) -> str:
     """The file that a part of a foreign checkpoint lies in."""
     return section.path.rpartition(":")[0]
 

@@ -31,8 +31,8 @@ from holdfast.formats.read.foreign import StoredPart
 from holdfast.formats.read.plaindata import ints, plain_value, text
 from holdfast.formats.read.torchfile import (
     TensorRef,
-    describe_value,
     enumerated,
+    kind_text,
     rebuild,
     rebuild_parameter,
 )
@@ -76,7 +76,7 @@ def _dtensor(local: Any, spec: UnknownInstance) -> Shards:
     shape, dtype = ints(meta.args[0]), text(meta.args[2])
     sizes, coordinate = _mesh_shape(mesh), ints(mesh.get("_coordinate_on_dim") or ())
     if not isinstance(local, TensorRef) or local.dtype != dtype:
-        raise FormatError(f"a DTensor whose local part is {describe_value(local)}")
+        raise FormatError(f"a DTensor whose local part is {kind_text(local)}")
     if len(coordinate) != len(sizes):
         raise FormatError("a DTensor of a rank that is not in its mesh")
     box = shard_box(spec, shape, sizes, coordinate)
@@ -169,9 +169,7 @@ def _sharded_tensor(shards: Any, metadata: UnknownInstance, group: UnknownInstan
         start, sizes = (ints(shard["metadata"][k]) for k in ("shard_offsets", "shard_sizes"))
         box, tensor = Box(start, tuple(a + n for a, n in zip(start, sizes))), shard["tensor"]
         if not isinstance(tensor, TensorRef) or (tensor.shape, tensor.dtype) != (sizes, dtype):
-            raise FormatError(
-                f"a shard of {sizes} {dtype} whose tensor is {describe_value(tensor)}"
-            )
+            raise FormatError(f"a shard of {sizes} {dtype} whose tensor is {kind_text(tensor)}")
         if box.size:
             held.append((box, tensor))
     return Shards(
@@ -265,11 +263,8 @@ def merged(trees: Sequence[Any], files: Sequence[str], path: str = "") -> Any:
         items = [merged([t[i] for t in trees], files, f"{path}[{i}]") for i in range(len(first))]
         return items if isinstance(first, list) else tuple(items)
     if len(trees) == 1:
-        return (
-            merged([plain_value(first)], files, path)
-            if isinstance(first, UnknownInstance)
-            else first
-        )
+        known = not isinstance(first, UnknownInstance)
+        return first if known else merged([plain_value(first)], files, path)
     if alike and not isinstance(first, (dict, list, tuple, TensorRef, Shards)):
         if all(_json(t) == _json(first) for t in trees):
             return merged([first], files, path)

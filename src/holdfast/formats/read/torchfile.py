@@ -105,7 +105,7 @@ class Storage:
     crc: int | None = None
 
 
-def describe_value(value: Any) -> str:
+def kind_text(value: Any) -> str:
     """Describe, for a message, a value that is not what it should be."""
     known = isinstance(value, TensorRef)
     return f"{value.dtype} of shape {value.shape}" if known else f"a {type(value).__name__}"

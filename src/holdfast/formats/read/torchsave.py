@@ -35,13 +35,8 @@ from holdfast.formats.read.unpickle import UnknownInstance
 
 _MODEL = ("model", "model_state_dict", "state_dict", "model_state", "module")
 _OPTIM = (
-    "optim",
-    "optimizer",
-    "optimizer_state_dict",
-    "optim_state_dict",
-    "optimizer_state",
-    "opt",
-)
+    "optim", "optimizer", "optimizer_state_dict", "optim_state_dict", "optimizer_state", "opt",
+)  # fmt: skip
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
@@ -63,7 +58,7 @@ def open_trees(
     twice = next((key for key, times in named.items() if times > 1), None)
     if twice is not None:
         raise FormatError(f"{twice!r} is there twice", key=store.url)
-    for key, value in sorted(sections, key=lambda s: _is_optimizer_state(s[1])):  # models first
+    for key, value in sorted(sections, key=lambda s: _is_optimizer(s[1])):  # models first
         found.add(key, value)
     here = step_among(found.steps)
     if step not in (None, here):
@@ -90,7 +85,7 @@ def is_state_dict(value: Any) -> bool:
     )  # fmt: skip
 
 
-def _is_optimizer_state(value: Any) -> bool:
+def _is_optimizer(value: Any) -> bool:
     """True if a value is what `Optimizer.state_dict()` gives."""
     if not isinstance(value, dict) or value.keys() < {"state", "param_groups"}:
         return False
@@ -107,7 +102,7 @@ def _sections(tree: Any) -> Iterator[tuple[str, Any]]:
     """(key, value) of what a file holds, under our names of model, optimizer and scheduler."""
     if is_state_dict(tree):
         yield "model", tree
-    elif _is_optimizer_state(tree):
+    elif _is_optimizer(tree):
         yield "optim", tree
     elif not isinstance(tree, dict):
         yield "value", tree
@@ -130,10 +125,7 @@ def _one_section(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _renamed(tree: dict[Any, Any]) -> dict[Any, str]:
     """Our name for each key that has another: `model`, `optim`, others without `_state_dict`."""
     out: dict[Any, str] = {}
-    for ours, names, fits in (
-        ("model", _MODEL, _has_tensors),
-        ("optim", _OPTIM, _is_optimizer_state),
-    ):
+    for ours, names, fits in (("model", _MODEL, _has_tensors), ("optim", _OPTIM, _is_optimizer)):
         found = [k for k in names if k in tree and fits(tree[k])]
         if found and ours not in tree:
             out[found[0]] = ours
@@ -184,11 +176,11 @@ class _FileContents:
             }
             alike = {n: v for n, v in value.items() if n not in own}  # buffers may differ by rank
             value = value | replicated_value(self.store, alike, key)
-        elif key == "model" or key in (*_OPTIM, *NAMES) or _is_optimizer_state(value):
+        elif key == "model" or key in (*_OPTIM, *NAMES) or _is_optimizer(value):
             value = replicated_value(self.store, value, key)
         if key in NAMES:
             self.steps[key] = self._number(value)
-        if _is_optimizer_state(value):
+        if _is_optimizer(value):
             self._add_optimizer(key, value)
         elif key == "model" and is_state_dict(value):
             self._add_model(key, value)

@@ -19,7 +19,7 @@ from holdfast.core.checkpoint.diffing import compare_checkpoints
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.checkpoint.reading import threads_here
 from holdfast.core.checkpoint.verifying import Findings, Progress, Report
-from holdfast.formats.read.foreign import container_file
+from holdfast.formats.read.foreign import file_key
 from holdfast.formats.read.sections import Sections
 from holdfast.formats.read.torchfile import (
     ArchiveMember,
@@ -63,7 +63,7 @@ def verify_foreign(
 def _files_of(checkpoint: Checkpoint) -> list[str]:
     """The files that tensors and their copies lie in, sorted."""
     everything = (checkpoint, *checkpoint.others)
-    return sorted({container_file(f) for c in everything for f in c.manifest.files})
+    return sorted({file_key(f) for c in everything for f in c.manifest.files})
 
 
 def archives_of(checkpoint: Checkpoint) -> dict[str, _Ranges]:
@@ -101,13 +101,11 @@ class _ForeignVerification:
 
     def run(self) -> None:
         report, manifest = self.report, self.checkpoint.manifest
-        report.num_files, report.num_tensors = (
-            len(_files_of(self.checkpoint)),
-            len(manifest.tensors),
-        )
+        report.num_files = len(_files_of(self.checkpoint))
+        report.num_tensors = len(manifest.tensors)
         archives = archives_of(self.checkpoint)
         summed = {f for f, found in archives.items() if self.check(f, found)}
-        rest = [f.path for f in manifest.files if container_file(f) not in summed]
+        rest = [f.path for f in manifest.files if file_key(f) not in summed]
         in_threads(self._part, rest, threads_here())
         if not report.quick and not report.problems:
             self._copies()
@@ -189,11 +187,7 @@ class _ForeignVerification:
             self.report.num_copies += len(other.manifest.tensors)
             for v in found.values:
                 files = sorted(
-                    {
-                        container_file(f)
-                        for f in other.manifest.files
-                        if f.rank in _ranks(other, v.name)
-                    }
+                    {file_key(f) for f in other.manifest.files if f.rank in _ranks(other, v.name)}
                 )
                 self.findings.add(
                     f"{v.name}: replicas differ in {v.num_differing:,} of {v.size:,} elements",

@@ -112,9 +112,7 @@ class BucketTarget:
             what = f"{self.store.url} is no root of holdfast's"
             raise UsageError(what, hint="give a path that is not there yet")
         prefix = step_prefix(step)
-        for key in self.store.list(
-            f"{prefix}{CONVERSION_PREFIX}"
-        ):  # of conversions that were given up
+        for key in self.store.list(f"{prefix}{CONVERSION_PREFIX}"):  # abandoned conversions
             if not key.startswith(f"{prefix}{mine}/"):
                 self.store.delete(key)
         return False

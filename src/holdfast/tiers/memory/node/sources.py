@@ -12,7 +12,7 @@ from holdfast.base.errors import AgentUnreachable, Corrupt, NotFound
 from holdfast.base.events import count, emit
 from holdfast.core.checkpoint.reading import Scratch
 from holdfast.core.codec.digest import CHUNK_BYTES
-from holdfast.core.codec.erasure import ByteArray
+from holdfast.core.codec.erasure import Octets
 from holdfast.core.codec.stripes import Extent, Piece, Stripes
 from holdfast.core.codec.table import DigestTable
 from holdfast.core.store import Reader
@@ -149,7 +149,7 @@ class RebuiltImage:
                 self._fill(piece, out)
         count("memory.rebuilt.bytes", len(into))
 
-    def _fill(self, piece: Piece, out: ByteArray) -> None:
+    def _fill(self, piece: Piece, out: Octets) -> None:
         if self._stripes.is_copy(piece):
             self._read(piece.reads[0], out)
             return
@@ -162,7 +162,7 @@ class RebuiltImage:
             start += extent.size
         self._stripes.fill(piece, read, out)
 
-    def _read(self, extent: Extent, out: ByteArray) -> None:
+    def _read(self, extent: Extent, out: Octets) -> None:
         place = (extent.member, extent.area)
         with self._lock:
             if place not in self._opened:
