@@ -60,7 +60,7 @@ def _environment() -> dict[str, str]:
     """Return this process's environment without the launcher's variables, and with this holdfast first in
     PYTHONPATH."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_OF_THE_LAUNCHER)}
-    package = str(Path(__file__).resolve().parent.parent)
+    package = str(Path(__file__).resolve().parents[2])
     others = filter(None, kept.get("PYTHONPATH", "").split(os.pathsep))
     path = [package, *map(os.path.abspath, others)]
     return {**kept, "PYTHONPATH": os.pathsep.join(path)}
