@@ -142,8 +142,8 @@ def test_a_damaged_manifest_is_replaced_and_the_same_commit_may_be_said_again(
 
 STUCK = """
 import sys, time
-from holdfast.core.store.replacing import held
-with held(sys.argv[1]):
+from holdfast.core.store.replacing import locked
+with locked(sys.argv[1]):
     print("held", flush=True)
     time.sleep(600)
 """
