@@ -19,7 +19,7 @@ from holdfast.live.state.snapshot import Buffer, PrivateBuffer
 class Toy:
     """Keeps the image of each step."""
 
-    name = "toy"
+    kind = "toy"
 
     def __init__(self, most_bytes: int = 1 << 20) -> None:
         self.worker = Worker("toy")

@@ -2,7 +2,7 @@
 
 A gap of 255 or more is written as so many bytes 255 and what is left, so a byte below 255 ends an entry:
 
-    >>> pack(np.array([3, 4, 300]), np.array([7, 8, 9], "<u2")).tolist()[16:]
+    >>> pack_sparse(np.array([3, 4, 300]), np.array([7, 8, 9], "<u2")).tolist()[16:]
     [3, 1, 255, 41, 7, 0, 8, 0, 9, 0]
 
 Before them stand the number of these bytes and the number of entries, as two little-endian u64.  `n`
