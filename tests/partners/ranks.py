@@ -258,8 +258,6 @@ def dcp_load(run: Run) -> None:
 
 THE_VICTIM = r"\branks? {victim}\b"
 ANYBODY = r"\branks? \d"
-MAYBE_WITH_RANK_0 = r"\branks? (0 (to|and) )?{victim}\b"
-"""Rank 0 goes on while the others hear its word, so whoever loses the victim then may miss rank 0, too."""
 
 
 @dataclass(frozen=True)
@@ -334,9 +332,7 @@ CALLS: dict[str, Call] = {
     "close": Call(close, CLOSE, who=ANYBODY),
     "close_in_time": Call(close_in_time, CLOSE, "close()", who=""),
     "called": Call(close_with_a_callback, ("Checkpointer.on_commit", *CLOSE), who=ANYBODY),
-    "convert": Call(
-        convert, ("convert",), "convert()", who=MAYBE_WITH_RANK_0, needs_checkpointer=False
-    ),
+    "convert": Call(convert, ("convert",), "convert()", needs_checkpointer=False),
     "dcp_save": Call(dcp_save, OF_WRITER, who="", is_torchs=True, needs_checkpointer=False),
     "dcp_load": Call(dcp_load, OF_READER, who="", is_torchs=True, needs_checkpointer=False),
 }

@@ -158,14 +158,27 @@ class Exchange:
                 raise self._explained(meeting, met, what, error) from error
             raise
 
-    def _explained(self, meeting: Meeting, met: Met, what: str, error: Exception) -> AgentError:
-        """Return the error that a failed collective means: who does not answer."""
+    def _explained(
+        self,
+        meeting: Meeting,
+        met: Met,
+        what: str,
+        error: Exception,
+        *,
+        has_gone_on: int | None = None,
+    ) -> AgentError:
+        """Return the error that a failed collective means: who does not answer.
+
+        `has_gone_on`: a rank that leaves the collective first.  It may not see that the others fail, so its
+        silence counts only if every other rank answers.
+        """
         if isinstance(error, AgentError):
             return error
         try:
             missing = meeting.roll_call(met, _ROLL_CALL_S)
         except AgentError as gone:
             return gone
+        missing = [rank for rank in missing if rank != has_gone_on] or missing
         if missing:
             return Deadline(
                 f"{ranks_text(missing)} did not answer in the middle of {met.call} (within "
@@ -211,7 +224,8 @@ class Exchange:
                 time.sleep(min(next(pauses), _WORD_PAUSE_S))
             work.wait()
         except (RuntimeError, dist.DistError) as error:
-            raise self._explained(meeting, met, "hear where the board is", error) from error
+            what = "hear where the board is"
+            raise self._explained(meeting, met, what, error, has_gone_on=0) from error
         (size,) = _SIZE.unpack(data[: _SIZE.size])
         return bytes(data[_SIZE.size : _SIZE.size + size])
 
