@@ -8,7 +8,7 @@ change with every release.  If a name here goes or changes its meaning, the CHAN
                     of a run        notes_of  notices_of  stop_if_told  go_on_from  gradients_text
                     of its weights  unwrap  writes_to  wait_for_copies
                     of its data     data_of  tell_other_data  order_of  put_order  samplers_of
-                    of a root       check_root  saved_in  run_at_work  newest_where  labels_of  pin  unpin
+                    of a root       check_root  saved_in  run_at_work  newest_where  labels_of  give_label
                                     check_metrics  read_files  TOP_NAMES
                     of an engine    check_engine  engine_counters  put_engine_counters
                     of arguments    path_of  step_of  unfit
@@ -34,9 +34,7 @@ from holdfast.base.patience import bounded
 from holdfast.core.checkpoint.claiming import newest_claim
 from holdfast.core.checkpoint.consolidating import keep_extras
 from holdfast.core.checkpoint.names import TOP_NAMES, Saved, committed, manifest_key, read_head
-from holdfast.core.checkpoint.notes import metrics_of, read_notes
-from holdfast.core.checkpoint.notes import pin as pin_in
-from holdfast.core.checkpoint.notes import unpin as unpin_in
+from holdfast.core.checkpoint.notes import metrics_of, pin, read_notes, unpin
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.checkpoint.reading import read_alone
 from holdfast.core.checkpoint.rows import Want
@@ -78,6 +76,7 @@ __all__ = [
     "decode_torch",
     "encode",
     "engine_counters",
+    "give_label",
     "go_on_from",
     "gradients_text",
     "inline_tensor",
@@ -87,7 +86,6 @@ __all__ = [
     "notices_of",
     "order_of",
     "path_of",
-    "pin",
     "put_engine_counters",
     "put_order",
     "read_files",
@@ -101,7 +99,6 @@ __all__ = [
     "tell_other_data",
     "torch_dtype",
     "unfit",
-    "unpin",
     "unwrap",
     "values_in",
     "wait_for_copies",
@@ -201,14 +198,13 @@ def labels_of(root: str) -> dict[str, int]:
     return read_notes(open_store(root)).live_labels
 
 
-def pin(root: str, step: int, label: str) -> None:
-    """Give a committed step of a root a label.  NotFound if there is no such step."""
-    pin_in(open_store(root), step, label)
-
-
-def unpin(root: str, label: str) -> None:
-    """Remove a label from a root that no Checkpointer of this process uses.  On one rank."""
-    unpin_in(open_store(root), label)
+def give_label(root: str, label: str, step: int | None) -> None:
+    """Let a label name a committed step of a root that no Checkpointer of this process uses; None takes the
+    label away.  On one rank.  NotFound if there is no such step."""
+    if step is None:
+        unpin(open_store(root), label)
+    else:
+        pin(open_store(root), step, label)
 
 
 def check_metrics(metrics: Mapping[str, float], call: str) -> None:

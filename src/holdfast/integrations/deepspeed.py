@@ -41,6 +41,7 @@ from holdfast.extend import (
     check_engine,
     check_root,
     engine_counters,
+    give_label,
     go_on_from,
     labels_of,
     newest_where,
@@ -48,7 +49,6 @@ from holdfast.extend import (
     path_of,
     put_engine_counters,
     unfit,
-    unpin,
 )
 from holdfast.integrations.native import run_of, tell_newer
 
@@ -458,7 +458,7 @@ class AttachedEngine:
             if (folder, tag) not in coming and not is_there:
                 del labelled[label]
                 try:
-                    unpin(self.root, label)
+                    give_label(self.root, label, None)
                 except errors.HoldfastError as error:
                     errors.warn_user(f"{label}: the step stays, though {folder} is gone: {error}")
 

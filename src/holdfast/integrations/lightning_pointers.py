@@ -19,7 +19,7 @@ import xxhash
 from lightning.fabric.utilities.cloud_io import get_filesystem
 
 from holdfast import errors
-from holdfast.extend import labels_of, pin, run_at_work, saved_in, unpin
+from holdfast.extend import give_label, labels_of, run_at_work, saved_in
 from holdfast.integrations.native import run_of
 
 GONE_BACK = "the run had gone back to an earlier step: what the path named is gone, so remove it"
@@ -100,7 +100,7 @@ def settle_left(folder: Any) -> None:
                 remove_pointer(path)
             elif saved.is_proved:
                 label = f"{label_start(path)}{step}"
-                pin(pointer["root"], step, label)  # the run may have been killed before
+                give_label(pointer["root"], label, step)  # the run may have been killed before
                 write_pointer(path, {**pointer, "run": saved.run})
         except errors.HoldfastError as error:
             errors.warn_user(f"{path} names step {step}, of which nothing can be told now: {error}")
@@ -169,7 +169,7 @@ def unpin_path(root: str, path: str, but: Collection[int | None] = ()) -> None:
     try:
         for label, step in labels_of(root).items():
             if label.startswith(label_start(path)) and step not in but:
-                unpin(root, label)
+                give_label(root, label, None)
     except errors.HoldfastError as error:
         errors.warn_user(
             f"{path}: what it named before stays pinned, so it is not deleted: {error}"
