@@ -27,21 +27,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from holdfast.base.arguments import path_of, step_of, unfit
+from holdfast.base.arguments import function_of, path_of, step_of, unfit
 from holdfast.base.errors import Corrupt, FormatError, warn_user
 from holdfast.base.notices import Notices
 from holdfast.base.patience import bounded
 from holdfast.core.checkpoint.claiming import newest_claim
 from holdfast.core.checkpoint.consolidating import keep_extras
 from holdfast.core.checkpoint.names import TOP_NAMES, Saved, committed, manifest_key, read_head
-from holdfast.core.checkpoint.notes import metrics_of, pin, read_notes, unpin
+from holdfast.core.checkpoint.notes import label_of, metrics_of, pin, read_notes, unpin
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.checkpoint.reading import read_alone
 from holdfast.core.checkpoint.rows import Want
 from holdfast.core.checkpoint.unproved import tell_passed_over
 from holdfast.core.format.extras import decode, encode, referred
 from holdfast.core.layout import Box
-from holdfast.core.store import open_store, split_prefix
+from holdfast.core.store import Store, open_store, split_prefix
 from holdfast.formats.looking import open as open_step
 from holdfast.formats.read.dcpnames import StateDictNames
 from holdfast.live.restore.targets import target_of
@@ -125,7 +125,7 @@ def notices_of(checkpointer: Checkpointer) -> Notices:
 def stop_if_told(checkpointer: Checkpointer, step: int) -> None:
     """With `sigterm_s`: if any rank got SIGTERM, save `step` and raise SystemExit(143) on all ranks.  For
     trainers that do not call `Checkpointer.step` at each step.  Collective."""
-    stop = checkpointer._stop
+    step, stop = step_of(step, "stop_if_told"), checkpointer._stop
     if stop is not None and stop.was_told():
         checkpointer._save_and_stop(step, stop)
 
@@ -133,7 +133,7 @@ def stop_if_told(checkpointer: Checkpointer, step: int) -> None:
 def go_on_from(checkpointer: Checkpointer, step: int) -> None:
     """Say that training goes on from a step that was not loaded by `Checkpointer.restore`: all later saves
     are newer than every step in the root.  Collective; blocks."""
-    checkpointer._restart("load").leave_behind(step)
+    checkpointer._restart("load").leave_behind(step_of(step, "go_on_from"))
 
 
 # -- trainers: weights ------------------------------------------------------------------------------
@@ -151,6 +151,7 @@ def writes_to(module: nn.Module) -> list[tuple[int, int]]:
 def check_root(root: str, *, foreign: bool = False) -> None:
     """UsageError for an address that cannot be opened, and unless `foreign`, for one of a foreign
     checkpoint (`dcp:PATH`).  Changes nothing."""
+    root = path_of(root, "check_root", "root")
     if not foreign:
         require_native_root(root)
     elif split_prefix(root) is None:
@@ -160,12 +161,13 @@ def check_root(root: str, *, foreign: bool = False) -> None:
 def saved_in(root: str, step: int) -> Saved | None:
     """Return the run that saved a step (`run`), and whether that is known (`is_proved`); None if there is
     no such step.  HoldfastError if the root cannot be read now."""
-    return read_head(open_store(root), step, manifest_key(step))
+    step = step_of(step, "saved_in")
+    return read_head(_store_of(root, "saved_in"), step, manifest_key(step))
 
 
 def run_at_work(root: str) -> int | None:
     """Return the number of the newest run that has claimed a root; None if none has."""
-    claim = newest_claim(open_store(root))
+    claim = newest_claim(_store_of(root, "run_at_work"))
     return None if claim is None else claim.run
 
 
@@ -175,7 +177,9 @@ def newest_where(
     """Return the newest durable step for which `fits(run, step, plain values)` is true, and its plain
     values; None if there is none.  Damaged steps are skipped with a warning; if no step fits, their error
     is raised."""
-    saved = bounded(lambda: committed(open_store(root)), "look at", root)
+    function_of(fits, "newest_where", "fits", "of a run, a step and its plain values", 3)
+    store = _store_of(root, "newest_where")
+    saved = bounded(lambda: committed(store), "look at", root)
     fault = None
     for candidate in reversed(saved):
         step = candidate.step
@@ -195,16 +199,21 @@ def newest_where(
 
 def labels_of(root: str) -> dict[str, int]:
     """Return the labels of a root, and the step that each label keeps."""
-    return read_notes(open_store(root)).live_labels
+    return read_notes(_store_of(root, "labels_of")).live_labels
 
 
 def give_label(root: str, label: str, step: int | None) -> None:
     """Let a label name a committed step of a root that no Checkpointer of this process uses; None takes the
     label away.  On one rank.  NotFound if there is no such step."""
+    store, label = _store_of(root, "give_label"), label_of(label, "give_label")
     if step is None:
-        unpin(open_store(root), label)
+        unpin(store, label)
     else:
-        pin(open_store(root), step, label)
+        pin(store, step_of(step, "give_label"), label)
+
+
+def _store_of(root: str, call: str) -> Store:
+    return open_store(path_of(root, call, "root"))
 
 
 def check_metrics(metrics: Mapping[str, float], call: str) -> None:

@@ -30,6 +30,7 @@ import msgspec
 import numpy as np
 import torch
 
+from holdfast.base.arguments import instance_of, path_of
 from holdfast.base.errors import AgentError, HoldfastError, UsageError
 from holdfast.base.events import emit, span
 from holdfast.base.threads import Worker
@@ -179,7 +180,10 @@ class PlannedSaves:
     """
 
     def __init__(self, root: str, keep: Keep | None = None) -> None:
-        self.root, self.keep = root, keep
+        self.root = path_of(root, "PlannedSaves", "root")
+        if keep is not None:
+            instance_of(keep, Keep, "PlannedSaves", "keep", "a holdfast.Keep(...), or None")
+        self.keep = keep
         self._keys: dict[str, str] = {}
         """On the coordinator, the keys under which attempts are handed to other ranks, by their names."""
         self._is_behind = False
