@@ -40,6 +40,7 @@ import holdfast
 import holdfast.dcp
 import holdfast.session.checkpointer
 import holdfast.session.once
+from holdfast import extend
 from holdfast.core.group import Group
 from holdfast.formats.write import ranks as converting
 from holdfast.tiers.memory.node import messages
@@ -106,6 +107,7 @@ class Run:
         self.memory = holdfast.Memory("none", budget=budget) if "memory" in case.tiers else None
         self.delta = holdfast.Delta() if "delta" in case.tiers else None
         self.is_tuned = "auto" in case.tiers
+        self.grace_s = self.deadline_s if case.call == "door_stop" else None
         torch.manual_seed(0)  # ranks have replicas
         self.model = nn.Linear(8, 8)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
@@ -127,6 +129,7 @@ class Run:
             delta=self.delta,
             on_error="raise",
             deadline_s=self.deadline_s,
+            sigterm_s=self.grace_s,
             anew=True,
         )
 
@@ -240,6 +243,15 @@ def convert(run: Run) -> None:
     holdfast.convert(run.root, f"{run.root}-new")
 
 
+def go_on_from(run: Run) -> None:
+    extend.go_on_from(run.ckpt, 1)
+
+
+def stop_if_told(run: Run) -> None:
+    """No rank was told."""
+    extend.stop_if_told(run.ckpt, 2)
+
+
 def dcp_save(run: Run) -> None:
     """Torch's own collectives raise torch's errors, and what a Writer raises on a rank is in a
     CheckpointException on all.  What a Writer promises is that the step is not there then."""
@@ -300,7 +312,7 @@ OF_WRITER = tuple(
         "prepare",
         "finish",
     )
-)
+) + tuple(f"extend.PlannedSaves.{name}" for name in ("begin", "begun", "prepare", "commit"))
 OF_READER = tuple(
     f"dcp.Reader.{name}"
     for name in (
@@ -332,6 +344,8 @@ CALLS: dict[str, Call] = {
     "close": Call(close, CLOSE, who=ANYBODY),
     "close_in_time": Call(close_in_time, CLOSE, "close()", who=""),
     "called": Call(close_with_a_callback, ("Checkpointer.on_commit", *CLOSE), who=ANYBODY),
+    "door_go_on": Call(go_on_from, ("extend.go_on_from",), "load"),
+    "door_stop": Call(stop_if_told, ("extend.stop_if_told",)),
     "convert": Call(convert, ("convert",), "convert()", needs_checkpointer=False),
     "dcp_save": Call(dcp_save, OF_WRITER, who="", is_torchs=True, needs_checkpointer=False),
     "dcp_load": Call(dcp_load, OF_READER, who="", is_torchs=True, needs_checkpointer=False),
@@ -340,6 +354,9 @@ CALLS: dict[str, Call] = {
 READS = "reads storage by itself; what does not answer is in tests/disks"
 LOOKS = "looks at what this process has, or computes with it"
 MARKS = "notes something in this process"
+CHECKS = "checks an argument"
+WRITES = "writes storage by itself; what does not answer is in tests/disks"
+BETWEEN = "is one rank's part between `begin` and `commit` of extend.PlannedSaves"
 ALONE: dict[str, str] = {
     "open": READS,
     "steps": READS,
@@ -375,6 +392,49 @@ ALONE: dict[str, str] = {
     "events.listen": MARKS,
     "events.span": MARKS,
     "events.subscribe": MARKS,
+    **dict.fromkeys(
+        (
+            f"extend.{name}"
+            for name in ("check_engine", "check_metrics", "path_of", "step_of", "unfit")
+        ),
+        CHECKS,
+    ),
+    **dict.fromkeys(
+        (
+            f"extend.{name}"
+            for name in (
+                *("StateDictNames.extras", "StateDictNames.inner", "StateDictNames.of"),
+                *("StateDictNames.path", "data_of", "decode", "decode_torch", "encode"),
+                *("engine_counters", "gradients_text", "inline_tensor", "notes_of", "notices_of"),
+                *("order_of", "referred", "samplers_of", "torch_dtype", "unwrap", "writes_to"),
+            )
+        ),
+        LOOKS,
+    ),
+    **dict.fromkeys(
+        (
+            f"extend.{name}"
+            for name in (
+                *("check_root", "labels_of", "newest_where", "read_files", "read_into"),
+                *("run_at_work", "saved_in", "values_in"),
+            )
+        ),
+        READS,
+    ),
+    **dict.fromkeys(
+        (
+            f"extend.PreparedPart.{name}"
+            for name in ("staged", "take_note", "write", "write_and_note")
+        ),
+        BETWEEN,
+    ),
+    "extend.PlannedSaves.go_on_from": MARKS,
+    "extend.PlannedSaves.wait": "waits for what this process deletes",
+    "extend.give_label": WRITES,
+    "extend.put_engine_counters": MARKS,
+    "extend.put_order": "puts back what `restore` has read for this rank",
+    "extend.tell_other_data": "tells of what `restore` has read for this rank",
+    "extend.wait_for_copies": "waits for copies of this process's own tensors",
     "sources.flat_cut": LOOKS,
     "sources.register": MARKS,
     "store.open_store": "touches nothing",
