@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
 import uuid
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from holdfast.checkpoint import notes
 from holdfast.cli.main import run
 from holdfast.core.checkpoint.pruning import delete_step, prunable, prune
 from holdfast.errors import Corrupt, FormatError, HoldfastError, NotFound, StoreError, UsageError
+from holdfast.live.saving.steps import RootSteps
 from holdfast.store import LocalStore, MemoryStore, Store, open_store
 from holdfast.testing import Faulty
 
@@ -86,6 +89,9 @@ class Held:
                 return StoreError("the disk is gone") if int(step) in self.failing else None
         return None
 
+    def hold(self, step: int) -> None:
+        self.gates[f"{step:010}"].clear()
+
     def let(self, step: int, *, fail: bool = False) -> None:
         if fail:
             self.failing.add(step)
@@ -126,6 +132,56 @@ def test_a_label_of_a_save_in_flight_keeps_the_former_step(
         ckpt._tiers.durable.settle(60)
         assert holdfast.steps(str(tmp_path)) == [expected, 300]
         assert held.labels == {"best": expected}
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_step_that_is_committed_has_its_label_though_it_is_being_saved_again(
+    tmp_path, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The label is written at once, so it keeps the step whatever becomes of the second save."""
+    held = Held(tmp_path, monkeypatch, 200)
+    held.let(200)
+    with holdfast.Checkpointer(
+        str(tmp_path), {"x": torch.ones(3)}, keep=holdfast.Keep(last=1), on_error="warn"
+    ) as ckpt:
+        ckpt.save(200).wait(300)
+        held.hold(200)
+        again = ckpt.save(200)
+        ckpt.pin(200, "best")
+        assert held.labels == {"best": 200}
+        held.let(200, fail=fails)
+        with contextlib.suppress(HoldfastError):
+            again.wait(300)
+        ckpt.save(300).wait(300)
+        ckpt._tiers.durable.settle(60)
+        assert held.labels == {"best": 200}
+        assert holdfast.steps(str(tmp_path)) == [200, 300]
+
+
+def test_a_step_whose_handle_has_not_ended_has_its_label(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another save of it, which is left out, does not take the label away."""
+    there, gate, commit = threading.Event(), threading.Event(), RootSteps.commit
+
+    def held(self: RootSteps, op: Any, make: Any) -> Any:
+        found = commit(self, op, make)
+        there.set()
+        gate.wait(300)
+        return found
+
+    monkeypatch.setattr(RootSteps, "commit", held)
+    with holdfast.Checkpointer(
+        str(tmp_path), {"x": torch.ones(3)}, every=100, when_busy="skip"
+    ) as ckpt:
+        ckpt.save(200)
+        assert there.wait(300)
+        ckpt.step(200)  # which is left out
+        ckpt.pin(200, "best")
+        ckpt._tiers.saver.settle(60)
+        gate.set()
+        ckpt.wait()
+    assert notes.read_notes(open_store(str(tmp_path))).live_labels == {"best": 200}
 
 
 def test_a_label_stays_where_another_save_of_its_step_is_left_out(

@@ -73,9 +73,19 @@ def test_two_saves_of_one_step() -> None:
     assert pending.end(2, 200) == []
 
 
-def test_a_step_that_is_about_to_be_saved() -> None:
+def test_a_step_that_is_saved_anew_keeps_its_labels() -> None:
+    """If that fails, nothing is told: they name its number all along."""
     pending = PendingLabels()
-    assert not pending.give("best", 7)
-    assert pending.give("best", 7, is_coming=True)
-    pending.begin(1, 7)
-    assert pending.commit(1, 7) == ["best"]
+    for number, fails in enumerate((False, True)):
+        assert not pending.give("best", 7)
+        pending.keep(7, ["best", "last", "gone"])
+        pending.forget("gone")
+        pending.begin(number, 7)
+        assert pending.give("best", 7)
+        if fails:
+            assert pending.end(number, 7) == ["best"]
+        else:
+            assert pending.commit(number, 7) == ["best", "last"]
+            assert pending.end(number, 7) == []
+    pending.begin(2, 7)
+    assert pending.commit(2, 7) == []

@@ -23,25 +23,33 @@ class PendingLabels:
         """Steps of the saves that have begun and are not committed, by the number of the save."""
         self._steps: dict[str, list[int]] = {}
         """Steps that each label waits for, in the order in which it was given to them."""
+        self._kept: dict[int, list[str]] = {}
+        """Labels that a step has already, and is to have when it is saved anew."""
 
     def begin(self, number: int, step: int) -> None:
         """Note that a save of a step has begun."""
         with self._lock:
             self._coming[number] = step
 
-    def give(self, label: str, step: int, *, is_coming: bool = False) -> bool:
-        """Keep a label for a step that is being saved, or `is_coming`; False if it is not."""
+    def give(self, label: str, step: int) -> bool:
+        """Keep a label for a step that is being saved; False if it is not."""
         with self._lock:
-            if not is_coming and step not in self._coming.values():
+            if step not in self._coming.values():
                 return False
             others = (other for other in self._steps.get(label, ()) if other != step)
             self._steps[label] = [*others, step]
             return True
 
+    def keep(self, step: int, labels: list[str]) -> None:
+        """Let a step that is about to be saved anew, as it was, keep the labels that its number has."""
+        with self._lock:
+            self._kept[step] = labels
+
     def forget(self, label: str) -> None:
         """Keep a label no more: it was taken away, or names another step."""
         with self._lock:
             self._steps.pop(label, None)
+            self._kept = {s: [k for k in some if k != label] for s, some in self._kept.items()}
 
     def commit(self, number: int, step: int) -> list[str]:
         """Return the labels that a step has now that is committed, by the save of that number."""
@@ -51,14 +59,17 @@ class PendingLabels:
             for label in labels:
                 steps = self._steps[label]
                 del steps[: steps.index(step) + 1]
-            return labels
+            return list(dict.fromkeys([*labels, *self._kept.pop(step, ())]))
 
     def end(self, number: int, step: int) -> list[str]:
         """Note that a save has ended.  Return the labels that wait for its step in vain, and do so no more:
         it is not committed, and no other save of it is under way."""
         with self._lock:
             self._coming.pop(number, None)
-            labels = [] if step in self._coming.values() else self._waiting_for(step)
+            if step in self._coming.values():
+                return []
+            self._kept.pop(step, None)
+            labels = self._waiting_for(step)
             for label in labels:
                 self._steps[label].remove(step)
             return labels

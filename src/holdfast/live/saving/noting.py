@@ -9,7 +9,7 @@ from typing import Any
 from holdfast.base.arguments import step_of
 from holdfast.base.errors import HoldfastError
 from holdfast.core.checkpoint import notes
-from holdfast.core.checkpoint.names import parse_attempt
+from holdfast.core.checkpoint.names import manifest_key, parse_attempt, read_head
 from holdfast.core.group import Group
 from holdfast.live.saving.operation import SaveOperation
 from holdfast.live.saving.steps import RootSteps
@@ -39,10 +39,18 @@ class Noting:
     def _pin(self, step: int, label: str) -> None:
         steps = self._steps
         notes.read_notes(steps.store)  # notes that cannot be read are told at the call
-        if not steps.labels.give(label, step):
+        if not steps.labels.give(label, step) or self._is_saved(step):
             with steps.committing:  # so that nobody deletes it meanwhile
                 notes.pin(steps.store, step, label)
                 steps.labels.forget(label)
+
+    def _is_saved(self, step: int) -> bool:
+        """True if this run has committed a step, of whose number another save is under way."""
+        claim = self._steps.claim
+        if claim is None:
+            return False
+        saved = read_head(self._steps.store, step, manifest_key(step))
+        return saved is not None and saved.is_proved and saved.run == claim.run
 
     def unpin(self, label: Any) -> None:
         label = notes.label_of(label, "Checkpointer.unpin")
@@ -109,5 +117,4 @@ def write_labels(
 def adopt_labels(steps: RootSteps, step: int) -> None:
     """Let a step that is about to be saved anew, as it was, keep the labels that its number has."""
     with suppress(HoldfastError):  # which the commit tells
-        for label in notes.read_notes(steps.store).pinned.get(step, ()):
-            steps.labels.give(label, step, is_coming=True)
+        steps.labels.keep(step, notes.read_notes(steps.store).pinned.get(step, []))
