@@ -16,6 +16,7 @@ import holdfast
 from holdfast.errors import NotFound, UsageError
 from holdfast.live.saving import steps as steps_of_root
 from holdfast.store import open_store
+from holdfast.tiers.memory.own_agent import OwnAgent
 from holdfast.tiers.records.offline import replay_to
 from memory.zygote import Lives
 
@@ -292,3 +293,31 @@ def test_records_below_the_newest_full_step_are_not_overlooked(
     assert call("copy", root, copied, "--log")[0] == 0
     assert holdfast.steps(copied) == [4]
     check_equal(restored(copied), expected)
+
+
+def test_agents_hear_of_it_last_and_hold_up_no_upload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent may take its time, or fail: the run and its records have gone on as another one then."""
+    monkeypatch.setenv("HOLDFAST_MEMORY_DIR", str(tmp_path / "node"))
+    run, seen = Plain(), list[tuple[bool, set[int]]]()
+    with holdfast.Checkpointer(
+        tmp_path / "root",
+        run.state,
+        every=holdfast.Every(durable=2, delta=1),
+        delta=holdfast.Delta(),
+        memory=holdfast.Memory("none"),
+        upload=tmp_path / "home",
+    ) as ckpt:
+        train(ckpt, run, range(1, 5), 0.01)
+        tiers, hello = ckpt._tiers, OwnAgent.hello
+
+        def late(agent: OwnAgent) -> None:
+            runs = {tiers.durable.run, tiers.get("delta")._capture._planner.run}
+            seen.append((tiers.get("upload").home.committing.locked(), runs))
+            hello(agent)
+
+        monkeypatch.setattr(OwnAgent, "hello", late)
+        assert ckpt.restore(2) == 2
+        assert seen[-1] == (False, {tiers.run})
+        train(ckpt, run, range(3, 5), 0.02)

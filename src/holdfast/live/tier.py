@@ -10,7 +10,7 @@ The session asks each of them, in this order, and for what ends or carries a sav
     a step       act > due > begin            the durable save, if one is due, goes first, and is carried by
                                               the nearest tier that can: check_save > carry > saving
     a restart    flush > shelf > trail        what there is; then the choice, by `candidates`
-                 settle > adopt               if the run went back to an older state
+                 settle > adopt > announce    if the run went back to an older state
                  go_on > ready                between them what was restored is saved, if it has to be
     the end      leave, wait, unheard, close
 
@@ -152,7 +152,11 @@ class Tier(Protocol):
         return nullcontext()
 
     def adopt(self, claim: Claim, base: int | None) -> None:
-        """Go on as another run, which went back to step `base`."""
+        """Go on as another run, which went back to step `base`.  In the block of `pause`: does not wait."""
+        return
+
+    def announce(self, run: int) -> None:
+        """Let those who keep what it makes know that it is another run now.  After the block."""
         return
 
     def go_on(self, reached: Reached, every: Every) -> bool:

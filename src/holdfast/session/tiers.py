@@ -197,6 +197,8 @@ class Tiers:
             self.claim, *_ = self._take()
             for tier in self:
                 tier.adopt(self.claim, base)
+        for tier in reversed(self):
+            tier.announce(self.run)
 
     # -- the end ----------------------------------------------------------------------------------
 

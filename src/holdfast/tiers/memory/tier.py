@@ -16,7 +16,6 @@ from holdfast.base.events import emit, span
 from holdfast.base.patience import slowest
 from holdfast.base.threads import Worker
 from holdfast.base.wire import WireError, decode_msgpack, rank_errors
-from holdfast.core.checkpoint.claiming import Claim
 from holdfast.core.checkpoint.names import step_prefix
 from holdfast.core.format.manifest import FileEntry, Manifest, encode_manifest
 from holdfast.live.every import Every
@@ -261,7 +260,7 @@ class MemoryTier(Tier):
         decision = Decision({}, encode_manifest(manifest), cards)
         self.agent.adopt(self._commit_of(manifest.step, manifest.attempt, decision))
 
-    def adopt(self, claim: Claim, base: int | None) -> None:
+    def announce(self, run: int) -> None:
         self.agent.hello()
 
     def _commit_of(self, step: int, attempt: str, decision: Decision) -> w.Commit:

@@ -22,7 +22,6 @@ from holdfast.base.events import emit, span
 from holdfast.base.notices import Notices
 from holdfast.base.patience import within
 from holdfast.base.text import listed
-from holdfast.core.checkpoint.claiming import Claim
 from holdfast.core.group import Group
 from holdfast.core.layout import Box, Mesh
 from holdfast.core.store import MemoryStore
@@ -283,9 +282,9 @@ class DeltaTier(Tier):
         self._capture.revive()
         self._break("an error")
 
-    def adopt(self, claim: Claim, base: int | None) -> None:
-        """Go on as another run, with a writer of its own.  Blocks until all is written."""
-        self._capture.adopt(claim.run)
+    def announce(self, run: int) -> None:
+        """Go on with a writer of its own.  Blocks until all is written."""
+        self._capture.adopt(run)
 
     def has_moved_on(self) -> bool:
         return self._capture.recorded
