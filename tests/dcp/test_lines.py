@@ -62,5 +62,6 @@ writer.wait()
 
 def test_a_run_whose_first_save_fails(tmp_path: Path) -> None:
     assert run(tmp_path, "", "3", "4") == [3, 4]
-    assert zygote.run(["-c", FAILS, tmp_path]).stdout == "failed\n"
+    done = zygote.run(["-c", FAILS, tmp_path])
+    assert (done.returncode, done.stdout) == (0, "failed\n"), done.stderr
     assert holdfast.steps(tmp_path) == [3, 4, 7]

@@ -175,7 +175,12 @@ def installing(wanted: str) -> dict[str, str]:
     assert set(re.findall(r"\[(\w+)\]", wanted)) <= set(extras), extras
     target = str(Path("installed").absolute())
     # "0" is pip's way to say so by the environment: what builds is here, too
-    return {"PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_TARGET": target}
+    return {
+        "PIP_NO_INDEX": "1",
+        "PIP_NO_DEPS": "1",
+        "PIP_NO_BUILD_ISOLATION": "0",
+        "PIP_TARGET": target,
+    }
 
 
 def check_installed(target: Path) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.agent.server import local_elastic_agent
 
-import zygote
 from docs.commands import ROOT, commands_of
 from docs.test_docs import blocks
 from holdfast.launch import recovery
@@ -105,8 +104,9 @@ def until(is_so: Callable[[], bool], limit_s: float = 120.0) -> None:
 def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The digest of the uninterrupted run, under torchrun: there `recoverable` is a plain call."""
     root = tmp_path_factory.mktemp("whole") / "root"
-    torchrun = ["-m", "forking", "--standalone", f"--nproc-per-node={RANKS}"]
-    ran = zygote.run([*torchrun, SCRIPT, root, STEPS], env=environment(), timeout=240)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*torchrun, f"--nproc-per-node={RANKS}", str(SCRIPT), str(root), str(STEPS)]
+    ran = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
     assert ran.returncode == 0, ran.stderr[-3000:]
     return Ran(0, "", told(root)).digest
 
