@@ -5,8 +5,9 @@
     python -m bench --table                           measure nothing: what the records show
 
 The table at the end has each claim's bound, its figures now (`bench/results`) and as last committed.  The
-exit status is 1 if a script has failed, or if a claim no longer holds that held as last committed.  Each
-script runs by itself, too: `python -m bench.claims.load --help`.
+exit status is 1 if a script has failed, or if a claim no longer holds that held as last committed; with
+`--small`, which shows no claim, only the former.  Each script runs by itself, too:
+`python -m bench.claims.load --help`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-from bench.lib.claims import NO_LONGER, RESULTS, judged, scripts, table
+from bench.lib.claims import NO_LONGER, RESULTS, TRIED, judged, scripts, table
 
 ALONE = {
     "at_call": "needs another checkout: --before PATH",
@@ -39,8 +40,15 @@ def main() -> None:
         "--only", help="names of scripts, by comma (default: all that need nothing more)"
     )
     p.add_argument("--table", action="store_true", help="measure nothing")
-    p.add_argument("--out", type=Path, default=RESULTS, help="where the records are")
+    p.add_argument("--small", action="store_true", help="try the scripts out, with small states")
+    p.add_argument(
+        "--out",
+        type=Path,
+        help="where the records are (default: bench/results; build/bench if --small)",
+    )
     args, options = p.parse_known_args()
+    args.out = args.out or (TRIED if args.small else RESULTS)
+    options += ["--small"] * args.small
     chosen = args.only.split(",") if args.only else scripts()
     if unknown := set(chosen) - set(scripts()):
         p.error(f"--only: there is no {', '.join(sorted(unknown))}")
@@ -49,7 +57,7 @@ def main() -> None:
     print("\n" + table(lines))
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
-    sys.exit(any(line.verdict == NO_LONGER for line in lines))
+    sys.exit(not args.small and any(line.verdict == NO_LONGER for line in lines))
 
 
 def _run(name: str, args: argparse.Namespace, options: list[str]) -> bool:
@@ -58,8 +66,7 @@ def _run(name: str, args: argparse.Namespace, options: list[str]) -> bool:
         print(f"{name} is left out: {ALONE[name]}")
         return True
     print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)
-    out = [] if args.out == RESULTS else [f"--out={args.out}"]
-    command = [sys.executable, "-m", f"bench.claims.{name}", *options, *out]
+    command = [sys.executable, "-m", f"bench.claims.{name}", *options, f"--out={args.out}"]
     return subprocess.run(command, check=False).returncode == 0
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from bench.lib.claims import RESULTS, Claim, Judged, claims_of, judged, scripts, table
+from bench.lib.common import reporting
 
 UNMEASURED = {"gpu"}
 """No figure was taken on a GPU."""
@@ -22,9 +23,9 @@ def record(started: str, **figures: float) -> dict[str, Any]:
     return {"started": started, "rows": rows}
 
 
-def verdict(now: dict[str, float], committed: dict[str, float]) -> str:
+def verdict(now: dict[str, float], committed: dict[str, float], *, is_measured: bool = True) -> str:
     figures = (CLAIM.figures([record("2026", **those)]) for those in (now, committed))
-    return Judged("save", CLAIM, *figures).verdict
+    return Judged("save", CLAIM, *figures, is_measured=is_measured).verdict
 
 
 @pytest.mark.parametrize("script", scripts())
@@ -59,7 +60,9 @@ def test_verdicts() -> None:
     assert verdict({"a": 2.0, "b": 1.9}, {"b": 1.8}) == "does not hold"
     assert verdict({"a": 2.0, "b": 1.9}, {"a": 1.0, "b": 2.1}) == "no longer holds"
     assert verdict({"a": float("nan")}, {"a": 2.0}) == "no longer holds"
-    assert verdict({}, {"a": 2.0}) == "not measured"
+    assert verdict({}, {"a": 2.0}) == "no longer holds", "its rows are gone from the record"
+    assert verdict({}, {"a": 2.0}, is_measured=False) == "not measured"
+    assert verdict({}, {}) == "not measured"
 
 
 def test_the_newest_record_that_has_a_case_counts() -> None:
@@ -70,3 +73,19 @@ def test_the_newest_record_that_has_a_case_counts() -> None:
 def test_what_misses_the_bound_is_bold() -> None:
     assert CLAIM.shown({("a", 1): 1.0, ("b", 1): 2.5}) == "**1** / 2.5"
     assert CLAIM.shown({(n, 1): 2.0 + n for n in range(5)}) == "2 (worst of 5)"
+    both = Claim("A share.", r"^save", at_least=0.8, at_most=1.25)
+    assert (
+        both.shown({(n,): v for n, v in enumerate((1, 1.2, 0.5, 1, 0.9))}) == "**0.5** (worst of 5)"
+    )
+
+
+@pytest.mark.parametrize("options", [[], ["--root", "/disk", "--rounds", "2", "--small"]])
+def test_options_for_all_reach_scripts_that_only_compute(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They say that it changes nothing there."""
+    args = reporting("A script.").parse_args(options)
+    assert (args.root, args.small) == (None, False)
+    assert capsys.readouterr().out.count("changes nothing") == len(
+        [o for o in options if "--" in o]
+    )

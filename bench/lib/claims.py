@@ -19,7 +19,7 @@ import json
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -27,6 +27,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
+TRIED = ROOT / "build" / "bench"
+"""Records of scripts that were only tried."""
 NO_LONGER = "no longer holds"
 FEW = 4
 """Figures that are shown side by side; of more, the worst is."""
@@ -63,6 +65,14 @@ class Claim:
         high = float("inf") if self.at_most is None else self.at_most
         return low <= figure <= high
 
+    def _room(self, figure: float) -> float:
+        """How far a figure is from the bound, as a share of it; below 0 if it misses it."""
+        low = (
+            [] if self.at_least is None else [(figure - self.at_least) / (abs(self.at_least) or 1)]
+        )
+        high = [] if self.at_most is None else [(self.at_most - figure) / (abs(self.at_most) or 1)]
+        return min(low + high)
+
     def figures(self, records: Iterable[Record]) -> dict[Case, float]:
         """By case, the figure of the newest record that has it."""
         found: dict[Case, float] = {}
@@ -79,7 +89,7 @@ class Claim:
         """Figures as text; in bold what misses the bound."""
         values = list(figures.values())
         if len(values) > FEW:
-            values = [min(values) if self.at_most is None else max(values)]
+            values = [min(values, key=self._room)]
         texts = [f"{v:.3g}" if abs(v) < 1000 else f"{v:.0f}" for v in values]
         texts = [t if self.is_kept(v) else f"**{t}**" for t, v in zip(texts, values)]
         return " / ".join(texts) + f" (worst of {len(figures)})" * (len(figures) > FEW)
@@ -93,12 +103,14 @@ class Judged:
     claim: Claim
     now: dict[Case, float]
     committed: dict[Case, float]
+    is_measured: bool = True
+    """Whether there are records now."""
 
     @property
     def verdict(self) -> str:
         missed = [case for case, figure in self.now.items() if not self.claim.is_kept(figure)]
         if not self.now:
-            return "not measured"
+            return NO_LONGER if self.is_measured and self.committed else "not measured"
         if any(self.claim.is_kept(self.committed[c]) for c in missed if c in self.committed):
             return NO_LONGER
         return "does not hold" if missed else "holds"
@@ -119,10 +131,11 @@ def claims_of(script: str) -> tuple[Claim, ...]:
     return found
 
 
-def judge(script: str, claim: Claim, now: Iterable[Record]) -> Judged:
+def judge(script: str, claim: Claim, now: Collection[Record]) -> Judged:
     """Judge a claim by these records, beside the committed ones."""
     before = (committed(name) for name in claim.names(script))
-    return Judged(script, claim, claim.figures(now), claim.figures(r for r in before if r))
+    figures = claim.figures(now), claim.figures(r for r in before if r)
+    return Judged(script, claim, *figures, is_measured=bool(now))
 
 
 def judged(script: str, folder: Path = RESULTS) -> list[Judged]:

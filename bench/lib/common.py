@@ -30,9 +30,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.lib.claims import RESULTS, ROOT, Claim, judge, table
+from bench.lib.claims import RESULTS, ROOT, TRIED, Claim, judge, table
 
-TRIED = ROOT / "build" / "bench"
 MIB, GB = 1 << 20, 1e9
 Seconds = dict[str, list[float]]
 
@@ -51,8 +50,23 @@ class Job:
 # -- driver ---------------------------------------------------------------------------------------
 
 
+class _Unused(argparse.Action):
+    """An option that `python -m bench` hands to all scripts, and this one has no use for."""
+
+    def __call__(self, parser: Any, _namespace: Any, _values: Any, option: Any = None) -> None:
+        print(f"{parser.prog} only computes: {option} changes nothing", flush=True)
+
+
 def reporting(doc: str | None) -> argparse.ArgumentParser:
     """For a script that only computes."""
+    p = _reporting(doc)
+    for option, number in (("--root", 1), ("--rounds", 1), ("--small", 0)):
+        p.add_argument(option, nargs=number, action=_Unused, help=argparse.SUPPRESS)
+    p.set_defaults(root=None, small=False)
+    return p
+
+
+def _reporting(doc: str | None) -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -62,13 +76,12 @@ def reporting(doc: str | None) -> argparse.ArgumentParser:
         help="where the record goes (default: bench/results; build/bench if --small)",
     )
     p.add_argument("--name", default=Path(sys.argv[0]).stem, help="of the record")
-    p.set_defaults(root=None, small=False)
     return p
 
 
 def measuring(doc: str | None, *, rounds: int) -> argparse.ArgumentParser:
     """For a script that measures a disk, in rounds."""
-    p = reporting(doc)
+    p = _reporting(doc)
     p.add_argument(
         "--root",
         help="an existing directory on the disk to be measured "
