@@ -172,7 +172,7 @@ def test_the_root_itself_may_be_a_link(root: Path, tmp_path: Path) -> None:
 def test_a_folder_that_becomes_a_link_is_not_passed(root: Path, home: Path) -> None:
     """Whoever holds a folder open stays in it; whoever opens it sees what it is now."""
     steps = root / "steps"
-    with opened_below(str(steps), str(root)) as folder:
+    with opened_below(str(steps), str(root)) as (*_, folder):
         all_steps(root, home)
         assert os.path.samestat(os.fstat(folder), os.stat(home / "steps"))
     with pytest.raises(LinkedFolder), opened_below(str(steps / "0000000001"), str(root)):

@@ -29,30 +29,33 @@ class LinkedFolder(OSError):
 
 
 @contextmanager
-def opened_below(directory: str, root: str) -> Iterator[int]:
-    """The descriptor of a directory below `root`, or of that, which alone may be a link.  LinkedFolder if
-    the way there leads through another one."""
-    here, fd = root, os.open(root, _FOLDER)
+def opened_below(directory: str, root: str) -> Iterator[list[int]]:
+    """The descriptors of `root`, which alone may be a link, and of each directory from there down to
+    `directory`.  LinkedFolder if the way there leads through another link."""
+    here, way = root, [os.open(root, _FOLDER)]
     try:
-        for name in os.path.relpath(directory, root).split(os.sep):
+        for name in _names_below(directory, root):
             here = os.path.join(here, name)
             try:
-                below = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=fd)
+                way.append(os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=way[-1]))
             except OSError:
                 if os.path.islink(here):
                     raise LinkedFolder(errno.ELOOP, os.strerror(errno.ELOOP), here) from None
                 raise
-            os.close(fd)
-            fd = below
-        yield fd
+        yield way
     finally:
-        os.close(fd)
+        for fd in way:
+            os.close(fd)
+
+
+def _names_below(directory: str, root: str) -> list[str]:
+    return os.path.relpath(directory, root).split(os.sep) if directory != root else []
 
 
 def unlink_below(path: str, root: str) -> None:
     """Remove a file, or a link, that lies below `root`.  LinkedFolder if it lies behind a link."""
-    with opened_below(os.path.dirname(path), root) as folder:
-        os.unlink(os.path.basename(path), dir_fd=folder)
+    with opened_below(os.path.dirname(path), root) as way:
+        os.unlink(os.path.basename(path), dir_fd=way[-1])
 
 
 def fsync_directory(path: str) -> None:
@@ -115,12 +118,15 @@ def make_directory(path: str, *, durable: bool = True) -> None:
 
 def remove_empty_directories(path: str, root: str) -> None:
     """Remove `path` and the directories above it, up to but not `root`, while they are empty."""
-    with suppress(OSError):  # not empty, behind a link, or another does the same: all fine
-        while path != root:
-            above, name = os.path.split(path)
-            with opened_below(above, root) as folder:
-                os.rmdir(name, dir_fd=folder)
-            path = above
+    with suppress(OSError), opened_below(path, root) as way:
+        remove_if_empty(path, root, way)
+
+
+def remove_if_empty(path: str, root: str, way: list[int]) -> None:
+    """The same, where the way there is open."""
+    with suppress(OSError):  # not empty, or another does the same: all fine
+        for name, above in zip(_names_below(path, root)[::-1], way[-2::-1]):
+            os.rmdir(name, dir_fd=above)
 
 
 def walk(directory: str, *, forbidden: bool = True, links: bool = False) -> Iterator[str]:

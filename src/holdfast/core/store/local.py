@@ -51,6 +51,7 @@ from holdfast.core.store.directories import (
     fsync_open,
     opened_below,
     remove_empty_directories,
+    remove_if_empty,
     walk,
 )
 from holdfast.core.store.oserrors import obstacle, translated
@@ -220,15 +221,15 @@ class LocalStore:
         directory = os.path.dirname(path)
         with translated("delete", key, path):
             try:
-                with opened_below(directory, self.root) as folder:
+                with opened_below(directory, self.root) as way:
                     with suppress(FileNotFoundError, IsADirectoryError):
-                        os.unlink(os.path.basename(path), dir_fd=folder)
-                    fsync_open(folder)
+                        os.unlink(os.path.basename(path), dir_fd=way[-1])
+                    fsync_open(way[-1])
+                    remove_if_empty(directory, self.root, way)
             except LinkedFolder as error:
                 self._tell_of(error.filename)
             except (FileNotFoundError, NotADirectoryError):
                 pass
-            remove_empty_directories(directory, self.root)
 
     @patient
     def is_behind_link(self, key: str) -> bool:
