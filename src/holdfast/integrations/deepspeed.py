@@ -769,7 +769,7 @@ def _has_written(pointed: Pointed, folder: str, latest: bool) -> bool:
     would leave the others waiting."""
     try:
         _write_pointer(pointed, folder, latest)
-    except OSError as error:
+    except errors.HoldfastError as error:
         errors.warn_user(
             f"{folder}: {pointed.tag} does not point to step {pointed.step}, which is saved: {error}",
             hint=f"each save_checkpoint and load_checkpoint tries again; {pointed.root} has the step",
@@ -779,18 +779,9 @@ def _has_written(pointed: Pointed, folder: str, latest: bool) -> bool:
 
 
 def _write_pointer(pointed: Pointed, folder: str, latest: bool) -> None:
-    place = Path(folder, pointed.tag)
-    place.mkdir(parents=True, exist_ok=True)
     pointer: dict[str, Any] = {"root": _absolute(pointed.root), "step": pointed.step}
     if pointed.run is not None:
         pointer["run"] = pointed.run
-    _replace(place / _POINTER, json.dumps(pointer))
+    store.LocalStore(Path(folder, pointed.tag)).put(_POINTER, json.dumps(pointer).encode())
     if latest:
-        _replace(Path(folder, _LATEST), pointed.tag)
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a small file such that there is the old one or the new one, and nothing between."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text)
-    os.replace(beside, path)
+        store.LocalStore(folder).put(_LATEST, pointed.tag.encode())

@@ -21,6 +21,7 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from holdfast import errors
 from holdfast.extend import give_label, labels_of, run_at_work, saved_in
 from holdfast.integrations.native import run_of
+from holdfast.store import LocalStore
 
 GONE_BACK = "the run had gone back to an earlier step: what the path named is gone, so remove it"
 _MAGIC = b'{"holdfast":'
@@ -36,15 +37,10 @@ def write_pointer(path: str, pointer: Pointer) -> None:
         files.pipe_file(path, json.dumps({"holdfast": 1, **pointer}).encode())
         return
     folder = os.path.realpath(os.path.dirname(path))
-    os.makedirs(folder, exist_ok=True)
     if "://" not in root:
         root = os.path.relpath(root, folder)  # folders may move together
-    temporary = f"{path}.{os.getpid()}.new"
-    with open(temporary, "wb") as file:
-        file.write(json.dumps({"holdfast": 1, **pointer, "root": root}).encode())
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    text = json.dumps({"holdfast": 1, **pointer, "root": root})
+    LocalStore(folder).put(os.path.basename(path), text.encode())
 
 
 def newest_native(folders: Iterable[Any]) -> tuple[str, int]:
