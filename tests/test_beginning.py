@@ -284,7 +284,7 @@ def test_a_key_that_comes_after_the_restore_is_given_what_the_step_has(tmp_path:
     assert count == 5  # 4 of the step; what was done before the first call is lost; 1
     assert len(texts) == 2 and all(text.endswith("[untaken-key]") for text in texts)
     assert "step 4 has 'average', and the state lacks it" in texts[0]
-    assert "'average' came into the state after step 4 was restored: it has been given" in texts[1]
+    assert "'average' came into the state after step 4 was restored: it was loaded" in texts[1]
 
 
 def test_what_was_restored_and_is_exchanged_for_a_fresh_one_is_told(tmp_path: Path) -> None:
@@ -335,7 +335,7 @@ def test_a_late_key_of_a_step_that_is_gone_is_refused_by_name(tmp_path: Path) ->
         run.save(3)
         run.ckpt._tiers.durable.settle(60)
         run.state["average"] = AveragedModel(run.model)
-        with pytest.raises(UsageError, match=r"'average' .* cannot be read any more"):
+        with pytest.raises(UsageError, match=r"'average' .* can no longer be read"):
             run.ckpt.save(4)
 
 

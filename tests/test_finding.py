@@ -114,7 +114,7 @@ def test_what_was_replaced_is_not_taken_for_what_was_found(tmp_path: Path) -> No
     with Checkpointer(tmp_path, state(4), anew=True) as ckpt:
         found = ckpt.find()
         ckpt.save(1).wait()
-        with pytest.raises(NotRecoverable, match="not there any more"):  # it is of another run now
+        with pytest.raises(NotRecoverable, match="no longer exists"):  # it is of another run now
             ckpt.restore(found)
         found = ckpt.find()
         ckpt.save(1).wait()

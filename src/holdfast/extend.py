@@ -123,8 +123,8 @@ def notices_of(checkpointer: Checkpointer) -> Notices:
 
 
 def stop_if_told(checkpointer: Checkpointer, step: int) -> None:
-    """With `sigterm_s`: if any rank got SIGTERM, save `step` and raise SystemExit(143) on all ranks.  For
-    trainers that do not call `Checkpointer.step` at each step.  Collective."""
+    """If any rank got SIGTERM, save `step` and raise SystemExit(143) on all ranks; nothing without
+    `sigterm_s`.  For trainers that do not call `Checkpointer.step` at each step.  Collective; blocks."""
     step, stop = step_of(step, "stop_if_told"), checkpointer._stop
     if stop is not None and stop.was_told():
         checkpointer._save_and_stop(step, stop)
@@ -140,7 +140,8 @@ def go_on_from(checkpointer: Checkpointer, step: int) -> None:
 
 
 def writes_to(module: nn.Module) -> list[tuple[int, int]]:
-    """Return a value that changes with every write to a module's weights."""
+    """Return the version counter and the address of each parameter and buffer of a module: the list
+    changes with every write to one, except through `.data` or numpy."""
     tensors = [*named_parameters(module), *named_buffers(module)]
     return [count_and_address(tensor) for _, tensor in tensors]
 
@@ -217,7 +218,7 @@ def _store_of(root: str, call: str) -> Store:
 
 
 def check_metrics(metrics: Mapping[str, float], call: str) -> None:
-    """UsageError for metrics that a step cannot have."""
+    """UsageError unless `metrics` are numbers by name; `call` is named in the error."""
     metrics_of(metrics, call)
 
 
@@ -225,7 +226,7 @@ def read_files(
     files: Mapping[str, FileSource], call: str, complain: Callable[[BaseException], object]
 ) -> dict[str, bytes]:
     """Return the contents of files, given as for `Checkpointer(files=)`.  A file that cannot be read is
-    left out, and `complain` is called with its error.  On the first rank."""
+    left out, and `complain` is called with its error.  On rank 0."""
     found = attached(files, None, None, call, complain, reads=True)
     return {} if found is None else found.contents
 
@@ -254,8 +255,8 @@ def put_engine_counters(engine: Any, saved: Mapping[str, int]) -> None:
 
 
 def read_into(saved: Checkpoint, parts: Iterable[tuple[str, Box, torch.Tensor]]) -> None:
-    """Read boxes of a step's tensors into tensors of the same shapes, of any dtype and device.  The bytes
-    are verified.  Blocks."""
+    """Read boxes of a step's tensors, `(name, box, tensor)`, into tensors of the boxes' shapes, on any
+    device; values are cast to their dtypes.  Blocks.  Corrupt for bytes that differ from their digest."""
     wants = []
     for name, box, tensor in parts:
         if box.size:
@@ -272,8 +273,8 @@ def values_in(saved: Checkpoint) -> dict[str, Any]:
 
 
 def decode_torch(tag: str, body: Any, on_other: Callable[[str, Any], Any]) -> Any:
-    """Decode torch's own values in a step: small tensors, dtypes, quantised tensors, objects.  To be called
-    by the `on_other` of `decode`; `on_other` decodes inner values.  FormatError for any other tag."""
+    """Decode torch's own values in a step: small tensors, dtypes, quantised tensors, objects.  Call it in
+    the `on_other` of `decode`; its own `on_other` decodes inner values.  FormatError for any other tag."""
     match tag:
         case "$tensor":
             return outline_tensor(body)

@@ -1,4 +1,4 @@
-"""Attempts: the tries of saves, of which a process may have several under way."""
+"""Attempts to save planned steps; a process may have several under way."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from holdfast.session.once import begin_once
 
 
 class SaveAttempt(msgspec.Struct, frozen=True, array_like=True):
-    """One try of one save, as the coordinator gives it out."""
+    """One try of one save, which the coordinator begins and hands to the other ranks."""
 
     step: int
     run: int
@@ -26,20 +26,20 @@ class SaveAttempt(msgspec.Struct, frozen=True, array_like=True):
 
 
 class UnderWay:
-    """The attempts of a process, of all its `Writer`s: DCP makes another of these for each `async_save`."""
+    """The attempts of all `Writer`s of a process: DCP copies its `Writer` for each `async_save`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: list[tuple[str, threading.Thread, SaveAttempt]] = []
         """On the coordinator: root, thread and attempt of each save that has not been committed."""
         self._taken: deque[str] = deque(maxlen=16)
-        """Names of the attempts that this rank has written for last."""
+        """Names of the last attempts that this rank has written for."""
         self._lines: dict[str, Lineage] = {}
-        """The line of what this process trains, by root: the steps that it loaded, or has saved itself."""
+        """The lineage of the training, by root: the steps that this process has loaded or saved."""
 
     def begin(self, store: Store, wanted: int | None) -> SaveAttempt:
-        """On the coordinator: begin an attempt of step `wanted`, or of one after all that there are, under
-        way, too.  Deletes first what saves have left that failed on some rank, of which DCP tells nobody.
+        """On the coordinator: begin an attempt of step `wanted`, or of the step after all that are saved or
+        under way.  First deletes the files of failed saves, of which DCP does not tell the coordinator.
         """
         me = threading.current_thread()
         with self._lock:
@@ -57,22 +57,22 @@ class UnderWay:
             return attempt
 
     def line(self, url: str) -> Lineage:
-        """Return the line of what the next save of a root is of."""
+        """Return the lineage of the next save in a root."""
         with self._lock:
             return self._lines.get(url, ())
 
     def go_on(self, store: Store, run: int, step: int, line: Lineage) -> None:
-        """Note that training goes on from a step, which was loaded, or committed."""
+        """Note that training goes on from a step that was loaded or committed."""
         self.take_over(store.url, line_from(run, step, line, committed(store)))
 
     def take_over(self, url: str, line: Lineage) -> None:
-        """Take a line of a root, which another process of the training has found."""
+        """Take over the lineage of a root from another process of the training."""
         with self._lock:
             self._lines[url] = line
 
     def take(self, root: str, attempt: SaveAttempt) -> None:
-        """Note that this rank writes for an attempt.  HoldfastError if it has written for that before: it
-        was given to another save, too."""
+        """Note that this rank writes for an attempt.  HoldfastError if it already has: then two saves share
+        the attempt."""
         with self._lock:
             if attempt.name in self._taken:
                 raise HoldfastError(
@@ -83,7 +83,7 @@ class UnderWay:
             self._taken.append(attempt.name)
 
     def end(self, store: Store, attempt: SaveAttempt) -> list[int]:
-        """Go on from an attempt that was committed; the steps of the others of that root."""
+        """Go on from a committed attempt; return the steps of the root's other attempts under way."""
         with self._lock:
             before = self._lines.get(store.url, ())
             newest = attempt.run, attempt.step

@@ -1,15 +1,15 @@
 """The beginning of a run, and the saves that are refused because of it.
 
-Of the newest run of a root the last step counts.  So a run that has not looked at what is there, or that
-numbers its steps anew, would hide what came before, and nobody would see it until the next restart.  Two
-things are refused, unless the user says `Checkpointer(anew=True)`:
+A restart takes the last step of the newest run.  So a run that does not restore, or that numbers its steps
+anew, would hide the steps before it, which would only show at the next restart.  Two things are refused,
+unless the user says `Checkpointer(anew=True)`:
 
     the root or memory has steps, none was restored     at the first `step` or `save`
     a step at or below the one that was restored        when it would be saved
 
-Saving the restored step itself once more is no fault, as long as no optimizer has stepped since: weights
-that are averaged for an evaluation and put back, or a metric that goes on, are no training.  A module of
-that step which comes into the state only after the restore is given what the step has (`late`).
+The restored step itself may be saved again until an optimizer has stepped: weights that are averaged for an
+evaluation and put back, or a metric that changes, are no training.  A module that is added to the state
+after the restore is loaded from the restored step (`late`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SAVES = 10
 
 
 class Beginning:
-    """The decisions of a run on the steps that were there."""
+    """What a run may save, given the steps that were there when it began."""
 
     def __init__(self, tiers: Tiers, state: RunState, notices: Notices, *, anew: bool) -> None:
         self._root = tiers.store.url
@@ -47,13 +47,14 @@ class Beginning:
         self._anew = anew
         self._is_decided = anew or not tiers.there
         self._unasked = [*tiers] if self._is_decided and not anew else []
-        """Tiers that may hold steps of a run before, where the root has none."""
+        """Tiers that may hold steps of an earlier run although the root has none."""
         self._origin: RestoredFrom | None = None
         """The place of the step that was restored."""
         self._least: int | None = None
-        """The step that was restored, if later ones have to be above it; None if any will do."""
+        """The restored step, if later ones must be above it; None if any number is allowed."""
         self._late: frozenset[str] = frozenset()
-        """Keys of the restored step that no rank's state had; none once ranks ask no more."""
+        """Keys of the restored step that no rank's state had; empty once late keys are no longer looked
+        for."""
         self._taken: Taken | None = None
         """The modules that have taken restored values, until the next save."""
         self._saves_left = 0
@@ -77,29 +78,29 @@ class Beginning:
             f"step {step} is not saved: step {last} of {self._root} was restored, and {why}; the next "
             "restart would take the one that was saved later",
             step=step,
-            hint=f"count on from the restored step ({last + 1}, ...), and save an initial state only `if "
+            hint=f"continue from the restored step ({last + 1}, ...), and save an initial state only `if "
             f"not restored.found`; restore(step=...) goes back on purpose, and {ANEW} numbers anew",
         )
 
     def check_decided(self) -> None:
-        """UsageError if the root or memory has steps, and the user has not said what becomes of them.
-        Collective at first."""
+        """UsageError if the root or memory has steps, and the user has neither restored nor said `anew`.
+        The first call is collective."""
         unasked, self._unasked = self._unasked, []
         if found := [there for tier in unasked if (there := tier.there())]:
             self._is_decided, self._there = False, found[0]
         if not self._is_decided:
             raise UsageError(
-                f"{self._root} has steps of a run before ({self._there}), and none was restored: a "
-                "restart would take what this run saves for the newest",
-                hint="call restore() before the first step, which goes on from the newest one; or give "
-                f"this run a root of its own; or say {ANEW}, to begin anew beside them: those "
-                "whose numbers it comes to are replaced, and no others; after holdfast.load(...) say "
-                "anew=True, or use ckpt.restore() in its place",
+                f"{self._root} has steps of an earlier run ({self._there}), and none was restored: a "
+                "restart would take the steps of this run for the newest",
+                hint="call restore() before the first step, to go on from the newest one; or give this "
+                f"run a root of its own; or say {ANEW}, to begin anew beside them: only steps of the same "
+                "number are replaced; after holdfast.load(...) say anew=True, or use ckpt.restore() in its "
+                "place",
             )
 
     def look_for_late(self, *, is_save: bool = True) -> None:
-        """Give what has come since the restore what the restored step has of it.  Collective if there may
-        be any, which holds for a few saves."""
+        """Load keys that were added after the restore from the restored step.  Collective while such keys
+        may come, for a few saves."""
         if is_save and self._taken is not None and self._origin is not None:
             self._taken.tell_exchanged(self._state.given, self._origin.step, self._notices)
             self._taken = None
@@ -114,8 +115,8 @@ class Beginning:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """A block in which the state is read.  A UsageError that comes there at first is the user's, for
-        the state can never be saved: see `refuse`."""
+        """A block in which the state is read.  A UsageError of the first such block is raised to the user,
+        because the state can never be saved: see `refuse`."""
         try:
             yield
         except UsageError as error:
@@ -125,8 +126,8 @@ class Beginning:
         self._was_read = True
 
     def refuse(self, save: Save) -> None:
-        """Raise what is wrong with the state that `save` has read, whatever failed saves are to do.  The
-        other ranks hear of it as of any save that fails."""
+        """Raise the error of the state that `save` has read, whatever `on_error` says.  The other ranks
+        learn of it as of any failed save."""
         error, self._refused = self._refused, None
         if error is not None:
             save.told = True
@@ -135,11 +136,11 @@ class Beginning:
     # -- a restore --------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Begin a restore: what an earlier one has decided holds no more."""
+        """Begin a restore: forget the decisions of an earlier one."""
         self._least, self._late, self._taken = None, frozenset(), None
 
     def went_on(self, restored: Restored, origin: RestoredFrom, *, is_asked: bool) -> None:
-        """Note what was restored, and tell of what the state lacks.  `is_asked`: the user has named an
+        """Note what was restored, and warn of keys that the state lacks.  `is_asked`: the user has named an
         older step, and may number anew.  Collective."""
         self._is_decided, self._unasked, self._origin = True, [], origin
         if restored.found and not (is_asked or self._anew):

@@ -1,7 +1,7 @@
-"""The one object that a training script holds: `Checkpointer`.
+"""`Checkpointer`, the object that a training script holds.
 
-It decides when to save and says what failed.  Where the state goes is in `tiers`, what a run begins with in
-`restart`, how saves end in `ending`.
+It decides when to save, and reports failures.  `tiers` has the places that a state is kept in, `restart`
+the choice of what a run begins with, `ending` the ends of saves.
 """
 
 from __future__ import annotations
@@ -64,34 +64,36 @@ if TYPE_CHECKING:
 
 
 class Checkpointer:
-    """Keeps a training run's state; made once, on every rank, with the same arguments.
+    """Keeps a training run's state.  Made once, on every rank, with the same arguments.
 
     `path` is the root of the run's steps, a folder that all ranks reach; `state` a dict of modules (or
     lists of pipeline stages), optimizers, objects with `state_dict`/`load_state_dict`, and nested dicts of
     tensors and plain values.  Plain values are read from the dict at each save and put back into it by
     `restore`.  The random number generators are included under the key `rng`, unless the state has one.
-    What does not exist yet may be added to `Checkpointer.state` before `restore` or the first save.
+    Objects that do not exist yet may be added to `Checkpointer.state` before `restore` or the first save.
 
-    `every`: how often `step` saves: a number of steps between durable saves, or an `Every` with a number
-    for each tier; with `Auto`, as often as pays, by what saves are measured to cost.
+    `every`: how often `step` saves: a number of steps between durable saves, an `Every` with a number for
+    each tier, or `Auto`, which tunes them by measured costs.
     `memory`: snapshots in host memory, which survive the training processes.  `delta`: a record of every
-    step, from which a restart does the steps after the newest full save again.  `keep`: which steps stay.
-    `when_busy`: whether what is due waits for the save in flight (`"queue"`) or is left out (`"skip"`).  By
-    default durable saves wait, unless that one hangs on storage which has not answered for 30 s, and
-    snapshots in memory, the next of which is a few steps away, do not.
-    `on_error`: whether a failed save is reported by a warning or raised, at the next call.  `on_resize`:
-    by key, what becomes of state that differs between ranks when their number changes (`same`, `rank0`,
-    `redistribute`, `fresh`).
-    `replicas`: whether it is proved that what several ranks have of one tensor is the same bytes: at the
-    first save that has it, and by samples at later ones (`once`), whole at each (`verify`), or not
-    (`trust`); if they differ, the save fails with a LayoutError.
+    step, from which a restart replays the steps after the newest full save.  `keep`: which steps stay.
+    `upload`: a second store, to which committed steps and records are copied in the background;
+    `upload_keep`: which steps stay there.
+    `when_busy`: a save that is due while another is in flight waits for that (`"queue"`) or is left out
+    (`"skip"`).  By default snapshots in memory are left out, and durable saves wait, unless storage has not
+    answered the save in flight for 30 s.
+    `on_error`: a failed save is a warning (`"warn"`) or an exception (`"raise"`) at the next call.
+    `on_resize`: by key, the rule for state that differs between ranks when their number changes (`same`,
+    `rank0`, `redistribute`, `fresh`).
+    `replicas`: ranks that share a tensor compare its bytes: all at its first save and a sample at later
+    ones (`once`), all at each save (`verify`), or none (`trust`).  If they differ, the save fails with a
+    LayoutError.
     `files`: small files that are kept beside each durable step, by name: a path, bytes, or a function that
     returns them; see `files`.
-    `mesh`: a DeviceMesh whose axis names the checkpoint shall carry.  `sigterm_s`: on SIGTERM, save
-    and stop within that many seconds.  `deadline_s` bounds every wait.
-    `anew`: what is not restored begins anew, beside the steps of runs before: one of the same
-    number is replaced, and none else deleted.
-    Without it a root that has steps is to be restored from, and steps are counted on from there.
+    `mesh`: a DeviceMesh over all ranks; the checkpoint gets its axis names.  `sigterm_s`: on SIGTERM, save
+    and stop within that many seconds.  `deadline_s` bounds every wait for a rank or for storage.
+    `anew`: begin without `restore` in a root that has steps of earlier runs, with any step numbers: a step
+    of the same number is replaced, no other is deleted.  Collective; blocks.  UsageError if another run of
+    this host uses the root.
     """
 
     def __init__(
@@ -167,12 +169,12 @@ class Checkpointer:
         try:
             for tier in self._tiers if error is not None and self._is_open else ():
                 tier.leave()
-        finally:  # also if this rank hears only now that another is lost
+        finally:  # also if this rank learns only now that another is lost
             self._end(None, finished=error is None, error=error)
 
     @property
     def state(self) -> State:
-        """The dict that was handed over; may be filled until `restore` or the first save."""
+        """The dict that was handed over; it may be filled until `restore` or the first save."""
         return self._state.given
 
     @property
@@ -180,8 +182,8 @@ class Checkpointer:
         """The files that are kept beside each durable step, by name: `ckpt.files["config.json"] = path`, or
         bytes, or a function that returns them.
 
-        Rank 0 reads them when a durable save begins; at most 64 MiB in all.  One that cannot be read is
-        left out, and reported as `on_error` says.  Snapshots in memory have none.
+        Rank 0 reads them when a durable save begins; at most 64 MiB in all.  A file that cannot be read is
+        left out, and reported as `on_error` says.  Snapshots in memory have no files.
         """
         if self._files is None:
             self._files = _attached_files(None)
@@ -190,11 +192,11 @@ class Checkpointer:
     # -- saving -----------------------------------------------------------------------------------
 
     def step(self, step: int, *, metrics: Mapping[str, float] | None = None) -> None:
-        """Call after each optimizer step, with its number: saves if one is due, with these `metrics`.
+        """Call after each optimizer step, with its number: begins the saves that are due, with these
+        `metrics`, and reports failures of earlier ones (`on_error`).
 
-        Copies buffers and plain values, then returns; waits for room in a full queue of records, with
+        A save copies buffers and plain values, then returns.  Blocks also for a full queue of records, with
         `Auto` at each tenth step for rank 0, and for the whole copy if steps are in a CUDA graph.
-        Failures of earlier saves are told here (`on_error`).
         After SIGTERM, with `sigterm_s`, it saves and raises SystemExit(143).
         """
         step = step_of(step, "Checkpointer.step")
@@ -242,12 +244,12 @@ class Checkpointer:
         self._notices.tell()
 
     def _check_newer(self, step: int) -> None:
-        """UsageError if what begins with the restored step does not allow to save this one."""
+        """UsageError if this step may not be saved after the restored one."""
         self._beginning.check(step, self._noticing)
         self._beginning.look_for_late()
 
     def _act(self, step: int) -> bool:
-        """Have tiers keep what the step has changed.  True if that has to lead on from a durable save."""
+        """Have tiers record the step.  True if a record has to lead on from a durable save of this step."""
         needs_save = [tier.act(step, self.every) for tier in self._tiers]
         if self._steering is not None:
             self._steering.acted()
@@ -282,10 +284,11 @@ class Checkpointer:
         metrics: Mapping[str, float] | None = None,
         files: Mapping[str, FileSource] | None = None,
     ) -> Save:
-        """Save durably now, whatever is due; waits for a save in flight.  Returns a handle.
+        """Begin a durable save now, whether due or not; return its handle.  It follows a save in flight.
+        Blocks as `step`.
 
-        `metrics`: numbers by name, which `Keep(best=)` goes by; `files`: more files for this step, beside
-        and before those of `Checkpointer.files`.  Those of rank 0 count.
+        `metrics`: numbers by name, for `Keep(best=)`; `files`: more files for this step, which take
+        precedence over `Checkpointer.files`.  Those of rank 0 count.
         """
         step = step_of(step, "Checkpointer.save")
         self._check_ready()
@@ -316,8 +319,8 @@ class Checkpointer:
         yields: bool = False,
         added: Attached | None = None,
     ) -> Save:
-        """Begin a save.  `must`: whatever is in flight; `yields`: unless that waits for storage in vain.
-        `live`: not from a replica, which could be lost meanwhile."""
+        """Begin a save.  `must`: wait for a save in flight; `yields`: except if that hangs on storage.
+        `live`: copy the live state, not a replica, which could be lost meanwhile."""
         self._check_open()
         self._noticing.saving(step)
         asked = Asked(step, must=must, yields=yields, live=live, attached=added or self._attached())
@@ -341,19 +344,19 @@ class Checkpointer:
             return self._state.collect()
 
     def _report(self) -> None:
-        """Tell the user of saves that have failed since the last call, and of what tiers have to tell."""
+        """Report saves that have failed since the last call, and the news of tiers."""
         self._look_back()
         self._notices.tell()
 
     def _look_back(self) -> None:
-        """See what there is to be told."""
+        """Collect the texts to report."""
         for news in (self._tiers.saver.news, *(tier.news for tier in reversed(self._tiers))):
             while news:
                 self._notices.warn(news.pop(0))
         self._saves.look_back()
 
     def _unheard(self) -> list[str]:
-        """Return the news that a next call would tell, beside saves that have failed."""
+        """Return the texts that the next call would report, besides failed saves."""
         tiers = [tier for tier in self._tiers if not tier.outlives]
         return self._notices.texts + [text for tier in tiers for text in tier.unheard()]
 
@@ -374,35 +377,34 @@ class Checkpointer:
         """Call `call(step)` for each step that is saved durably: on every rank, in the training thread, at
         the next `step`, `save`, `wait` or `close` after its commit.
 
-        Not of a save that failed or was left out.  `wait` and `close` have called all when they return,
-        `close` before it ends anything.  What `call` raises is reported as `on_error` says.
+        A save that failed or was left out makes no call.  When `wait` or `close` returns, all calls have
+        been made.  An exception of `call` is reported as `on_error` says.
         """
         what = "that takes the number of a step"
         self._check_open()
         self._saves.calls.append(function_of(call, "Checkpointer.on_commit", "call", what, 1))
 
     def pin(self, step: int, label: str) -> None:
-        """Let `label` name a step, and no longer another one.  A step that a label names stays, whatever
-        `keep` says and whoever tidies up.
+        """Let `label` name this step, and no other.  A step with a label is never deleted automatically.
 
-        To a step that is being saved the label moves when that is committed.  If the save fails, or the
-        process is killed before, it stays where it was.  Where the save has failed already, or storage
-        does, that is reported as a failed save is (`on_error`); of a step that `step` and `save` have not
-        come to yet it is NotFound.  Collective; blocks for a few requests to storage.
+        If the step is still being saved, the label moves at its commit; if that save fails, or the process
+        is killed first, the label stays where it was.  An error of storage, or a save that has failed
+        already, is reported like a failed save (`on_error`).  NotFound for a step that `step` and `save`
+        have not come to yet.  Collective; blocks for a few requests to storage.
         """
         with self._saves.in_vain.told(lambda: f"the label {label!r} names no step {step}", step):
             self._noting().pin(step, label)
 
     def unpin(self, label: str) -> None:
-        """Take a label away, if there is one of that name.  Collective; blocks as `pin`."""
-        with self._saves.in_vain.told(lambda: f"the label {label!r} is not taken away"):
+        """Remove a label, if there is one of that name.  Collective; blocks as `pin`."""
+        with self._saves.in_vain.told(lambda: f"the label {label!r} is not removed"):
             self._noting().unpin(label)
 
     def metrics(self, step: int, **values: float) -> None:
-        """Note metrics of a step after an evaluation, `metrics(100, loss=0.3)`: `Keep(best=)` goes by them.
+        """Note metrics of a step after an evaluation, `metrics(100, loss=0.3)`, for `Keep(best=)`.
 
-        They stand beside those that it has, and in place of those of the same name.  Failures, NotFound
-        and what blocks are as of `pin`.  Collective; those of rank 0 count.
+        They are added to the step's metrics, and replace those of the same name.  Fails and blocks as
+        `pin`. Collective; the values of rank 0 count.
         """
         with self._saves.in_vain.told(lambda: f"metrics of step {step} are not kept", step):
             self._noting().measure(step, values)
@@ -418,11 +420,11 @@ class Checkpointer:
     # -- restoring --------------------------------------------------------------------------------
 
     def find(self, step: int | None = None) -> Found | None:
-        """Return what `restore()`, or `restore(step)`, would reach: its step, its tier and the plain values
-        of its state, before there is a state; None if the run has saved nothing.
+        """Return the step that `restore()`, or `restore(step)`, would reach, with its tier and plain
+        values; None if the run has saved nothing.  The state may still be empty.
 
-        Looks at all tiers.  No tensors are read: damaged steps are passed over, with a warning, as far as
-        manifests, records' headers and lengths of files tell.  Collective; blocks.
+        Looks at all tiers, but reads no tensors: damage is only found in manifests, headers of records and
+        lengths of files; such steps are passed over with a warning.  Collective; blocks.
         """
         step = None if step is None else step_of(step, "Checkpointer.find")
         self._check_open()
@@ -439,18 +441,19 @@ class Checkpointer:
         strict: bool = True,
         verify: bool = True,
     ) -> Restored:
-        """Put the newest good step (or step `step`) into the live state; return its number, 0 if there is
-        none.  The number also says what was restored from: see `Restored`.
+        """Put the newest good step (or step `step`) into the live state, in place and on any layout; return
+        its number, 0 if there is none.  `Restored`, an int, also has the tier and other facts.
 
-        Works on any layout.  A damaged step is passed over with a warning; NotRecoverable says why if
-        there are only damaged ones.  What `find` returned is restored exactly, whatever was saved since, or
-        not at all: NotRecoverable if it is damaged, and the next `find` passes over it.
+        A damaged step is passed over with a warning; if all are damaged, NotRecoverable gives the reasons.
+        With a result of `find`, exactly that state is restored, whatever was saved since: NotRecoverable if
+        it is damaged, and the next `find` passes over it.
 
-        `source`: another root, or a foreign checkpoint (also by a prefix: `torch:PATH`), to begin with as
-        long as the own root has no steps.  Without it, a foreign checkpoint that lies in the root itself is
-        begun with.  `keep_source` saves what it gave as this run's own step at once, in the background: the
-        next restarts read that.  `cast`, `strict` and `verify` are as of `load`, and so is `only`, of what
-        `source` gives: a run's own steps are restored whole.  Collective; blocks.
+        `source`: another root, or a foreign checkpoint (also with a prefix: `torch:PATH`), which is read
+        while the run's own root has no steps.  Without `source`, that is a foreign checkpoint in the root
+        itself.
+        `keep_source`: at once save the state from `source` as this run's own step, in the background, for
+        later restarts.  `cast`, `strict` and `verify` as in `load`; also `only`, but only with `source`,
+        because a run's own steps are restored whole.  Collective; blocks.
         """
         from holdfast.live.restore.result import Found
         from holdfast.session.restart import origin_of
@@ -462,7 +465,7 @@ class Checkpointer:
         patterns = None if only is None else patterns_of(only, call, "only")
         if patterns is not None and source is None:
             raise UsageError(
-                "restore(only=...) is of what source= gives: a run's own steps are restored whole"
+                "restore(only=...) needs source=...: a run's own steps are restored whole"
             )
         flags = {"keep_source": keep_source, "strict": strict, "cast": cast, "verify": verify}
         for name, flag in flags.items():
@@ -492,11 +495,11 @@ class Checkpointer:
         return restored
 
     def restore_rng(self) -> None:
-        """Put the random number generators once more to where the restored step had them.
+        """Restore the random number generators once more to their state in the restored step.
 
-        Call it when what draws from them at the start of a run has drawn: each `iter()` of a DataLoader
-        draws from torch's default generator.  UsageError if nothing was restored, or if the generators
-        were not: on another number of ranks they are fresh.
+        Call it after everything that draws from them at the start of a run: each `iter()` of a DataLoader
+        draws from torch's default generator.  UsageError if nothing was restored, or not the generators, as
+        on another number of ranks.
         """
         from holdfast.session.restart import restore_generators
 
@@ -506,7 +509,7 @@ class Checkpointer:
     def _restart(
         self, call: str, *, cast: bool = False, strict: bool = True, verify: bool = True
     ) -> Restart:
-        """Look at all tiers, with nothing under way to them.  Collective."""
+        """Wait for all saves under way, and survey all tiers.  Collective; blocks."""
         from holdfast.live.restore.targets import RestoreOptions
         from holdfast.session.restart import Restart
 
@@ -520,8 +523,8 @@ class Checkpointer:
         return Restart(self._tiers, self._state.everything(), options, verify=verify)
 
     def _go_on_from(self, restart: Restart, restored: Restored, *, must_save: bool) -> None:
-        """Make the restored state the one that tiers go on from, and have it where the next restart finds
-        it, if it was in the nodes' memory only or `must_save`."""
+        """Make tiers go on from the restored state.  Save it if `must_save`, or if it is only in the nodes'
+        memory, so that the next restart finds it."""
         self._tiers.saver.movers.forget()
         self._noticing.begin(int(restored))
         if restart.leaves_behind():
@@ -532,7 +535,7 @@ class Checkpointer:
         self._saves.numbers.went_on(self.state, restart.state, found=restored.found)
         for key in self.state:
             self.state[key] = restart.state[key]
-        # what leads on from a step needs it, too
+        # records need the step that they lead on from
         is_lasting = self.every.durable is not None or bool(leading)
         generators = Rng().state_dict()
         if must_save or (is_lasting and restart.is_unsaved(is_recording=bool(leading))):
@@ -542,16 +545,16 @@ class Checkpointer:
             self._begin_own(unprotected, int(restored))
         for tier in leading:
             tier.ready()
-        Rng().load_state_dict(generators)  # a loader that was not loaded may draw when it is asked
+        Rng().load_state_dict(generators)  # state_dict() of a loader that was not loaded may draw
 
     # -- ending -----------------------------------------------------------------------------------
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for every save under way; failures are reported as `on_error` says.  Records are with their
-        writer then, which outlives this process.
+        """Block until every save under way has ended, and records are with their writer, which outlives
+        this process.  Failures are reported as `on_error` says.
 
-        Deadline if they are not all done after `timeout` seconds.  Without it for as long as they get on: a
-        save fails by itself where storage or another rank does not answer for `deadline_s`.
+        Deadline if they have not ended after `timeout` seconds.  Without `timeout` the wait also ends,
+        because a save fails if storage or another rank does not answer for `deadline_s`.
         """
         timeout = timeout_of(timeout, "Checkpointer.wait")
         self._check_ours()
@@ -562,9 +565,9 @@ class Checkpointer:
         self._report()
 
     def close(self, timeout: float | None = None) -> None:
-        """Wait for what is pending and end.  Safe to call twice.  Deadline if that takes longer than
-        `timeout` seconds (`deadline_s` if none are given); it comes within half a minute after that, for
-        other ranks are still told.  Snapshots in memory are freed, unless the last durable save failed."""
+        """Block until all saves have ended, and release the root.  Safe to call twice.  Deadline after
+        `timeout` seconds (default: `deadline_s`) and up to half a minute to inform other ranks.  Snapshots
+        in memory are freed, unless the last durable save failed."""
         self._end(timeout_of(timeout, "Checkpointer.close"), finished=True)
 
     def _end(
@@ -576,7 +579,7 @@ class Checkpointer:
             try:
                 timeout = self._call_the_last(timeout)
             except BaseException as interrupt:
-                self._notices.only_warn()  # what else has failed does not take its place
+                self._notices.only_warn()  # other failures must not replace the interrupt
                 self._end(timeout, finished=False, error=interrupt)
                 raise
         self._ending.close()
@@ -600,29 +603,29 @@ class Checkpointer:
         self._notices.tell_all()
 
     def _call_the_last(self, timeout: float | None) -> float | None:
-        """Have what is called at commits called while all is open; return the time that is left."""
+        """Make the calls of `on_commit` while all is open; return the seconds that are left."""
         if not self._saves.calls:
             return timeout
         until = time.monotonic() + (self._tiers.group.deadline_s if timeout is None else timeout)
-        with suppress(HoldfastError):  # it is told at the end
+        with suppress(HoldfastError):  # it is reported at the end
             self._saves.wait(until)
         self._look_back()
         return None if timeout is None else max(until - time.monotonic(), 0.0)
 
     @property
     def _is_open(self) -> bool:
-        """True if there is something to end, in this process."""
+        """True if this process has to close it."""
         return self._is_ours and not self._ending.is_closed
 
     @property
     def _is_ours(self) -> bool:
-        """True unless this is a forked child, which goes through its parent's exits."""
+        """True unless this is a forked child, which also runs its parent's `__exit__`."""
         return os.getpid() == self._pid
 
     def _check_ours(self) -> None:
         if not self._is_ours:
             raise UsageError(
-                f"this Checkpointer is of process {self._pid}, which process {os.getpid()} was forked from",
+                f"this Checkpointer is of process {self._pid}, not of its forked child {os.getpid()}",
                 hint="let the training process step, save and restore",
             )
 
@@ -632,7 +635,7 @@ class Checkpointer:
             raise UsageError("this Checkpointer is closed", hint="make a new one")
 
     def _check_ready(self) -> None:
-        """Check that there is something to save, and to restore into."""
+        """UsageError unless it is open and has a state."""
         self._check_open()
         if not self._state.is_complete:
             self._state.check()
@@ -678,7 +681,7 @@ def _stop_at_sigterm(group: Group, sigterm_s: float) -> SigtermStop:
 
 
 def _steering(every: Every | Auto | None, tiers: Tiers) -> Steering | None:
-    """The tuner's end in this run; None unless `every` is an `Auto`."""
+    """Make the tuning of this run; None unless `every` is an `Auto`."""
     if every is None or isinstance(every, Every):
         return None
     from holdfast.session.steering import steering_of
@@ -692,7 +695,7 @@ def _in_force(every: Every | Auto | None, steering: Steering | None) -> Every:
 
 
 def _named_mesh(mesh: Any) -> Mesh | None:
-    """A DeviceMesh over all ranks as names and sizes."""
+    """Return the axis names and sizes of a DeviceMesh over all ranks."""
     if mesh is None:
         return None
     names = getattr(mesh, "mesh_dim_names", None)

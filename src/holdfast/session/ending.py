@@ -1,9 +1,9 @@
 """The ends of saves, and the end of Python before `close()`.
 
-How a save has ended is told at the next call of the script.  A script that simply ends makes none, and has
-saves under way in threads of its own.  They get `threads.EXIT_S` seconds; then `Ending` says what was
-dropped, and which saves have failed since anybody asked.  A process that is killed, or calls `os._exit`,
-has no end of this kind.
+The next call of the script reports how a save has ended.  A script that simply ends makes no such call, and
+may leave saves under way in background threads.  They get `threads.EXIT_S` seconds; then `Ending` reports
+the saves that were dropped, and failures that were not reported yet.  Nothing of this happens in a process
+that is killed or calls `os._exit`.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from holdfast.live.saving.in_vain import NotesInVain
 from holdfast.session.frozen_numbers import FrozenNumbers
 
 LINGER_S = 3.0
-"""Seconds that ranks wait for each other, so that all hear what became of the last save."""
+"""Seconds that ranks wait for each other, so that all learn how the last save has ended."""
 LEAVE_S = 2.0
-"""Seconds that threads have to see that nobody is waited for any more."""
+"""Seconds in which threads must notice that waits were aborted."""
 
 
 opened: WeakSet[Any] = WeakSet()
-"""Checkpointers, of which some may be closed."""
+"""All Checkpointers of the process, also closed ones."""
 
 
 class Saves:
-    """The saves of a Checkpointer whose end has not been told, and what is called at commits.  For one
+    """The saves of a Checkpointer whose end was not reported, and the calls due at commits.  For one
     thread."""
 
     def __init__(self, group: Group, notices: Notices) -> None:
@@ -67,17 +67,17 @@ class Saves:
                 call(step)
             except Exception as error:
                 text = (
-                    f"what on_commit() is to call failed at step {step}, which is saved: {error!r}"
+                    f"the function of on_commit() failed at step {step}, which is saved: {error!r}"
                 )
                 self._notices.complain(error, text)
 
     def rehearsed(self, save: Save) -> None:
-        """Wait for a rehearsal, too, and tell how it has ended; of one for storage the first save tells."""
+        """Also wait for a rehearsal, and report its end; for storage the first save does that."""
         if save.kind != "save":
             self.untold.append(save)
 
     def wait(self, until: float | None) -> None:
-        """Wait until all have ended.  Deadline if that is not before `until`, of `time.monotonic`."""
+        """Wait until all have ended; Deadline at `until`, in seconds of `time.monotonic`."""
         for save in list(self.untold):
             told = save.told
             try:
@@ -101,9 +101,9 @@ class Ending:
         unheard: Callable[[], list[str]],
         outliving: list[Callable[[], list[str]]],
     ) -> None:
-        """`saves`: those whose end has not been told, now and at any later time.  `unheard`: a method of
-        the Checkpointer, for what else has not been told.  `outliving`: the same for what goes on when the
-        script has dropped the Checkpointer."""
+        """`saves`: the live list of saves whose end was not reported.  `unheard`: a method of the
+        Checkpointer, which returns other texts to report.  `outliving`: the same for work that goes on
+        after the script has dropped the Checkpointer."""
         self._group = group
         self._saves = saves
         self._unheard = WeakMethod(unheard)
@@ -113,7 +113,7 @@ class Ending:
         self._cancel = at_exit(self._end)
 
     def close(self) -> None:
-        """Cancel the ending: there is nothing left to be told."""
+        """Cancel the ending: there is nothing left to report."""
         self.is_closed = True
         self._cancel()
 
@@ -129,9 +129,7 @@ class Ending:
         for text in self._texts(late, waited_s, why):
             try:
                 warn_user(text)
-            except (
-                HoldfastWarning
-            ) as error:  # as `python -W error` has it; there are others to be told
+            except HoldfastWarning as error:  # under `python -W error`; the other texts follow
                 traceback.print_exception(error)
 
     def _texts(self, late: list[int], waited_s: float, why: str) -> list[str]:

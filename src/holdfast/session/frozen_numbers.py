@@ -1,9 +1,9 @@
-"""Plain numbers at the top of a state that never change: `{"epoch": epoch}` holds what `epoch` was when the
-dict was made, for ever.
+"""Plain numbers at the top of a state that never change: `{"epoch": epoch}` keeps the value that `epoch`
+had when the dict was made.
 
-That a number rests tells nothing: an epoch may be long, and a best loss stay the best.  So a first run is
-told nothing.  One that goes on is, where the step had the very number that the script began with again, as
-if the run before had never set it, and many more saves have it, too.
+An unchanged number alone proves nothing: an epoch may be long, and a best loss stay the best.  So a first
+run gets no notice.  A restored run gets one if the step had the very number that the script begins with, as
+if the run before had never set it, and many later saves have it, too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from holdfast.base.notices import Notices
 from holdfast.live.state.recognising import State
 
 SAVES = 10
-"""Number of saves since a restore over which a number may stay as it is."""
+"""Number of saves since a restore with an unchanged number, at which the notice comes."""
 
 
 class FrozenNumbers:
@@ -21,12 +21,12 @@ class FrozenNumbers:
     def __init__(self, notices: Notices) -> None:
         self._notices = notices
         self._resting: dict[str, float] = {}
-        """Numbers that were restored as the script had them, and have not changed since."""
+        """Numbers whose restored value was the script's own, and which have not changed since."""
         self._saves = 0
         self._step = -1
 
     def went_on(self, handed: State, restored: State, *, found: bool) -> None:
-        """Begin anew with a restore: what the script had handed over, and what the step has."""
+        """Begin anew with a restore.  `handed`: the script's state before it; `restored`: after it."""
         self._saves = 0
         self._resting = {
             key: restored[key]
@@ -35,7 +35,7 @@ class FrozenNumbers:
         }
 
     def look(self, state: State, step: int) -> None:
-        """Look at the numbers of a state that is saved as another step than before."""
+        """Compare the numbers of a state that is saved, once per step."""
         if step == self._step or not self._resting:
             return
         self._step = step

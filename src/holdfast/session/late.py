@@ -1,10 +1,10 @@
-"""State that comes after the restore, though the restored step has it: an average that is made from the
-restored weights, say, and put into `Checkpointer.state` then.
+"""State that is added after the restore, though the restored step has its key: for example an average that
+is made from the restored weights, and put into `Checkpointer.state` then.
 
-A module, or an object with `load_state_dict`, is given what that step has of it at the next call that may
-save, before anything is saved.  Whatever the loop has done to it in between is lost, which is told.  All
-else (plain values, containers, arrays, bare tensors) the script has just set to what it means: that is
-saved as it is, which is told, too.
+The next call that may save first loads a module, or an object with `load_state_dict`, from that
+step.  Changes that the loop has made to it in between are lost.  Other values (plain values, containers,
+arrays, bare tensors) were just set by the script on purpose, so they are saved as they are.  Both give a
+notice.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ OPTIMIZER = "an optimizer"
 def give(
     late: frozenset[str], state: State, origin: RestoredFrom, group: Group, notices: Notices
 ) -> frozenset[str]:
-    """Put what the restored step has into those of its keys that have come since; return those that have
-    not, the same on all ranks.  UsageError if it cannot be.  Collective."""
+    """Load those `late` keys of the restored step that the state has now; return the keys that have still
+    not come, the same on all ranks.  UsageError if a key cannot be loaded.  Collective."""
     mine = {key: _kind(state[key]) for key in sorted(late & state.keys())}
     came = _agreed(mine, origin.step, group)
     objects = {key: state[key] for key, kind in came.items() if kind != PLAIN}
@@ -43,9 +43,9 @@ def give(
         state.update(objects)
     for key in mine:
         done = (
-            "has been given what that step has of it, and what was done to it since is lost"
+            "was loaded from that step, and changes since the restore are lost"
             if key in objects
-            else "is saved as it is now, in the place of what that step has"
+            else "is saved as it is now, in place of that step's value"
         )
         notices.once(
             "untaken-key",
@@ -57,8 +57,8 @@ def give(
 
 
 def _agreed(mine: dict[str, str], step: int, group: Group) -> dict[str, str]:
-    """Return the kinds of the keys that have come, on whatever rank.  UsageError, on all ranks, if one that
-    is to be loaded has not come on all, and as the same kind."""
+    """Return the kinds of the keys that have come on any rank.  UsageError, on all ranks, if a key that has
+    to be loaded has not come on all ranks as the same kind."""
     answers = group.all_gather(msgspec.msgpack.encode(mine))
     found = [decode_msgpack(answer, dict[str, str]) for answer in answers]
     agreed: dict[str, str] = {}
@@ -100,6 +100,6 @@ def _load(objects: State, origin: RestoredFrom, group: Group) -> None:
             loaded_states.ask()
     except NotFound as error:
         raise UsageError(
-            f"{late}, and that cannot be read any more: {error.message}",
+            f"{late}, and that step can no longer be read: {error.message}",
             hint=f"put it into the state before restore(); {ANEW}",
         ) from error

@@ -1,4 +1,4 @@
-"""One save or load by itself, without a `Checkpointer`."""
+"""`save` and `load`: one save or load without a `Checkpointer`."""
 
 from __future__ import annotations
 
@@ -45,10 +45,12 @@ def save(
     files: Mapping[str, FileSource] | None = None,
     deadline_s: float = 600.0,
 ) -> None:
-    """Save once, as step `step`, in place of one of that number, and wait until it is durable.
-    Collective; RankErrors if it failed anywhere; UsageError if records lead on from that step; LayoutError
-    if what several ranks have of one tensor differs, unless `replicas="trust"`.  `files`: small files that
-    rank 0 reads and keeps beside the step, as of `Checkpointer`; if one cannot be read, nothing is saved.
+    """Save the state once, as step `step`, replacing a step of that number; block until it is durable.
+
+    `replicas="trust"`: do not compare the ranks' copies of a tensor.  `files`: small files that are kept
+    beside the step, as in `Checkpointer`; rank 0 reads them, and if one cannot be read, nothing is saved.
+    `deadline_s` bounds every wait for a rank or for storage.  Collective.  RankErrors if a rank failed;
+    UsageError if records lead on from that step; LayoutError if copies of a tensor differ between ranks.
     """
     url = path_of(path, "save", "path")
     choice_of(replicas, ("once", "trust"), "save", "replicas")
@@ -77,7 +79,7 @@ def save(
 
 
 def _read_together(files: Mapping[str, FileSource], group: Group) -> Attached | None:
-    """The files, on rank 0, on which alone they are read; its error on every rank."""
+    """Read the files, on rank 0 only; raise its error on every rank."""
     from holdfast.live.saving.attaching import attached
 
     found: list[Attached | None] = [None]
@@ -96,11 +98,11 @@ def _read_together(files: Mapping[str, FileSource], group: Group) -> Attached | 
 def begin_once(
     store: Store, step: int, *, goes_on: bool = False, of_run: int | None = None
 ) -> tuple[int, str]:
-    """Tidy up before a save that takes no claim; its run, and the name of its attempt.  By the process that
-    commits it; UsageError if records lead on from that step.
+    """Tidy up before a save that takes no claim; return its run, and the name of its attempt.  Called by
+    the process that commits it.  UsageError if records lead on from that step.
 
-    `goes_on`: the save is of a training, so one of an older step than the newest begins another run, unless
-    a run is at work in the root; and so does one of a training that is not of the newest run (`of_run`).
+    `goes_on`: the save belongs to a training, of run `of_run`.  Unless a run is at work in the root, it
+    then begins another run if its step is below the newest, or if `of_run` is not the newest run.
     """
     keys = RootKeys(store, below=CLAIMED_PARTS)
     held = newest_claim(store, keys.below("claims/"))
@@ -125,7 +127,7 @@ def begin_once(
 
 
 def _records_lead_on(keys: RootKeys, step: int) -> bool:
-    """True if records lead on from the step that is to be replaced, or past its number."""
+    """True if records lead on from the step that the save replaces, or past its number."""
     from holdfast.tiers.records.log import leads_on
 
     key = keys.manifests.get(step)
@@ -145,14 +147,14 @@ def load(
     verify: bool = True,
     deadline_s: float = 600.0,
 ) -> int:
-    """Load step `step` (or the newest) into the live objects of `state`; returns its number.
+    """Load step `step` (or the newest) into the live objects of `state`, in place; return its number.
 
-    Only what `state` names is loaded: `{"model": model}` loads weights alone.  `only`: patterns of
-    tensor names (`model.h.0.*`), each of which must match some.  `cast`: convert dtypes.
-    `strict=False`: names that one side lacks keep their value.  `on_resize`: as of `Checkpointer`.
-    `verify=False`: digests are not compared.  Collective; blocks, for other ranks `deadline_s` at most.
-    NotRecoverable if there is no step; StateMismatch before anything is touched.  Foreign checkpoints are
-    read where they lie, as `holdfast.open` finds them.
+    `path`: a root, or a foreign checkpoint, as in `holdfast.open`.  Only the keys of `state` are loaded:
+    `{"model": model}` loads weights alone.  `only`: patterns of tensor names (`model.h.0.*`), each of which
+    must match some.  `cast`: convert dtypes.  `strict=False`: values that the checkpoint lacks stay as they
+    are.  `on_resize`: as in `Checkpointer`.  `verify=False`: digests are not compared.  Collective; blocks,
+    for other ranks and for an operation of storage at most `deadline_s`.  NotRecoverable if there is no
+    step; StateMismatch before anything is touched.
     """
     from holdfast.live.reading import load_from
     from holdfast.live.restore.targets import RestoreOptions

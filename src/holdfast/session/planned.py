@@ -1,4 +1,5 @@
-"""Steps that somebody else plans: each rank writes the parts that it is given, and one commits the step.
+"""Steps with a foreign plan: each rank writes the parts that the planner gives it, and one rank commits the
+step.
 
     coordinator   attempt = saves.begin(step)       the number of the step, and the folder of this try of it
     other ranks   attempt = saves.begun(step)       the same, by the process group
@@ -6,12 +7,12 @@
     coordinator   saves.commit([written, ...])      one manifest: from here on the step exists
 
 A planner (torch's DCP, a script that reads another format) says which boxes of which tensors a rank saves.
-How ranks talk is the planner's, too: it brings what `write` returns to the coordinator.  The layout of the
-images follows from that alone.  So that ranks can lay out their parts without knowing those of others, each
-tensor has a sharding of its own, and tensors are sorted by name.
+The planner also brings the results of `write` to the coordinator; the layout of the images follows from
+these alone.  Each tensor has a sharding of its own, and tensors are sorted by name, so that ranks can lay
+out their parts without knowing those of others.
 
-There is no claim on the root: an attempt is a try of one save, and what a failed one has left is deleted by
-the next one.
+There is no claim on the root: an attempt is a try of one save, and the next attempt deletes the files of a
+failed one.
 """
 
 from __future__ import annotations
@@ -69,9 +70,10 @@ from holdfast.session.attempts import SaveAttempt, under_way
 class Part:
     """A tensor, or a box of one, which a rank saves.
 
-    `tensor` has the values in `box` of a tensor of `shape`; without these it is the whole.  `state`: the
-    kind, which is `param`, `buffer`, a state of an optimizer such as `exp_avg`, or `tensor`.  `planned`:
-    the planner's own name of it, if that is another one.
+    `tensor` has the values in `box` of a tensor of `shape`; without these it is the whole tensor, on any
+    device.  It is not copied before `write` or `staged`.  `state`: `param`, `buffer`, an optimizer state
+    such as `exp_avg`, or `tensor`.  `planned`: the planner's own name of the tensor, if it differs from
+    `name`.
     """
 
     name: str
@@ -112,7 +114,7 @@ class RankWritten(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass
 class PreparedPart:
-    """The parts that a rank has to write.  It can be pickled, if its tensors can."""
+    """The parts that a rank has to write.  It can be pickled if its tensors can."""
 
     root: str
     rank: int
@@ -125,14 +127,14 @@ class PreparedPart:
     """The part of a tensor that each piece holds."""
 
     def staged(self) -> PreparedPart:
-        """The same, with copies of the tensors on the host."""
+        """Return the same with copies of the tensors on the host.  Blocks until they are copied."""
         wait_for_writers(self.tensors)
         copies = [t.to("cpu", copy=True, non_blocking=True) for t in self.tensors]
         wait_for(devices_of(self.tensors))
         return replace(self, tensors=copies)
 
     def write(self) -> RankWritten:
-        """Write the image, if there is one.  Blocks until it is durable."""
+        """Write the image, if there is one.  Blocks until it is durable; StoreError."""
         file = None
         if self.tensors:
             image = plan_image(self.entries, self.pieces)
@@ -143,7 +145,7 @@ class PreparedPart:
         return RankWritten(self.rank, self.attempt, file, self.shares, self.values)
 
     def write_and_note(self, note: str) -> None:
-        """Write in a process of its own: what was written, or the error, is in the file `note` then."""
+        """Write, and put the result or the error into the file `note`, for another process."""
         try:
             text = msgspec.msgpack.encode((None, self.write()))
         except Exception as error:
@@ -153,8 +155,8 @@ class PreparedPart:
         os.replace(f"{note}.new", note)
 
     def take_note(self, note: str) -> RankWritten:
-        """Return what another process has noted down, once.  Its error if there was one; HoldfastError if
-        there is no note."""
+        """Return the result in the file `note`, and delete the file.  Raises the error in it; HoldfastError
+        if it is empty."""
         with open(note, "rb") as file:
             text = file.read()
         for path in (note, f"{note}.new"):
@@ -172,11 +174,11 @@ class PreparedPart:
 
 
 class PlannedSaves:
-    """Saves into a root that somebody else plans.  A thread does one after the other.
+    """Saves with a foreign plan into one root.  Each thread makes one save after the other.
 
-    `keep`: which steps stay, of those that this process has saved or that it went on from (`go_on_from`);
-    the others of them are deleted behind each save (`wait`).  It can be pickled, for another process of the
-    same training to save.
+    `keep`: which steps stay, of those that this process has saved or went on from (`go_on_from`); the
+    others of these are deleted in the background after each save (`wait`).  It can be pickled, so that
+    another process of the same training can save.
     """
 
     def __init__(self, root: str, keep: Keep | None = None) -> None:
@@ -185,9 +187,9 @@ class PlannedSaves:
             instance_of(keep, Keep, "PlannedSaves", "keep", "a holdfast.Keep(...), or None")
         self.keep = keep
         self._keys: dict[str, str] = {}
-        """On the coordinator, the keys under which attempts are handed to other ranks, by their names."""
+        """On the coordinator: the keys by which attempts are handed to other ranks, by attempt name."""
         self._is_behind = False
-        """True in another process than that of the training, which does not wait for what is done here."""
+        """True in a process beside the training's, which does not wait for this one."""
 
     def __getstate__(self) -> dict[str, Any]:
         line = under_way(os.getpid()).line(open_store(self.root).url)
@@ -202,17 +204,19 @@ class PlannedSaves:
 
     @staticmethod
     def go_on_from(saved: Checkpoint) -> None:
-        """Note that training goes on from a step that was loaded, and owns what that has come from."""
+        """Note that training goes on from a loaded step, so `keep` applies to that step and its lineage."""
         if saved.format == "holdfast":
             m = saved.manifest
             under_way(os.getpid()).go_on(saved.store, m.run, m.step, m.line)
 
     def wait(self) -> None:
-        """Block until all is deleted that saves of this process have replaced, or `keep` let go."""
+        """Block until the steps that saves of this process replaced, or `keep` does not keep, are
+        deleted."""
         _deletions(os.getpid()).settle(None)
 
     def begin(self, step: int | None = None) -> SaveAttempt:
-        """On the coordinator: begin to save a step, or the one after the highest, for all ranks."""
+        """On the coordinator: begin to save a step (default: the one after the highest) for all
+        ranks.  Blocks for earlier deletions."""
         self.wait()  # a step that is being deleted may be the one to save
         store = open_store(self.root)
         sweep_host(store)
@@ -222,7 +226,8 @@ class PlannedSaves:
         return attempt
 
     def begun(self, step: int | None = None) -> SaveAttempt | None:
-        """On the other ranks: what the coordinator has begun, by the process group; None without one."""
+        """On the other ranks: return the coordinator's attempt, by the process group; None without a
+        group."""
         given = handed(self._key(step))
         return None if given is None else decode_msgpack(given, SaveAttempt)
 
@@ -237,9 +242,10 @@ class PlannedSaves:
         parts: Iterable[Part],
         values: Mapping[str, Any] | None = None,
     ) -> PreparedPart:
-        """Lay out what this rank has to write; the tensors stay the planner's own.
+        """Lay out this rank's image.  The tensors still belong to the planner, and must not change until
+        they are written or staged.
 
-        `values`: JSON trees of values that are no tensors, by the planner's names.  UsageError for tensors
+        `values`: values that are not tensors, as JSON trees by the planner's names.  UsageError for tensors
         that cannot be saved.
         """
         under_way(os.getpid()).take(self.root, attempt)
@@ -252,11 +258,12 @@ class PlannedSaves:
         *,
         by: str = "",
     ) -> int:
-        """On the coordinator: commit the step, of what all ranks have written; return its number.
+        """On the coordinator: commit the step from the results of all ranks; return its number.  Blocks.
 
-        `extras` is called with the tensors of the step by the planner's names, for the JSON trees of the
-        values that are no tensors; without it they are the `values` of all ranks.  `by`: who plans, for
-        whoever looks at the step.  An error if what ranks saved does not fit together.
+        `extras` is called with the step's tensors by the planner's names, and returns the JSON trees of
+        values that are not tensors; without it they are the `values` of all ranks.  `by`: the planner's
+        name, which the manifest states.  UsageError or HoldfastError if the parts of the ranks do not fit
+        together.
         """
         attempt, store, began = written[0].attempt, open_store(self.root), time.perf_counter()
         if any(w.attempt != attempt for w in written):
@@ -279,7 +286,7 @@ class PlannedSaves:
     def _tidy(
         self, store: Store, attempt: SaveAttempt, replaced: str | None, spare: list[int]
     ) -> None:
-        """Delete what a commit has replaced, and what `keep` lets go of what training goes on from."""
+        """Delete the replaced attempt, and the training's own steps that `keep` does not keep."""
         here, run = under_way(os.getpid()), attempt.run
         line = here.line(store.url)
         try:
@@ -308,10 +315,8 @@ _Row = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.Tensor]
 def _laid_out(
     parts: Iterable[Part],
 ) -> tuple[list[TensorShare], tuple[TensorEntry, ...], Pieces, list[torch.Tensor]]:
-    """Return what a rank saves, and where it lies in its image: by width of elements, name and start.
-
-    This is the order of the format for tensors that are sorted by name and have a sharding each.
-    """
+    """Return a rank's shares and entries, and the pieces of its image, sorted by width of elements, name
+    and start: the order of the format for tensors that are sorted by name and have a sharding each."""
     placed = sorted(map(_placed, parts), key=lambda p: (p.name, p.state, p.planned, p.box.start))
     shares: list[TensorShare] = []
     entries: list[TensorEntry] = []
@@ -333,7 +338,7 @@ def _laid_out(
 
 
 class _Placed(NamedTuple):
-    """A part of which all is known."""
+    """A part with all defaults filled in."""
 
     name: str
     tensor: torch.Tensor
@@ -378,7 +383,7 @@ def _manifest(
     line: Lineage,
     by: str,
 ) -> Manifest:
-    """The manifest of what all ranks have written; it is known from that alone, but for its `line`."""
+    """Make the manifest from the results of all ranks, and the run's lineage."""
     tensors, shardings, planned = _merged(written)
     values = {name: tree for w in written for name, tree in w.values.items()}
     manifest = Manifest(
@@ -402,14 +407,14 @@ def _manifest(
         extras=values if extras is None else extras(planned),
         per_rank={},
     )
-    check(manifest)  # what no reader would take is not committed
+    check(manifest)  # commit nothing that readers refuse
     return manifest
 
 
 def _merged(
     written: Iterable[RankWritten],
 ) -> tuple[tuple[TensorEntry, ...], tuple[ShardingEntry, ...], dict[str, TensorEntry]]:
-    """All tensors, sorted by name, the sharding of each, and the same tensors by the planner's names."""
+    """Return all tensors, sorted by name, the sharding of each, and the tensors by the planner's names."""
     known: dict[str, TensorShare] = {}
     held: dict[str, list[FragmentEntry]] = {}
     for w in written:

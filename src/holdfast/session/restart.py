@@ -1,4 +1,4 @@
-"""A restart: the choice among what a survey has found, the reading, and the steps that are done again."""
+"""A restart: the choice among the candidates of a survey, the reading, and the replay of recorded steps."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """The findings of a look, as of the state that it reached."""
+    """The result of `Restart._look` at a state."""
 
     attempt: str = ""
     """The attempt of the full step."""
@@ -54,13 +54,12 @@ class _Look:
 
 
 class Restart:
-    """The choice of what the live state is restored from, and the restore.  Its methods are collective and
-    block."""
+    """Chooses the step to restore, and restores it.  All methods are collective and block."""
 
     def __init__(
         self, tiers: Tiers, state: State, options: RestoreOptions, *, verify: bool = True
     ) -> None:
-        """Looks at all tiers.  Nothing may be under way to them.  `verify`: compare the digests of full
+        """Surveys all tiers, into which no save may be under way.  `verify`: compare the digests of full
         steps."""
         self.verify = verify
         self.tiers = tiers
@@ -71,7 +70,7 @@ class Restart:
         self.reached: Identity | None = None
         """The state that is live now."""
         self.num_replayed = 0
-        """Number of recorded steps that were done again to reach it."""
+        """Number of recorded steps that were replayed to reach it."""
         self.exactness = BIT_EXACT
         self.manifest: Manifest | None = None
         """The manifest of the full step that was read."""
@@ -87,20 +86,20 @@ class Restart:
         return self.result(self.to_newest() if target is None else self.to_step(target))
 
     def to_newest(self) -> int:
-        """Restore what leads to the newest state, as far as it is sound; the step reached, 0 if there is
-        nothing.  Warns of what is passed over."""
+        """Restore the newest sound state; return its step, 0 if there is none.  Warns of candidates that
+        are passed over."""
         return self._newest(self._attempt)
 
     def to_step(self, step: int) -> int:
-        """Restore that step, or the nearest from which records lead to it.  NotRecoverable."""
+        """Restore that step, by records from an earlier one if need be.  NotRecoverable."""
         reached = self._step(step, self._attempt)
         if reached != step:
-            raise self._unreached(step, f"the live state is that of step {reached} now")
+            raise self._unreached(step, f"the live state is now that of step {reached}")
         return reached
 
     def find(self, step: int | None) -> Found | None:
-        """Return what `to_newest` or `to_step` would reach, as far as that can be told without reading
-        tensors; None if there is nothing.  Warns of what is passed over."""
+        """Return the state that `to_newest` or `to_step` would reach, without reading tensors; None if
+        there is none.  Warns of candidates that are passed over."""
         reached = self._newest(self._look) if step is None else self._step(step, self._look)
         if step is not None and reached != step:
             raise self._unreached(step, f"the records lead to step {reached}: find({reached})")
@@ -172,7 +171,7 @@ class Restart:
         )
 
     def result(self, step: int) -> Restored:
-        """Return what to tell the user of the step that was reached."""
+        """Return the result of a restore for the user."""
         if self.taken is None or self.reached is None:
             return Restored(0)
         loaders = loaders_in(self.state)
@@ -181,12 +180,12 @@ class Restart:
     # -- the reading ------------------------------------------------------------------------------
 
     def _attempt(self, candidate: Candidate, until: int | None = None) -> Identity:
-        """Read a step, and do the recorded steps after it again; return the state reached."""
+        """Read a step, and replay the recorded steps after it; return the state reached."""
         return self._reach(candidate, self.survey.after(candidate, until))
 
     def _reach(self, candidate: Candidate, states: list[Identity]) -> Identity:
-        """Read a step, and do what leads to `states` again after it.  A step that is refused in its midst
-        ends them as a damaged one does, but leaves a state that is of no step: all is read once more, at
+        """Read a step, and replay the records that lead to `states`.  A recorded step that is refused in
+        its midst ends the replay like a damaged one, but leaves a mixed state: then all is read again, at
         most twice."""
         is_again = False
         while True:
@@ -217,7 +216,7 @@ class Restart:
                 value.restored = None
 
     def from_source(self, url: str, step: int | None, only: tuple[str, ...] | None) -> Restored:
-        """Begin with a step of another root, or of foreign files."""
+        """Restore a step of another root, or foreign files."""
         self._forget_generators()
         group, options = self.tiers.group, replace(self.options, only=only)
         found = load_from(url, group, self.state, step, options, verify=self.verify)
@@ -226,7 +225,7 @@ class Restart:
         return Restored(found, "source", loaders=loaders_in(self.state))
 
     def _replay(self, base: Candidate, states: list[Identity]) -> Identity:
-        """Do what leads to `states` after `base` again, as far as it is sound; return the state reached."""
+        """Replay the records from `base` to `states` until one is damaged; return the state reached."""
         self.num_replayed = 0
         if states:
             trail = self.survey.trail
@@ -236,8 +235,8 @@ class Restart:
     # -- the look, without reading tensors ---------------------------------------------------------
 
     def _look(self, candidate: Candidate, until: int | None = None) -> Identity:
-        """Look at a step as `_attempt` would read it: its manifest, whether its files are there and as
-        long as they should be, its extras, and the records that lead on from it."""
+        """Check a step without reading tensors: its manifest, existence and lengths of its files, its
+        extras, and the records that lead on from it."""
         shelf, group, unsound = self._shelf(candidate), self.tiers.group, self.tiers.unsound
         checkpoint = shelf.opened(candidate, verify=self.verify)
         manifest = checkpoint.manifest
@@ -271,11 +270,10 @@ class Restart:
         declared: Collection[str],
         warn: Callable[[str], object],
     ) -> Attached | None:
-        """Return what a save anew of the step that is live now adds to it, on rank 0: `make(metrics,
-        files)` of those that it had.  It keeps its labels, too.  `declared`: files that such a save has
-        anyway.
+        """Return the additions to a new save of the restored step, on rank 0: `make(metrics, files)` with
+        those that it had.  The step also keeps its labels.  `declared`: files that such a save has anyway.
 
-        Nothing is raised, for the other ranks would not know: `warn` is called with a text instead.
+        Errors are not raised, because the other ranks would not know; `warn` is called with a text instead.
         """
         if self.tiers.group.rank != 0:
             return None
@@ -295,15 +293,15 @@ class Restart:
             return None
 
     def _elsewhere(self) -> Checkpoint | None:
-        """The step that is live now, if it was read elsewhere than in the root; None if not, or if recorded
-        steps were done again after it."""
+        """Return the restored step if it was read from another place than the root; None otherwise, or if
+        recorded steps were replayed after it."""
         if self.taken is None or self.num_replayed:
             return None
         return self._shelf(self.taken).noted(self.taken)
 
     def leave_behind(self, loaded: int) -> None:
-        """Go on as a new run if this one has saved a newer step than the one that was loaded by other calls
-        than `restore`: else what is saved now would sort before it.  Collective; blocks."""
+        """After a load by another call than `restore`: go on as a new run if the root has newer steps than
+        `loaded`, which would otherwise sort after all later saves.  Collective; blocks."""
         here = self.tiers.run, loaded
         if any(one.end > here for one in self.survey.candidates):
             self.tiers.leave_behind(loaded)
@@ -313,7 +311,7 @@ class Restart:
             self._take_line((manifest.run, loaded), manifest)
 
     def take_line(self) -> None:
-        """Have the run own what it has gone on from, and no step of others."""
+        """Let the run delete only steps of its own and of its lineage."""
         if self.reached is not None and self.manifest is not None:
             self._take_line(self.reached, self.manifest)
 
@@ -325,7 +323,7 @@ class Restart:
         self.tiers.own(line_from(*reached, line, there))
 
     def origin(self) -> RestoredFrom:
-        """Return where the state that was reached can be read once more."""
+        """Return the place from which the restored state can be read again."""
         m, taken = self.manifest, self.taken
         reached = 0 if self.reached is None else self.reached[1]
         store = None if taken is None else self._shelf(taken).store
@@ -355,18 +353,17 @@ class Restart:
         return self.reached != self.survey.candidates[0].end
 
     def summary(self) -> Reached:
-        """Return what tiers are to know of it."""
+        """Return the facts of this restore that tiers need."""
         save_bytes = 0 if self.manifest is None else self.manifest.total_bytes
         return Reached(self.reached, save_bytes, self._is_complete)
 
     def _is_complete(self) -> bool:
-        """True if no rank has state that the restore left as it was: then what was reached is all of the
-        live state.  Collective."""
+        """True if the restore replaced all of the live state, on all ranks.  Collective."""
         return self.options.strict or not self.tiers.group.any(bool(self.options.kept))
 
     def unprotected(self) -> Tier | None:
-        """Return the tier that was restored from if it had to rebuild part of that: one more loss is one
-        too many.  None if it had not."""
+        """Return the tier that was restored from if it had to rebuild a part, so that the snapshot would
+        not survive another loss; else None."""
         taken = self.taken
         if taken is None or not self._shelf(taken).lost_nodes(taken.attempt)[1]:
             return None
@@ -374,8 +371,8 @@ class Restart:
         return tier
 
     def is_unsaved(self, *, is_recording: bool) -> bool:
-        """True if what was taken may be lost with the nodes.  If `is_recording`, also if a tier lacks it
-        that records come to, which lead on from it."""
+        """True if the restored step is only in the nodes' memory.  If `is_recording`, also if a tier that
+        keeps records lacks the step that they lead on from."""
         taken, root = self.taken, self.survey.root
         if taken is None:
             return False
@@ -386,17 +383,18 @@ class Restart:
 
 
 def origin_of(root: str, source: str | None, group: Group) -> str | None:
-    """Return the URL that a run without steps begins with; rank 0 looks into the root."""
+    """Return the URL of the checkpoint that a run without steps begins with: `source`, or the root if rank
+    0 detects a foreign checkpoint there; else None."""
     if source is not None:
         return source
     return root if group.from_rank0(lambda: detected(root, group)) else None
 
 
 def restore_generators(rng: Rng | None, restored: Restored | None) -> None:
-    """Put generators once more to where the restored step had them.  UsageError if that is unknown."""
+    """Put generators back to their state in the restored step.  UsageError if that is unknown."""
     if rng is None:
         raise UsageError(
-            "restore_rng(): the state has its own 'rng', which is no holdfast.Rng",
+            "restore_rng(): the state has its own 'rng', which is not a holdfast.Rng",
             hint="call its load_state_dict() again, or leave the key to holdfast",
         )
     if restored is None or not restored.found:
@@ -406,7 +404,7 @@ def restore_generators(rng: Rng | None, restored: Restored | None) -> None:
         )
     if rng.restored is None:
         raise UsageError(
-            f"restore_rng(): the generators are fresh: step {restored} has none, or was saved by another "
+            f"restore_rng(): the generators are fresh: step {restored} has none, or was saved on another "
             "number of ranks",
             hint="leave them as the script seeded them",
         )

@@ -1,4 +1,4 @@
-"""The root as a tier: durable saves, which other tiers may carry, and the steps that they make."""
+"""The root as a tier: its steps, and durable saves, which a nearer tier may carry out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = "durable"
 
 
 class RootTier(Tier):
-    """The steps of the root.  When a durable save is due the session says; nothing else is."""
+    """The steps of the root.  The session decides when a durable save is due."""
 
     name = ROOT
     carries = True

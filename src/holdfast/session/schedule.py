@@ -1,4 +1,4 @@
-"""The frequencies that a user asks for: fixed numbers of steps (`Every`), or as often as pays (`Auto`)."""
+"""The frequencies that a user asks for: fixed (`Every`) or tuned (`Auto`)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def every_of(every: Any, *, memory: bool, delta: bool) -> Every | Auto | None:
-    """Return the frequencies; a number is that of durable saves.  UsageError unless the tiers that they
-    name are switched on."""
+    """Return the frequencies; a plain number is the steps between durable saves.  UsageError for a
+    frequency of a tier that is not switched on."""
     if every is None:
         return None
     if (auto := _auto(every)) is not None:
@@ -37,6 +37,7 @@ def _fixed(every: Every, *, memory: bool, delta: bool) -> Every:
 
 
 def _auto(every: object) -> Auto | None:
-    """Return an `Auto` as such.  Whoever made one has imported its module."""
+    """Return `every` if it is an `Auto`, else None.  Its module is imported only if the user has made
+    one."""
     tuning = sys.modules.get("holdfast.policy.tuning")
     return cast("Auto", every) if tuning is not None and isinstance(every, tuning.Auto) else None

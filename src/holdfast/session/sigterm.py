@@ -13,12 +13,12 @@ from holdfast.core.group import Group
 
 
 def checked_grace(given: Any, call: str) -> float:
-    """Return `sigterm_s` in seconds.  UsageError where no signal can be waited for: Python lets the main
-    thread alone do it."""
+    """Return `sigterm_s` in seconds.  UsageError outside of the main thread, where Python cannot handle
+    signals."""
     grace_s = seconds_of(given, call, "sigterm_s")
     if threading.current_thread() is not threading.main_thread():
         raise UsageError(
-            "Checkpointer(sigterm_s=...): only the main thread can wait for SIGTERM",
+            "Checkpointer(sigterm_s=...): only the main thread can handle SIGTERM",
             hint="make the Checkpointer there, or leave sigterm_s out",
         )
     return grace_s
@@ -27,8 +27,8 @@ def checked_grace(given: Any, call: str) -> float:
 class SigtermStop:
     """SIGTERM on any rank becomes one step at which all ranks save and stop.
 
-    The rank that was told posts the next step's number; every rank that completes that step has by
-    then exchanged gradients with the poster, so it finds the post and stops at the same step.
+    The rank that got the signal posts the next step's number.  Every rank that completes that step has
+    exchanged gradients with this rank since, so it finds the post and stops at the same step.
     """
 
     def __init__(self, group: Group, grace_s: float) -> None:
@@ -52,11 +52,11 @@ class SigtermStop:
         return found is not None and step >= int(found)
 
     def was_told(self) -> bool:
-        """True, on all ranks, if any of them was told.  Collective."""
+        """True on all ranks if any rank got the signal.  Collective."""
         return self._group.any(self._told_at is not None)
 
     def left(self) -> float:
-        """Seconds of grace that are left."""
+        """Seconds that are left of `sigterm_s`, at least 1."""
         since = time.monotonic() - self._told_at if self._told_at else 0.0
         return max(self._grace_s - since, 1.0)
 

@@ -1,7 +1,7 @@
-"""Frequencies of a run: fixed ones, or such as follow what is measured and what fails.
+"""The frequencies of a run with `every=Auto()`, which follow measured costs and failures.
 
-Rank 0 measures and decides (`holdfast.policy.tuning`); at every tenth step the others learn what holds from
-that step on, so all ranks save at the same steps.
+Rank 0 measures and decides (`holdfast.policy.tuning`).  At every tenth step the other ranks learn the
+frequencies from that step on, so all ranks save at the same steps.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from holdfast.tiers.records.tier import DeltaTier
 LOOK_EVERY = 10
 RECENT = 64
 BEYOND = 0.01
-"""The share of node losses that protected snapshots are taken not to survive."""
+"""The share of node losses that protected snapshots are assumed not to survive."""
 POLL_S = 0.001
 
 WRITE_SHARE, WRITE_LEAST_S, WRITE_S = 0.02, 1.0, 60.0
-"""Trained time that a crash may make forget: a share of it, but within these bounds in seconds."""
+"""Trained time that a crash may lose from `tuning.json`: a share of all, within these bounds in seconds."""
 
 
 class _Broadcast(msgspec.Struct, frozen=True):
-    """The frequencies that rank 0 tells the others."""
+    """The frequencies that rank 0 sends to the other ranks."""
 
     durable: int | None
     memory: int | None
@@ -60,8 +60,8 @@ class Steering:
         crashed: bool,
         records: DeltaTier | None = None,
     ) -> None:
-        """`records`: those of the run, whose batches are tuned.  `crashed`: the run before did not close.
-        Collective."""
+        """`records`: the run's tier of records, whose batches are tuned.  `crashed`: the previous run did
+        not close.  Collective."""
         self._group = group
         self._records = records
         self._store = TuningStore(store)
@@ -71,19 +71,19 @@ class Steering:
         self._tuner = self._make_tuner(auto, tiers, 1 if records is None else records.batch)
         self._written_s = self._kept.trained_s
         self._flying: list[tuple[str, Save, float]] = []
-        """Saves under way: tier, save, and seconds that the steps since have taken longer."""
+        """Saves under way: tier, save, and the extra seconds of the steps since."""
         self._alone: deque[float] = deque(maxlen=RECENT)
         """Seconds of steps beside which nothing was saved."""
         self._beside: deque[float] = deque(maxlen=RECENT)
         """Seconds of steps beside which a batch of records was written."""
         self._wrote = False
         self._looks = 0
-        """Number of times ranks have learned what holds; steps may come twice, after going back."""
+        """Number of broadcasts; their keys need it, because a step may come twice after going back."""
         self._since: float | None = None
         if group.rank == 0 and self._after_failure:
             self._tuner.failed("process")
         if group.rank == 0 and (self._after_failure or not self._is_local):
-            self._write()  # which tells what a request takes
+            self._write()  # also measures the time of a request
         told = group.from_rank0(
             lambda: msgspec.msgpack.encode(_broadcast_of(self._tuner.frequencies))
         )
@@ -91,7 +91,8 @@ class Steering:
         self._stop_listening: Callable[[], None] = subscribe(self._heard)
 
     def _make_tuner(self, auto: Auto, tiers: tuple[str, ...], batch: int) -> Tuner:
-        """Make a tuner with what earlier runs learned, at their frequencies if the tiers are the same."""
+        """Make a tuner with the history of earlier runs, and their frequencies if the tiers are the
+        same."""
         kept, start = self._kept, replace(START, batch=batch)
         found = Frequencies(*kept.frequencies)
         sound = all(n is None or n > 0 for n in kept.frequencies) and found.delta in (None, 1)
@@ -104,7 +105,7 @@ class Steering:
         )  # fmt: skip
 
     def at(self, step: int) -> Every:
-        """Return what is in force from this step on.  Ranks but 0 wait for it at every tenth step."""
+        """Return the frequencies from this step on.  At every tenth step other ranks block for rank 0's."""
         if self._group.rank == 0:
             self._account(self._records)
         if step % LOOK_EVERY == 0:
@@ -113,7 +114,7 @@ class Steering:
         return self.every
 
     def acted(self) -> None:
-        """Have the next records in batches as they are in force, when this step's has been made."""
+        """After this step's record: set the size of batches of the next ones."""
         if self._records is not None and self.every.delta is not None and self.batch is not None:
             self._records.rebatch(self.batch)
 
@@ -123,20 +124,20 @@ class Steering:
             self._flying.append((tier, save, 0.0))
 
     def lost(self, snapshot: str, num_nodes: int) -> None:
-        """Note that a restart found `num_nodes` nodes without their part of a snapshot.  What it takes is
-        not counted as a step's time."""
+        """Note that a restart found `num_nodes` nodes without their part of a snapshot.  The time of the
+        restart is not counted as a step's."""
         self._since = None
         if self._group.rank != 0 or not num_nodes or snapshot == self._kept.lost_of:
             return
         self._kept = msgspec.structs.replace(self._kept, lost_of=snapshot)
-        if self._after_failure:  # that was it
+        if self._after_failure:  # the failure was the loss of a node
             self._after_failure = False
             self._tuner.failed("process", -1)
             self._tuner.failed("node")
         self._write()
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the tuning.  `error`: the one by which the training ends."""
+        """End the tuning.  `error`: the exception that ends the training."""
         self._stop_listening()
         if self._group.rank == 0:
             self._write(failed=isinstance(error, Exception))
@@ -145,7 +146,7 @@ class Steering:
     # -- rank 0 -----------------------------------------------------------------------------------
 
     def _account(self, records: DeltaTier | None) -> None:
-        """Note a step that is over: what it took, or what the saves beside it took of it."""
+        """Account for a finished step: its own time, and the extra time from saves beside it."""
         spent = records.spent() if records is not None else Spent(0.0, None)
         wrote, self._wrote = self._wrote, False
         if records is not None:
@@ -242,10 +243,10 @@ class Steering:
 
 
 def costs_of(event: Event, request_s: float | None = None) -> Iterator[tuple[str, float]]:
-    """Yield the costs that an event tells of: their names in `Costs`, and seconds.
+    """Yield the costs in an event: their names in `Costs`, and seconds.
 
-    `request_s`: what a small object takes, where storage answers requests.  There a file is sent when it is
-    finished, with all its bytes: what that takes beyond one request goes with the records.
+    `request_s`: the time to put a small object into a bucket; None for a file system.  A bucket gets a
+    file's bytes when the file is finished, so time beyond one request counts as the records'.
     """
     given, took = event.fields, event.duration_s or 0.0
     match event.name:

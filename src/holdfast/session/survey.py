@@ -1,7 +1,7 @@
 """The survey that a restart begins with: full steps, snapshots, and the records that lead on from them.
 
-A candidate is a full step in one place, with the state that records lead to from it.  Whatever is newer
-than what can be restored is told: records that lead nowhere, steps whose manifests are damaged.
+A candidate is a full step in one place, with the state that records lead to from it.  Warnings name newer
+states that cannot be restored: records that lead nowhere, steps with damaged manifests.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class Survey:
-    """All that a live state can be restored from, with the records that lead on from it."""
+    """All full steps that a state can be restored from, with the records that lead on from them."""
 
     def __init__(self, tiers: Tiers) -> None:
-        """Looks at all tiers.  Nothing may be under way to them.  Collective; blocks."""
+        """Looks at all tiers, into which no save may be under way.  Collective; blocks."""
         self._group = tiers.group
         self._url = tiers.store.url
         shelves = [shelf for tier in tiers if (shelf := tier.shelf()) is not None]
@@ -42,14 +42,14 @@ class Survey:
         replaced = self._replaced(tiers, bases)
         trails = [trail for tier in tiers if (trail := tier.trail(shelves)) is not None]
         self.trail: Trail = trails[0] if trails else NoTrail(tiers.group, self.root.log or ())
-        """What leads on from these steps."""
+        """The records that lead on from these steps."""
         self.candidates = newest_first(
             replace(c, tip=self._tip(c), replaced=c.attempt in replaced) for c in bases
         )
 
     def _replaced(self, tiers: Tiers, bases: Iterable[Candidate]) -> set[str]:
-        """The snapshots of steps that storage has a later save of, by a script that edits it, say.
-        Collective."""
+        """Return the snapshots of steps that were saved to storage again later, for example by a script
+        that edits them.  Collective."""
         saved = {(s.run, s.step) for s in self.root.saved}
         both = sorted((c.step, c.attempt) for c in bases if c.attempt and c.base in saved)
 
@@ -67,15 +67,15 @@ class Survey:
 
     @property
     def saved(self) -> list[Saved]:
-        """The steps of all stores: of the root, and then of those behind it."""
+        """The steps of all stores: the root first, then the home behind it."""
         return [s for shelf in reversed(self.shelves.values()) for s in shelf.saved]
 
     def copies(self, run: int, step: int) -> list[Candidate]:
-        """Return the candidates that are one full step, in the order of all."""
+        """Return the candidates of one full step, in the order of all candidates."""
         return [c for c in self.candidates if c.base == (run, step)]
 
     def lost_with_nodes(self) -> tuple[str, int]:
-        """The newest snapshot in memory, and how many nodes that had part of it have it no more."""
+        """Return the newest snapshot in memory, and the number of nodes that have lost their part of it."""
         lost = [shelf.lost_nodes() for shelf in self.shelves.values()]
         return max(lost, key=lambda one: one[1])
 
@@ -87,7 +87,7 @@ class Survey:
         return [state for state in states if until is None or state[1] <= until]
 
     def leading(self, at: FoundAt) -> list[Identity]:
-        """The recorded states that lead to one that was found.  NotRecoverable if one is gone."""
+        """Return the recorded states from a base to a found state.  NotRecoverable if one is gone."""
         states: list[Identity] = []
         state, base = at.tip or (at.run, at.step), (at.run, at.step)
         while state != base:
@@ -99,8 +99,7 @@ class Survey:
         return states
 
     def leading_to(self, step: int) -> Candidate:
-        """Find what leads to the newest state of this number by the fewest records; older ones are
-        history."""
+        """Return the candidate with the fewest records to the newest state of this number.  NotFound."""
         reached: list[tuple[Identity, int, Candidate]] = []
         for c in self.candidates:
             reached += [(s, c.step, c) for s in (c.base, *self.after(c)) if s[1] == step]
@@ -118,11 +117,10 @@ class Survey:
                 + steps_text([s.step for s in self.root.saved])
                 + "".join(f"; in {where}: {steps_text(have)}" for where, have in elsewhere.items())
             )
-        return Candidate(0, step)  # nor in storage, which says what it has
+        return Candidate(0, step)  # reading it raises the error of storage, which lists its steps
 
     def warn_of_unproved(self, taken: int) -> None:
-        """Warn of steps that count as the oldest because their manifests are damaged, and may be the
-        newest."""
+        """Warn of steps with damaged manifests: they count as the oldest, but may be the newest."""
         for shelf in reversed(self.shelves.values()) if self._group.rank == 0 else ():
             tell_passed_over(shelf.place or self._url, shelf.saved, taken)
 
@@ -131,7 +129,7 @@ class NoTrail(Trail):
     """The trail of a run that replays nothing."""
 
     def __init__(self, group: Group, log: Collection[str]) -> None:
-        """`log`: on rank 0, the keys of the records that are there."""
+        """`log`: on rank 0, the keys of the records in the root."""
         self._group = group
         self._log = log
 
@@ -148,9 +146,9 @@ class NoTrail(Trail):
 
 
 def gone(step: int) -> NotRecoverable:
-    """Return the error for a state that was found, and is not there any more."""
+    """Return the error for a found state that no longer exists."""
     return NotRecoverable(
-        f"step {step}, which find() has found, is not there any more",
+        f"step {step}, which find() has found, no longer exists",
         step=step,
         hint="call find() again, and restore what it finds now",
     )

@@ -1,7 +1,7 @@
-"""The tiers of a run: the table that makes them from what the user has asked for, and what they share.
+"""The tiers of a run: the table that makes them from the user's options, and the parts that they share.
 
-`MAKERS` is the table: whoever adds a tier writes a `Tier` (`live/tier.py`), and a line here.  No tier is
-imported unless it is asked for.
+`MAKERS` is the table: a new tier needs a `Tier` (`live/tier.py`), and a line here.  A tier's module is
+imported only if the tier is switched on.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 LEAST_S = 0.1
 RELEASE_S = 5.0
-"""Seconds that `close` may take beyond its time to give up the root."""
+"""Seconds beyond its limit in which `close` releases the root."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierOptions:
-    """What a Checkpointer was given for its tiers; see there."""
+    """The arguments of a Checkpointer for its tiers; see there."""
 
     root: str
     keep: Keep | None
@@ -53,7 +53,7 @@ class TierOptions:
     delta: Delta | None
 
     def checked(self) -> TierOptions:
-        """UsageError for options of another kind, or that do not go together."""
+        """Return the options with `upload` as a URL.  UsageError for wrong types or combinations."""
         for name, kind, module in (
             ("memory", "Memory", "holdfast.tiers.memory.options"),
             ("delta", "Delta", "holdfast.tiers.records.options"),
@@ -73,7 +73,7 @@ class TierOptions:
 
 
 class Tiers:
-    """The tiers of a run, from the farthest to the nearest.  All ranks call all in the same order."""
+    """The tiers of a run, from the farthest to the nearest.  All ranks make all calls in the same order."""
 
     root = ROOT
 
@@ -89,8 +89,8 @@ class Tiers:
         on_resize: dict[str, str],
         is_tuned: bool,
     ) -> None:
-        """Takes the root for this run, and the home behind it.  Collective.  `state`: gives the live state.
-        `is_tuned`: frequencies follow what is measured."""
+        """Claims the root for this run, and the home behind it.  Collective; blocks.  `state`: returns the
+        live state.  `is_tuned`: frequencies follow measurements."""
         self.group = group
         self.state = state
         self.notices = notices
@@ -102,7 +102,7 @@ class Tiers:
         """The root, and the home behind it if there is one."""
         self.store = self.homes[0]
         self.claim, self.crashed, self.there = self._take()
-        """`crashed`: the run before did not end by closing; `there`: the steps of before, in words."""
+        """`crashed`: the previous run did not close; `there`: the steps in the root, in words."""
         self._check_homes()
         sweep_host(self.store)
         self.saver = Saver(
@@ -116,7 +116,8 @@ class Tiers:
             self.store, self.saver, claim=self.claim, run=self.run, keep=options.keep
         )
         self.unsound: dict[tuple[object, ...], HoldfastError] = {}
-        """Why steps and records that `find` found could not be restored; it passes over them."""
+        """Errors of steps and records that `find` had found and that could not be restored; `find` passes
+        over them."""
         self._tiers: dict[str, Tier] = {}
         for name, make in MAKERS.items():
             if (tier := make(self, options)) is not None:
@@ -129,7 +130,7 @@ class Tiers:
         return reversed(self._tiers.values())
 
     def get(self, name: str) -> Any:
-        """Return the tier of that name; None if it is not switched on."""
+        """Return the tier of a name; None if it is not switched on."""
         return self._tiers.get(name)
 
     @property
@@ -140,7 +141,7 @@ class Tiers:
     # -- the homes --------------------------------------------------------------------------------
 
     def _take(self) -> tuple[Claim, bool, str]:
-        """Take the homes of the run.  Collective."""
+        """Claim the homes of the run.  Collective."""
         if len(self.homes) == 1:
             return claim_root(self.store, self.group)
         from holdfast.tiers.mirror.claims import claim_both
@@ -149,7 +150,7 @@ class Tiers:
         return claim_both(root, behind, self.group)
 
     def _check_homes(self) -> None:
-        """UsageError unless all ranks have the homes that rank 0 has taken.  Collective."""
+        """UsageError unless all ranks have the homes that rank 0 has claimed.  Collective."""
         if self.group.size == 1:
             return
         from holdfast.live.saving.same_root import check_claimed
@@ -162,7 +163,7 @@ class Tiers:
             raise
 
     def release(self) -> None:
-        """Give up the homes, if storage answers."""
+        """Release the homes, if storage answers."""
         for store in self.homes if self.group.rank == 0 else ():
             try:
                 with within(RELEASE_S):
@@ -175,20 +176,20 @@ class Tiers:
         return self.claim.run
 
     def own(self, line: Lineage) -> None:
-        """Let the run delete steps of the runs that it went on from, and of no others."""
+        """Let the run delete its own steps and those of its lineage, and no others."""
         self.durable.steps.line = line
 
     # -- a restart --------------------------------------------------------------------------------
 
     def have_moved_on(self) -> bool:
-        """True if this run has kept steps of which a restart may not know.  Collective if a tier follows
-        steps."""
+        """True if a tier of any rank has kept newer steps than a restart's survey may show.  Collective if
+        a tier follows steps."""
         followers = [tier for tier in self if tier.follows_steps]
         return bool(followers) and self.group.any(any(t.has_moved_on() for t in followers))
 
     def leave_behind(self, base: int | None) -> None:
-        """Go on as a new run, after going back to a full step, `base`, and records: what it saves now is
-        newer than what it left."""
+        """Go on as a new run after going back to the full step `base` and its records, so that later saves
+        are newer than the abandoned ones.  Collective; blocks."""
         for tier in reversed(self):
             tier.settle(self.group.deadline_s)
         with ExitStack() as paused:
@@ -203,9 +204,9 @@ class Tiers:
     # -- the end ----------------------------------------------------------------------------------
 
     def close(self, timeout: float | None, *, finished: bool) -> None:
-        """Wait for what is pending and end, the nearest tier first, whose state goes on to the others:
-        within `timeout`, or `deadline_s`, for all tiers together.  `finished`: snapshots are needed no
-        more."""
+        """Wait for pending work and end, the nearest tier first, because its state goes on to the others.
+        Deadline after `timeout`, or `deadline_s`, for all tiers together.  `finished`: snapshots are no
+        longer needed."""
         limit_s = self.group.deadline_s if timeout is None else timeout
         until = time.monotonic() + limit_s
 

@@ -1,7 +1,7 @@
-"""`tuning.json` in a root: what its runs have learned of failures and costs, and how often they save.
+"""`tuning.json` in a root: the failures and costs that its runs have seen, and their frequencies.
 
-A process may be killed at any instruction, so what must not be lost is written when it becomes known, and
-the time that was trained again and again.  Written by rank 0, on a thread of its own: storage may be slow.
+A process may be killed at any instruction, so failures are written at once, and the trained time again and
+again.  Rank 0 writes, on a thread of its own, because storage may be slow.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from holdfast.core.store import Store, get_small
 HISTORY_KEY = "tuning.json"
 RECENT = 8
 CLOSE_S = 10.0
-"""Seconds that the last writing may take."""
+"""Seconds that the last write may take."""
 
 
 class TuningState(msgspec.Struct, frozen=True):
-    """The content of `tuning.json`: what is known over all runs of a root."""
+    """The content of `tuning.json`, over all runs of a root."""
 
     trained_s: float = 0.0
     process: int = 0
@@ -36,7 +36,7 @@ class TuningState(msgspec.Struct, frozen=True):
     node: int = 0
     """Number of failures that took the memory of a node along."""
     failed: bool = False
-    """The newest run has ended by an error, which nobody has counted yet."""
+    """The newest run has ended by an error that is not counted yet."""
     lost_of: str = ""
     """The snapshot in memory whose loss was counted last."""
     tiers: tuple[str, ...] = ()
@@ -58,23 +58,23 @@ class TuningStore:
 
     @property
     def put_s(self) -> float | None:
-        """Seconds that a small object takes, as those of late; None until it was written once."""
-        took = list(self._took_s)  # its thread adds to it
+        """Median seconds of the last writes; None before the first."""
+        took = list(self._took_s)  # the writing thread appends to it
         return median(took) if took else None
 
     def read(self) -> TuningState:
-        """Return what is there; an empty `TuningState` if it cannot be read."""
+        """Return the stored state; an empty `TuningState` if it cannot be read."""
         with suppress(HoldfastError, msgspec.DecodeError):
             return decode_json(get_small(self._store, HISTORY_KEY), TuningState)
         return TuningState()
 
     @property
     def busy(self) -> bool:
-        """True if the last writing is still under way."""
+        """True if the last write is still under way."""
         return self._last is not None and not self._last.done()
 
     def write(self, kept: TuningState) -> None:
-        """Begin to write it; return at once."""
+        """Begin to write the state; return at once."""
         self._last = self._pool.submit(self._put, kept)
 
     def _put(self, kept: TuningState) -> None:
@@ -86,7 +86,7 @@ class TuningStore:
             emit("tuning.not_kept", error=str(error))
 
     def close(self, limit_s: float = CLOSE_S) -> None:
-        """Wait for what is under way, for a while."""
+        """Wait for the last write, `limit_s` at most, and end the thread."""
         if self._last is not None:
             with suppress(TimeoutError):
                 result_of(self._last, min(limit_s, CLOSE_S), TimeoutError)
