@@ -227,7 +227,7 @@ def test_what_memory_alone_has_is_saved_anew_with_its_metrics(
     one.__exit__(RuntimeError, RuntimeError("a collective has failed"), None)
     (root / "steps/0000000007/manifest.json").unlink()  # as if it had not been committed
     with begun() as two:
-        told = "saved anew without note.txt, which cannot be read"
+        told = "saved again without note.txt, which cannot be read"
         with pytest.warns(HoldfastWarning, match=told) if has_more else nullcontext():
             assert two.restore().tier == "memory"
         two.wait()

@@ -1,8 +1,8 @@
 """A save, from the call to the manifest.
 
-`operation.py` has the save itself, in five phases, and the protocol of whoever keeps its image; `saver.py`
-what the saves of a run have in common; `durable.py` keeps images in storage.  Follow a save from
-`Durable.begin`, and then through `SaveOperation` from top to bottom.
+`operation.py` has the save itself, in five phases, and the protocol of a `Keeper`, which keeps its image.
+`saver.py` has the parts that the saves of a run share; `durable.py` keeps images in storage.  Follow a save
+from `Durable.begin`, and then through `SaveOperation` from top to bottom.
 """
 
 from holdfast.live.saving.handle import Save, error_text

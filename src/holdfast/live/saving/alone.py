@@ -1,4 +1,4 @@
-"""Telling, at a save and at a restore, of state that some ranks lack (see `holdfast.live.state.alone`)."""
+"""Notices, at a save and at a restore, of state that some ranks lack (see `holdfast.live.state.alone`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.live.state.alone import forgotten_names, tell_forgotten
 
 
 def tell_keys(ready: Sequence[ReadyToSave], told: set[str]) -> None:
-    """Tell of plain values and objects whose key some ranks lack, at a save."""
+    """At a save: give a notice of plain values and objects whose key some ranks lack."""
     keys = [{key for key in r.extras.keys() | r.kinds.keys() if "." not in key} for r in ready]
     held = [({("", ""): own}, [rank]) for rank, own in enumerate(keys)]
     values = {key for r in ready for key, (kind, _) in r.kinds.items() if kind == "values"}
@@ -23,7 +23,8 @@ def tell_keys(ready: Sequence[ReadyToSave], told: set[str]) -> None:
 
 
 def tell_tensors(docs: Sequence[bytes], of_rank: Sequence[int], told: set[str]) -> None:
-    """Tell of tensors that some ranks lack, at a save; rank r gave `docs[of_rank[r]]`."""
+    """At a save: give a notice of tensors that some ranks lack.  Rank r's description is
+    `docs[of_rank[r]]`."""
     if len(docs) == 1:
         return
     held = []
@@ -46,8 +47,8 @@ def tell_tensors(docs: Sequence[bytes], of_rank: Sequence[int], told: set[str]) 
 def tell_lacking(
     manifest: Manifest, claimed: Sequence[bytes], keys: Sequence[Sequence[str]]
 ) -> None:
-    """Tell of what some ranks have no place for, at a restore.  `claimed`: by rank, one bit for each saved
-    tensor that it has a place for; `keys`: by rank, those of its state."""
+    """At a restore: give a notice of saved tensors and keys that some ranks lack.  `claimed`: by rank, one
+    bit for each saved tensor that the rank restores; `keys`: by rank, the keys of its state."""
     held = [({("", ""): [*own]}, [rank]) for rank, own in enumerate(keys)]
     saved = manifest.extras.keys() | manifest.per_rank.keys()
     found = {key: ranks for key, ranks in forgotten_names(held).items() if key in saved}

@@ -3,9 +3,8 @@
     ckpt.files["config.json"] = path                   # or its bytes, or a function that returns them
     ckpt.save(100, metrics={"loss": 0.3}, files={"note.txt": b"the good one"})
 
-Files are read in the training thread when a durable save begins, so that they fit the state; what is given
-by a path is read from then.  A file that cannot be read costs that file, and never the step: it is reported
-as `on_error` says.
+The training thread reads the files when a durable save begins, so that they match the state.  A file that
+cannot be read is left out of the step, and reported as `on_error` says.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class AttachedFiles(MutableMapping[str, FileSource]):
             self[name] = source
 
     def __setitem__(self, name: str, source: FileSource) -> None:
-        """UsageError unless the name is plain and relative, and the source of a kind that can be read."""
+        """UsageError unless the name is plain and relative, and the source a path, bytes or a function."""
         self._check_name(name)
         self._sources[name] = self._checked(name, source)
 
@@ -98,7 +97,7 @@ class Attached:
         return make_pack("", self.contents)
 
     def in_manifest(self, attempt: str) -> dict[str, Any]:
-        """The fields of the manifest that tell of them."""
+        """Return the manifest's fields for these metrics and files."""
         return {"metrics": self.metrics, "attached": self._entry(attempt)}
 
     def _entry(self, attempt: str) -> PackEntry | None:
@@ -109,7 +108,7 @@ class Attached:
         return PackEntry(attempt + entry.path, *ends)
 
     def put(self, store: Store, step: int, attempt: str) -> None:
-        """Write the files, durable when this returns; the manifest comes after."""
+        """Write the files; blocks until they are durable.  The manifest is written after them."""
         entry = self._entry(attempt)
         if entry is not None:
             store.put(step_prefix(step) + entry.path, self._packed[1])
@@ -124,10 +123,11 @@ def attached(
     *,
     reads: bool,
 ) -> Attached | None:
-    """Return what a save adds, of files that were declared and of `more`; None where there is nothing.
+    """Return the metrics and contents of files of a save; None if there are none.
 
-    UsageError for arguments that cannot be meant.  `reads`: on rank 0 alone; `complain` is called with the
-    error of each file that cannot be read.
+    `files`: the declared ones; `more`: those of this save, which take precedence.  `reads`: True on rank 0,
+    which reads the files, and calls `complain` with the error of each that cannot be read.  UsageError for
+    unusable arguments.
     """
     values = {} if metrics is None else metrics_of(metrics, call)
     sources = {**files, **AttachedFiles(more, call)}
@@ -152,10 +152,10 @@ def attached(
 def attached_to(
     step: Checkpoint, declared: Collection[str], warn: Callable[[str], object]
 ) -> tuple[dict[str, float], dict[str, bytes]]:
-    """Return the metrics and files that a restored step has, which is saved anew.
+    """Return the metrics and files of a restored step that is saved again.
 
-    Those of a snapshot in memory have come to storage only if its save got so far: `warn` is called with a
-    text about what cannot be read, but for files that are `declared`, which are taken as they are now.
+    A snapshot in memory has them only if its durable save has written them.  `warn` is called with a text
+    that names what cannot be read, except `declared` files, which the new save reads again.
     """
     number, files = step.manifest.step, dict[str, bytes]()
     lost = list[str]()
@@ -165,11 +165,11 @@ def attached_to(
         except HoldfastError:
             lost += [name] if name not in declared else []
     if lost:
-        warn(f"step {number} is saved anew without {', '.join(lost)}, which cannot be read")
+        warn(f"step {number} is saved again without {', '.join(lost)}, which cannot be read")
     try:
         return step.metrics, files
     except HoldfastError as error:
-        warn(f"step {number} is saved anew without the metrics that were noted: {error}")
+        warn(f"step {number} is saved again without its later metrics: {error}")
         metrics = {k: nan if v is None else v for k, v in step.manifest.metrics.items()}
         return metrics, files
 
@@ -209,7 +209,7 @@ def _check_size(contents: Mapping[str, Any]) -> None:
 def _check_bytes(num_bytes: int, names: str) -> None:
     if num_bytes > MAX_ATTACHED:
         raise UsageError(
-            f"files beside a step may have {MAX_ATTACHED:,} bytes in all, and these have {num_bytes:,}: "
+            f"the files of a step may have {MAX_ATTACHED:,} bytes in all, and these have {num_bytes:,}: "
             f"{names[:300]}",
             hint="keep large values in the state, as tensors",
         )

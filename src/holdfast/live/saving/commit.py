@@ -1,4 +1,4 @@
-"""The manifest, which all ranks make of their images together."""
+"""The manifest, which rank 0 makes from the parts of all ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def written(op: SaveOperation, draft: Draft, file: FileEntry | None) -> bytes:
-    """Encode what this rank hands in: its file, and extras that it alone knows, or its error."""
+    """Encode this rank's `Written`: its file and the extras that it has to send, or its error."""
     rank, send = op.saver.group.rank, draft.agreed.verdict.send
     sent = {key: draft.live.extras[key] for key, ranks in send.items() if rank in ranks}
     error = None if op.error is None else WireError.of(op.error)
@@ -39,8 +39,8 @@ def build_manifest(
     attached: Attached | None = None,
     line: Lineage = (),
 ) -> Manifest:
-    """On rank 0: the manifest of what all ranks have handed in.  `notes`: what else it says of how it was
-    made; `line`: what its run went on from."""
+    """On rank 0: make the manifest from the answers of all ranks.  `notes`: further entries of `software`;
+    `line`: the lineage of the run."""
     plan, verdict = draft.plan.agreement, draft.agreed.verdict
     extras: dict[str, Any] = {
         k: v for k, v in draft.live.extras.items() if k not in verdict.per_rank

@@ -1,8 +1,8 @@
 """The durable tier: images to storage, off the training thread.
 
-Digests and writes follow the copier through the image.  Then every rank hands in its file or its error, and
-rank 0 commits only if all have succeeded and its claim on the root still stands.  A failed save leaves no
-manifest, its files are deleted, and the next save starts afresh.
+Digests and writes follow the copier through the image.  Then every rank reports its file or its error, and
+rank 0 commits only if all ranks have succeeded and its claim on the root is still the newest.  A failed
+save leaves no manifest, its files are deleted, and the next save starts afresh.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from holdfast.live.saving.attaching import Attached
 
 STUCK_S = 30.0
-"""Seconds after which one operation of storage, of 8 MiB at most, is taken to hang."""
+"""Seconds after which an unanswered operation of storage, of 8 MiB at most, counts as hanging."""
 PROGRESS_S = 0.5
 
 
@@ -58,14 +58,14 @@ class Durable:
         attempt: str | None = None,
         keep: Keep | None = None,
     ) -> None:
-        """`attempt`: the name of the only one; without it each save has one of its own."""
+        """`attempt`: the folder of the only save; without it each save gets a folder of its own."""
         self.saver = saver
         self.group = saver.group
         self.steps = RootSteps(store, self.group.rank, claim, keep or Keep())
         self.run = run
         self.worker = Worker("holdfast-persist")
         self.news = self.steps.news
-        """Messages that the user is to be told."""
+        """Warnings for the user."""
         self._attempt = attempt
         self._buffer = PrivateBuffer()
         self._is_free = threading.Event()
@@ -89,8 +89,8 @@ class Durable:
         yields: bool = False,
         attached: Attached | None = None,
     ) -> Save:
-        """Start a save of the live state.  `must`: wait for the one in flight, do not skip.  `yields`: skip
-        all the same if that one waits for storage which does not answer.
+        """Start a save of the live state; return its handle.  `must`: wait for a save in flight instead of
+        skipping this one.  `yields`: but skip it if that one waits for storage that does not answer.
 
         Blocks as `Saver.begin`.
         """
@@ -103,12 +103,13 @@ class Durable:
             return self.saver.begin(op, describe_live)
 
     def prepare(self, describe_live: Callable[[], Collected]) -> Save:
-        """Plan a save and have the memory for it ready.  Returns at once."""
+        """Plan a save, and allocate its memory, in the background.  Returns at once."""
         rehearsal = Request(0, is_rehearsal=True)
         return self.saver.begin(self.saver.operation(self, rehearsal), describe_live)
 
     def close(self, timeout: float | None = None) -> None:
-        """Wait for what is under way, for `deadline_s` unless told otherwise; Deadline after that."""
+        """Wait for saves under way, and end the threads.  Deadline after `timeout` seconds (`deadline_s` by
+        default)."""
         limit = self.saver.deadline_s if timeout is None else timeout
         try:
             self.settle(limit)
@@ -118,7 +119,7 @@ class Durable:
             self.steps.worker.shutdown()
 
     def settle(self, limit_s: float) -> None:
-        """Wait until nothing is under way; Deadline if that takes longer."""
+        """Wait until no save is under way; Deadline after `limit_s`."""
         until = time.monotonic() + limit_s
         try:
             self.saver.settle(limit_s)
@@ -136,7 +137,7 @@ class Durable:
             ) from None
 
     def adopt(self, claim: Claim) -> None:
-        """Go on as another run: what is saved from now on is newer than all that was."""
+        """Go on as another run, whose saves are newer than all earlier ones."""
         self.steps.claim, self.run = claim, claim.run
 
     # -- saving thread ----------------------------------------------------------------------------
@@ -152,12 +153,13 @@ class Durable:
         return self._buffer
 
     def _stuck(self) -> str:
-        """Name the operation of the root that hangs, if one does: a home behind it may be away."""
+        """Return a text about the root's operation that hangs; empty if none does.  Other homes do not
+        count."""
         patience = getattr(self.store, "patience", None)
         return "" if patience is None else slowest(STUCK_S, patience)
 
     def _is_stuck(self, step: int) -> bool:
-        """True if storage has not answered for long.  Tells the user once that saves are left out."""
+        """True if storage has not answered for `STUCK_S`.  Warns once that saves are left out."""
         stuck = self._stuck()
         if stuck and not self._was_stuck:
             self._was_stuck = True
@@ -179,9 +181,9 @@ class Durable:
     # -- persist thread ---------------------------------------------------------------------------
 
     def keep(self, op: SaveOperation, draft: Draft) -> None:
-        """Write this rank's image behind the copier, and commit with the others.  Blocks; RankErrors.
+        """Write this rank's image behind the copier, and commit with the other ranks.  Blocks; RankErrors.
 
-        Of a rehearsal: make the memory real, so that the first save does not have to.
+        For a rehearsal: touch the memory, so that the first save does not have to.
         """
         if not op.request.is_rehearsal:
             self.write_and_commit(op, draft)
@@ -193,7 +195,8 @@ class Durable:
         op.end()
 
     def write_and_commit(self, op: SaveOperation, draft: Draft) -> None:
-        """Write this rank's image, which may be another tier's, and commit with the others."""
+        """Write this rank's image, perhaps one of another tier, and commit with the other ranks.  Blocks;
+        RankErrors."""
         attempt = self.attempt_of(op)
         file = None
         try:
@@ -220,12 +223,12 @@ class Durable:
         self.steps.tidy(op)
 
     def write_attached(self, op: SaveOperation) -> None:
-        """Write what a save adds to the step besides the state; on rank 0, before the manifest names it."""
+        """On rank 0: write the files of the step, before the manifest names them."""
         if op.request.attached is not None:
             op.request.attached.put(self.store, op.step, self.attempt_of(op))
 
     def attempt_of(self, op: SaveOperation) -> str:
-        """Name of the folder that an operation's files are in."""
+        """Return the name of the folder of an operation's files."""
         return self._attempt or f"{self.run:04d}-{op.number:06d}"
 
     def _write(self, op: SaveOperation, draft: Draft, attempt: str) -> FileEntry | None:

@@ -1,4 +1,4 @@
-"""Exactness of a step that was copied from a replica on the host, and not from the live state."""
+"""Exactness of a step that was copied from a replica on the host instead of the live state."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ BIT_EXACT = "bit-exact"
 
 
 class Exactness(msgspec.Struct, frozen=True, array_like=True):
-    """The exactness of what one rank has copied from a replica, or all of them."""
+    """The exactness of a copy from replicas, of one rank or of all."""
 
     is_exact: bool
-    """True if bit-exact as far as was seen, and there is no reason to think otherwise."""
+    """True if no difference was seen or is to be expected."""
     drift: float
-    """The largest difference from the live state that was seen, on any element."""
+    """The largest difference of an element from the live state that was seen."""
     compared: int
-    """The step at which the replica was compared with the live state last."""
+    """The step of the last comparison with the live state."""
 
     def __str__(self) -> str:
         kind = (

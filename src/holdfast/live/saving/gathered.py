@@ -1,6 +1,6 @@
-"""An image that is put together while it is written: each block out of the tensors that lie in it.
+"""An image that is assembled while it is written: each block from the tensors that lie in it.
 
-There is no copy of the state in memory: only a block for each thread that writes.
+There is no copy of the state in memory, only one block for each writing thread.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from holdfast.live.state.devices import devices_of, wait_for, wait_for_writers
 
 
 class Gathered:
-    """The blocks of an image, for `write_blocks`.  `tensors`: one for each piece, in their order."""
+    """The blocks of an image, for `write_blocks`.  `tensors`: one for each piece, in the order of
+    pieces."""
 
     def __init__(self, image: Image, tensors: Sequence[torch.Tensor]) -> None:
         self._image = image
@@ -31,7 +32,8 @@ class Gathered:
         wait_for_writers(self._flat)
 
     def block(self, start: int, stop: int) -> memoryview:
-        """Gather bytes `start..stop` into the memory of this thread."""
+        """Gather bytes `start..stop`.  The memory belongs to this thread, and is reused by its next
+        call."""
         view = self._scratch.get(stop - start)
         head = self._image.header[start:stop]
         view[: len(head)] = head
@@ -43,7 +45,7 @@ class Gathered:
         return view
 
     def last(self, start: int, table: bytes) -> memoryview:
-        """Gather what is before the table again."""
+        """Gather the bytes from `start` to the table again, and append the table."""
         size = self._image.table_start - start
         view = memoryview(mmap.mmap(-1, -(-(size + len(table)) // mmap.PAGESIZE) * mmap.PAGESIZE))
         if size:  # none, if the image ends with a block
@@ -53,7 +55,7 @@ class Gathered:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, in row-major order."""
+    """Return the bytes of a tensor, in row-major order."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if plain.is_cpu:
         return torch.from_numpy(array_of(plain).reshape(-1).view(np.uint8))

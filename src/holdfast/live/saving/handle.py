@@ -1,4 +1,4 @@
-"""The handle of a save, which its caller holds."""
+"""The handle of a save, which its caller gets."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from holdfast.live.state.window import resting
 
 
 class Save:
-    """A save under way.  `wait` raises what went wrong; `skipped` tells that another was in flight."""
+    """A save under way.  `wait` raises its failure; `skipped` is True if it was left out because another
+    save was in flight.  Any thread may use it."""
 
     def __init__(self, step: int, kind: str = "save") -> None:
         self.step = step
         self.kind = kind
         self.skipped = False
         self.told = False
-        """True if the caller of `wait` has been given the failure."""
+        """True if `wait` has raised the failure."""
         self.uploaded = False
-        """True once the step lies in the home behind the root, too (`Checkpointer(upload=)`)."""
+        """True once the step is also in the home behind the root (`Checkpointer(upload=)`)."""
         self.image_bytes = 0
         """Bytes of this rank's image; 0 until that is known."""
         self._future: Future[bool] = Future()
@@ -32,17 +33,18 @@ class Save:
         return self._future.done()
 
     def add_done_callback(self, call: Callable[[Save], object]) -> None:
-        """Call `call(save)` when it has ended in any way: on a thread of holdfast's, which waits for it, or
-        at once if it has ended already.  What it raises is logged, and changes nothing.
+        """Call `call(save)` when the save has ended in any way: on a thread of holdfast, which waits for
+        it, or at once if the save has ended already.  An exception of `call` is only logged.
         """
         checked = function_of(call, "Save.add_done_callback", "call", "that takes the Save", 1)
         self._future.add_done_callback(lambda _: checked(self))
 
     def wait(self, timeout: float | None = None) -> None:
-        """Block until the step is committed.  Raises the failure, or Deadline after `timeout` s.
+        """Block until the step is committed, or the save was left out.  Raises the failure, or Deadline
+        after `timeout` seconds.
 
-        Without `timeout` for as long as the save gets on: it fails by itself, with Deadline, where storage
-        or another rank does not answer for `deadline_s`.
+        Without `timeout` the wait also ends: a save fails, with Deadline, if storage or another rank does
+        not answer for `deadline_s`.
         """
         timeout = timeout_of(timeout, "Save.wait")
 

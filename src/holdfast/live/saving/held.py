@@ -1,10 +1,9 @@
-"""Telling, once, that a save has held the training up for long.
+"""The notice, given once, that a save has held training for long.
 
-Training waits for a save at two places: in the call, and before the next optimizer step, until all is
-copied (event `window.wait`).  Both are short, unless the save itself has to wait first: for the memory that
-the one before still needs, or for the agent that gives memory.  Whoever waits there says so (`because`),
-and is named if the training had to wait with it.  A save that waits while the training computes holds up
-nobody.
+Training waits for a save in the call, and before the next optimizer step until all is copied (event
+`window.wait`).  Both are short unless the save itself has to wait first: for memory that the previous save
+still needs, or for the agent that gives memory.  Such a wait states its reason (`because`), which the
+notice repeats if training had to wait, too.  A save that waits while training computes delays nothing.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from holdfast.base.errors import notice_text
 from holdfast.base.events import Event, subscribe
 
 LONG_S = 1.0
-"""Seconds that a save may hold up training; what is longer is told."""
+"""Seconds that a save may hold training without a notice."""
 MOST_KNOWN = 16
-"""Saves of which the kind and the reason are kept: more are not under way."""
+"""Number of saves whose kind and reason are kept: more are never under way."""
 
 
 class HeldLong:
-    """The notice of a run whose training was held by a save, in memory or durable."""
+    """The `held-long` notice of a run, for saves and snapshots."""
 
     def __init__(self, news: list[str], clock: Callable[[], float] = time.perf_counter) -> None:
-        """`news`: takes the text."""
+        """`news`: the list that gets the text."""
         self._news = news
         self._clock = clock
         self._saves: dict[int, str] = {}
@@ -45,7 +44,8 @@ class HeldLong:
 
     @contextmanager
     def by(self, kind: str, step: int) -> Iterator[None]:
-        """The call that begins a save, of a `kind` such as `snapshot`.  On the training thread."""
+        """A block with the call that begins a save of this `kind`, such as `snapshot`.  On the training
+        thread."""
         self._saves[step] = f"the {kind} of step {step}"
         for known in (self._saves, self._reasons):
             while len(known) > MOST_KNOWN:
@@ -56,7 +56,7 @@ class HeldLong:
 
     @contextmanager
     def because(self, step: int, reason: str) -> Iterator[None]:
-        """A block in which a save waits, and training perhaps with it.  On any thread."""
+        """A block in which a save, and perhaps training, waits for `reason`.  On any thread."""
         began = self._clock()
         try:
             yield

@@ -1,8 +1,8 @@
-"""Saves that hold up the training until they are copied, for no optimizer waits for the copy.
+"""Saves that block training until they are copied, because no optimizer waits for the copy.
 
-A step in a graph of a device, as CUDA has them, calls no hooks when it is replayed, nor does a tensor count
-its writes.  All that can be seen is that the training comes to its next step and no optimizer has called a
-hook since the step before.  A step that a loss scaler skips looks alike, which costs one copy.
+A replayed CUDA graph calls no hooks of the optimizer's step in it, and its writes change no version
+counter. The only sign is that training comes to its next step and no optimizer has called a hook since the
+step before. A step that a loss scaler skips looks the same, which costs one blocking copy.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from holdfast.live.saving.saver import Saver
 
 MOST_HELD = 3
-"""Saves in a row that hold up the training because no hooks are called, before the user is told."""
+"""Number of such saves in a row after which the user is warned."""
 
 
 def is_bypassed(saver: Saver, live: Collected) -> bool:
-    """True if the next step of an optimizer may be made without waiting for a copy: in a graph, which
-    only devices have."""
+    """True if the next optimizer step may not wait for the copy: it may be in a graph, which only devices
+    have."""
     has_optimizer = any(kind == "optimizer" for kind, _ in live.kinds.values())
     return saver.gate.is_bypassed and has_optimizer and bool(devices_in(live))
 
 
 def hold_bypassed(saver: Saver, op: SaveOperation) -> bool:
-    """Wait on the training thread until all is copied, where that is needed; True if so.  Tells the user
-    once, of many saves in a row."""
+    """If `is_bypassed`, block the training thread until all is copied, and return True.  Warns once, after
+    `MOST_HELD` such saves in a row."""
     bypassed, gate = is_bypassed(saver, op.live), saver.gate
     if bypassed:
         op.window.wait()
@@ -49,7 +49,7 @@ def hold_bypassed(saver: Saver, op: SaveOperation) -> bool:
 
 
 def tell_set_aside(saver: Saver) -> None:
-    """Tell the user that much is copied before each save returns."""
+    """Give the notice that much is copied before each save returns."""
     sizes: dict[str, int] = {}
     for (name, _), tensor in saver.aside.items():
         sizes[name] = sizes.get(name, 0) + tensor.nbytes
@@ -57,8 +57,8 @@ def tell_set_aside(saver: Saver) -> None:
     told = notice_text(
         "set-aside",
         f"each save copies {size_text(sum(sizes.values()))} before its call returns ({listed(names)}), "
-        "since no optimizer of the state moves that: training waits for the copy, and has the memory of "
-        "it; if a torch optimizer moves it, add the optimizer to the state",
+        "because no optimizer of the state steps these tensors: training waits for the copy, which takes "
+        "as much memory; if a torch optimizer steps them, add it to the state",
     )
     if told is not None:
         saver.news.append(told)

@@ -1,4 +1,4 @@
-"""Labels and metrics of steps that were not saved."""
+"""Labels and metrics of steps that were not saved, or that storage did not take."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from holdfast.base.notices import Notices
 
 
 class NotesInVain:
-    """Notes that could not be made: each is told as a failed save is, and ends no training."""
+    """Reports notes that could not be made, like failed saves, without ending the training."""
 
     def __init__(self, notices: Notices) -> None:
         self._notices = notices
         self._begun: set[int] = set()
         """Steps of which a durable save has begun."""
         self._first = self._last = -1
-        """The first and the last step that the script has told of."""
+        """The first and the last step that the script has come to."""
 
     def at(self, step: int) -> None:
         """Note that the script was at a step."""
@@ -31,10 +31,10 @@ class NotesInVain:
 
     @contextmanager
     def told(self, what: Callable[[], str], step: int | None = None) -> Iterator[None]:
-        """A block that notes something of a step.  `what()` does not hold then: a label, metrics.
+        """A block that writes a label or metrics of a step.  `what()`: the text that this was not done.
 
-        NotFound of a step that the script has never been at, which is a mistake.  Of one that was not due
-        it is told once.
+        Reports StoreError and FormatError; once, for a step at which no save was due.  Raises NotFound for
+        a step that the script has never come to.
         """
         try:
             yield
@@ -45,8 +45,7 @@ class NotesInVain:
             if isinstance(error, NotFound) and step is not None and step not in self._begun:
                 self._notices.once(
                     "unsaved-note",
-                    f"{what()}: that step was not saved, for no save of it was due; note it of steps that "
-                    "are",
+                    f"{what()}: no save of that step was due; label and measure steps that are saved",
                 )
             else:
                 self._notices.complain(error, f"{what()}: {error}")

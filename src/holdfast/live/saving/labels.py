@@ -4,9 +4,9 @@
     committed            {"best":200}, in one write
     failed, or killed    {"best":100}, as it was
 
-So no label names a step that may never be, and the step before has its label, which keeps it, until the one
-after it exists.  Of steps to which one label was given one after the other, the last that is committed has
-it, in whichever order they are committed.
+So no label names a step that may never exist, and the former step keeps its label, which protects it, until
+the new step exists.  If a label was given to several steps, it ends at the last of them that is committed,
+in whichever order they are committed.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class PendingLabels:
         self._coming: dict[int, int] = {}
         """Steps of the saves that have begun and are not committed, by the number of the save."""
         self._steps: dict[str, list[int]] = {}
-        """Steps that each label waits for, in the order in which it was given to them."""
+        """Steps that each label waits for, in the order of the calls."""
         self._kept: dict[int, list[str]] = {}
-        """Labels that a step has already, and is to have when it is saved anew."""
+        """Labels that a step has, and keeps when it is saved again."""
 
     def begin(self, number: int, step: int) -> None:
         """Note that a save of a step has begun."""
@@ -32,7 +32,7 @@ class PendingLabels:
             self._coming[number] = step
 
     def give(self, label: str, step: int) -> bool:
-        """Keep a label for a step that is being saved; False if it is not."""
+        """Keep a label for a step that is being saved; False if the step is not."""
         with self._lock:
             if step not in self._coming.values():
                 return False
@@ -41,18 +41,18 @@ class PendingLabels:
             return True
 
     def keep(self, step: int, labels: list[str]) -> None:
-        """Let a step that is about to be saved anew, as it was, keep the labels that its number has."""
+        """Let a step that is about to be saved again, unchanged, keep its labels."""
         with self._lock:
             self._kept[step] = labels
 
     def forget(self, label: str) -> None:
-        """Keep a label no more: it was taken away, or names another step."""
+        """Drop a label that was removed, or that names another step."""
         with self._lock:
             self._steps.pop(label, None)
             self._kept = {s: [k for k in some if k != label] for s, some in self._kept.items()}
 
     def commit(self, number: int, step: int) -> list[str]:
-        """Return the labels that a step has now that is committed, by the save of that number."""
+        """Note that a save has committed its step; return the labels that the step gets."""
         with self._lock:
             self._coming.pop(number, None)
             labels = self._waiting_for(step)
@@ -62,8 +62,8 @@ class PendingLabels:
             return list(dict.fromkeys([*labels, *self._kept.pop(step, ())]))
 
     def end(self, number: int, step: int) -> list[str]:
-        """Note that a save has ended.  Return the labels that wait for its step in vain, and do so no more:
-        it is not committed, and no other save of it is under way."""
+        """Note that a save has ended.  If its step is not committed, and no other save of it is under way,
+        drop the labels that wait for it, and return them."""
         with self._lock:
             self._coming.pop(number, None)
             if step in self._coming.values():

@@ -1,8 +1,8 @@
-"""What becomes of extras of which ranks have different versions.
+"""Extras that differ between ranks: merged, or kept by each rank.
 
-Optimizers of pipeline stages have different parameters: their groups and states are merged into one.  Where
-ranks that have the same parameters differ in their values, merging would lose those of all ranks but one,
-so each rank keeps its own (`sort_extras`).
+Optimizers of pipeline stages have different parameters: their groups and states are merged.  If ranks have
+different values for the same parameters, merging would only keep one rank's, so each rank keeps its own
+(`sort_extras`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from holdfast.live.state.named import INLINE_BYTES
 
 
 def digested_parts(tree: Any, large: list[str]) -> list[Any]:
-    """The parts that `digests` digests of an optimizer's extras."""
+    """Return the parts of an optimizer's extras that `digests` digests one by one."""
     if "$optimizer" not in tree:
         return [[tree, large]]
     body = tree["$optimizer"]
@@ -26,7 +26,7 @@ def digested_parts(tree: Any, large: list[str]) -> list[Any]:
 
 
 def differ(versions_: Iterable[str]) -> bool:
-    """True if optimizers of the same parameters have different values, as their `digests` tell."""
+    """True if, by their `digests`, optimizers of the same parameters have different values."""
     known: dict[tuple[int, str], str] = {}
     for version in versions_:
         if version.count("/") != 4:
@@ -39,8 +39,8 @@ def differ(versions_: Iterable[str]) -> bool:
 
 
 def merge_extras(key: str, versions_: list[Any]) -> Any:
-    """Merge several ranks' versions of an extra: parameter groups and states of pipeline stages, or what
-    these leave out.  LayoutError if they have different values of one parameter's group or state."""
+    """Merge the ranks' versions of an extra: groups and states of pipeline stages' optimizers, or dicts.
+    LayoutError if they differ in one parameter's group or state."""
     if len(versions_) == 1:
         return versions_[0]
     if "$optimizer" not in versions_[0]:
@@ -78,21 +78,19 @@ def merge_extras(key: str, versions_: list[Any]) -> Any:
 
 
 def _check_same(where: str, one: dict[str, Any], other: dict[str, Any]) -> None:
-    """LayoutError if two ranks' values differ of what has one name."""
+    """LayoutError if two ranks have different values under one name."""
     if one != other:
         names = sorted(n for n in one.keys() | other.keys() if one.get(n) != other.get(n))
         raise LayoutError(
-            f"{where} has different values of {', '.join(names)} on several ranks, and nobody can tell "
+            f"{where} has different values of {', '.join(names)} on several ranks, and it is unknown "
             "which is right",
             hint="let ranks that share a parameter agree on these values before they save",
         )
 
 
 def check_own(ready: list[ReadyToSave], per_rank: Iterable[str], told: set[str]) -> None:
-    """Check extras that each rank keeps for itself.
-
-    RuleError for those that refer to tensors, which it does not.  HoldfastWarning, once, for optimizers.
-    """
+    """Check extras that each rank keeps for itself.  RuleError if one refers to tensors of the checkpoint,
+    which are common to all ranks.  HoldfastWarning, once, for optimizers."""
     large = {key for r in ready for key in r.large}
     for key in per_rank:
         is_optimizers = ready[0].extras.get(key, ("", ""))[1] == "merge"
@@ -101,13 +99,12 @@ def check_own(ready: list[ReadyToSave], per_rank: Iterable[str], told: set[str])
                 f"{key!r} differs between ranks and holds tensors of more than {INLINE_BYTES} bytes",
                 hint="let ranks agree on the values in its parameter groups"
                 if is_optimizers
-                else f"Checkpointer(on_resize={{{key!r}: 'fresh'}}) keeps each rank's (and none where "
-                "ranks are arranged otherwise); or save such tensors under names per rank",
+                else f"Checkpointer(on_resize={{{key!r}: 'fresh'}}) keeps each rank's (and none on another "
+                "arrangement of ranks); or save such tensors under names per rank",
             )
         if is_optimizers and key not in told:
             told.add(key)
             warn_user(
-                f"{key!r} has other values of the same parameters' groups or states on each rank: each "
-                "rank's are saved, for a restore on the same layout; on another one they mean nothing, "
-                "and it asks for on_resize"
+                f"{key!r} has different values for the same parameters' groups or states on each rank: "
+                "each rank's are saved, for a restore on the same layout; another layout needs on_resize"
             )

@@ -1,9 +1,9 @@
-"""The messages of ranks to each other in a save, and what rank 0 makes of them.
+"""The messages between ranks in a save, and rank 0's answers.
 
-Before: each rank says which step it saves, the digest of its description and of each of its extras
-(`ReadyToSave`); rank 0 answers whether to go on, who must describe, and whose extras are whose (`Verdict`).
-After: each rank hands in its file or its error (`Written`); rank 0 tells all what became of it
-(`SaveOutcome`).
+Before the copy each rank sends its step, and the digests of its description and of each extra
+(`ReadyToSave`). Rank 0 answers whether to go on, which ranks must send their description, and which extras
+are common or per rank (`Verdict`).  After writing, each rank sends its file or its error (`Written`), and
+rank 0 answers with the outcome (`SaveOutcome`).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class ReadyToSave(msgspec.Struct, frozen=True, array_like=True):
     error: WireError | None = None
     """Why this rank cannot save."""
     large: list[str] = []
-    """Keys of extras that refer to tensors of the checkpoint, which all ranks have in common."""
+    """Keys of extras that refer to tensors of the checkpoint, which are common to all ranks."""
     sample: Sample | None = None
-    """A sample of this rank's replicas, to be compared, if it can take one."""
+    """A sample of this rank's replicas, to be compared; None if it cannot take one."""
     kinds: dict[str, tuple[str, str]] = {}
-    """(what this rank's value is saved as, name of its type), by key of the state."""
+    """(kind of state, name of the type) of this rank's values, by key of the state."""
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
@@ -45,15 +45,15 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
 
     go: bool
     describe: list[int]
-    """Ranks that shall post their description: a new plan is needed."""
+    """Ranks that must send their description, for a new plan."""
     per_rank: dict[str, str | None]
     send: dict[str, list[int]]
-    """Extras of which these ranks shall send their version."""
+    """By key, the ranks that must send their version of an extra."""
     errors: dict[int, WireError] = {}
     doubted: list[Class] = []
     """Classes of replicas that differ, by the ranks' samples."""
     round: int = 0
-    """Number of the sample that comes next."""
+    """Number of the next sample."""
 
 
 class Written(msgspec.Struct, frozen=True, array_like=True):
@@ -65,31 +65,31 @@ class Written(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SaveOutcome(msgspec.Struct, frozen=True, array_like=True):
-    """The answer of rank 0 to all `Written`: errors by rank, none if the save is committed."""
+    """The answer of rank 0 to all `Written`: errors by rank, empty if the save is committed."""
 
     errors: dict[int, WireError]
 
 
 def check_kinds(ready: list[ReadyToSave]) -> None:
-    """UsageError for a key whose values are of one kind on one rank and of another on another, of which
-    nothing could be restored.  A rank that has nothing (None, an empty list) is of no kind."""
+    """UsageError for a key whose values are of different kinds on two ranks, which could not be restored.
+    A rank without a value (None, an empty list) has no kind."""
     first: dict[str, tuple[int, tuple[str, str]]] = {}
     for rank, r in enumerate(ready):
         for key, kind in r.kinds.items():
             other, known = first.setdefault(key, (rank, kind))
             if kind[0] != known[0]:
                 raise UsageError(
-                    f"{key!r} is of type {known[1]} on rank {other} and {kind[1]} on rank {rank}: what has "
-                    "one key is a tensor, a module, an optimizer, or other values, on all ranks alike",
-                    hint="give them keys of their own, which need not be on all ranks",
+                    f"{key!r} is of type {known[1]} on rank {other} and {kind[1]} on rank {rank}: the "
+                    "values of a key must be tensors, modules, optimizers or other values on all ranks",
+                    hint="give them different keys, which need not be on all ranks",
                 )
 
 
 def digests(live: Collected) -> dict[str, tuple[str, str]]:
-    """Return what a rank says of its extras: (digest, rule) by key.
+    """Return (digest, rule) of a rank's extras, by key.
 
-    Of an optimizer, five digests in one text: the names of the parameters in its groups, the values of
-    these, the names of parameters with states that are no tensors, these states, and the rest.
+    An optimizer has five digests, joined by `/`: the parameter names of its groups, the groups' values, the
+    names of parameters with states that are not tensors, these states, and the rest.
     """
     found = {}
     for key, tree in live.extras.items():
@@ -106,11 +106,12 @@ def digests(live: Collected) -> dict[str, tuple[str, str]]:
 def sort_extras(
     ready: list[ReadyToSave],
 ) -> tuple[dict[str, str | None], dict[str, list[int]]]:
-    """Return which extras each rank keeps for itself (with the rule), and who sends common ones.
+    """Return the extras that each rank keeps for itself (with the rule), and the ranks that send common
+    ones.
 
-    An optimizer's are merged over ranks that have different parameters (pipeline stages), and kept by each
-    rank where some differ in the values of the same ones: an optimizer that computes a value from its own
-    part of sharded gradients alone has another on each rank.
+    Optimizers' extras are merged over ranks with different parameters (pipeline stages).  Each rank keeps
+    its own if ranks differ in the values of the same parameters, as when an optimizer computes a value from
+    its own part of sharded gradients.
     """
     per_rank: dict[str, str | None] = {}
     send: dict[str, list[int]] = {}

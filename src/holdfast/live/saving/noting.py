@@ -1,4 +1,4 @@
-"""The notes of a run on its steps: labels that keep them, and metrics.  Rank 0 writes for all."""
+"""The notes of a run on its steps: labels and metrics.  Rank 0 writes them for all ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from holdfast.live.saving.steps import RootSteps
 
 
 class Noting:
-    """Notes on the steps of a root that a run holds.  Every method is collective and blocks for a few
-    requests to storage; what fails on rank 0 is raised on all ranks."""
+    """Notes on the steps of a run's root.  Every method is collective, and blocks for a few requests to
+    storage; an error of rank 0 is raised on all ranks."""
 
     def __init__(
         self,
@@ -26,7 +26,8 @@ class Noting:
         coming: Mapping[int, int],
         changed: Callable[[], object] | None,
     ) -> None:
-        """`coming`: the run of each step that is being saved.  `changed`: called on rank 0 after each."""
+        """`coming`: the run of each step that is being saved.  `changed`: called on rank 0 after each
+        change."""
         self._group = group
         self._steps = steps
         self._coming = coming
@@ -38,14 +39,14 @@ class Noting:
 
     def _pin(self, step: int, label: str) -> None:
         steps = self._steps
-        notes.read_notes(steps.store)  # notes that cannot be read are told at the call
+        notes.read_notes(steps.store)  # damaged notes are an error of this call
         if not steps.labels.give(label, step) or self._is_saved(step):
-            with steps.committing:  # so that nobody deletes it meanwhile
+            with steps.committing:  # so that the step is not deleted meanwhile
                 notes.pin(steps.store, step, label)
                 steps.labels.forget(label)
 
     def _is_saved(self, step: int) -> bool:
-        """True if this run has committed a step, of whose number another save is under way."""
+        """True if this run has already committed a step of this number."""
         claim = self._steps.claim
         if claim is None:
             return False
@@ -57,7 +58,7 @@ class Noting:
         self._on_rank0(lambda: self._unpin(label))
 
     def _unpin(self, label: str) -> None:
-        with self._steps.committing:  # so that no commit writes it meanwhile
+        with self._steps.committing:  # so that no commit writes the label meanwhile
             self._steps.labels.forget(label)
             notes.unpin(self._steps.store, label)
 
@@ -84,11 +85,10 @@ class Noting:
 def write_labels(
     steps: RootSteps, op: SaveOperation, run: int, given: list[str], before: list[str] | None
 ) -> None:
-    """Let a step that `run` has just committed have the labels that it was `given`.  Those that its number
-    had `before` stay only if it replaced a save of this run: else they name a state that is gone, or never
-    was.
+    """Write the labels that a step, just committed by `run`, was `given`.  Labels that its number had
+    `before` stay only if the step replaced a save of this run; otherwise they name a lost state.
 
-    Called while `committing` is held.  No save fails because of labels: the user is told instead.
+    Called while `committing` is held.  Errors are warnings, so that no save fails because of labels.
     """
     step, replaced = op.step, op.outcome.replaced
     former = None if replaced is None else parse_attempt(replaced)
@@ -101,7 +101,7 @@ def write_labels(
     except Exception as error:
         if given:
             names = ", ".join(map(repr, given))
-            steps.news.append(f"step {step} is saved, and is not labelled {names}: {error}")
+            steps.news.append(f"step {step} is saved, but not labelled {names}: {error}")
         else:
             steps.tell_once(
                 "labels", f"step {step} is saved, and what its labels are is not known: {error}"
@@ -115,6 +115,6 @@ def write_labels(
 
 
 def adopt_labels(steps: RootSteps, step: int) -> None:
-    """Let a step that is about to be saved anew, as it was, keep the labels that its number has."""
-    with suppress(HoldfastError):  # which the commit tells
+    """Let a step that is about to be saved again, unchanged, keep its labels."""
+    with suppress(HoldfastError):  # the commit reports it
         steps.labels.keep(step, notes.read_notes(steps.store).pinned.get(step, []))

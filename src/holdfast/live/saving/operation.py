@@ -2,16 +2,16 @@
 
 A save goes through five phases, on three threads.  Each thread ends where it hands over to the next:
 
-    training     collect   name and place the state; set aside what others than its optimizers write
-    saving       agree     which step, and who saves what; a new plan where layouts have changed
+    training     collect   name and place the state; set aside tensors that its optimizers do not write
+    saving       agree     on the step, and who saves which bytes; make a new plan if layouts have changed
                  copy      lay the image out, and fill it in the window that ends with the next step
-    the keeper's keep      put the bytes where they stay, behind the copier
-                 commit    rank 0 makes the step exist, if every rank has kept its part
+    the keeper's keep      store the bytes, behind the copier
+                 commit    rank 0 writes the manifest, if every rank has kept its part
 
-Each phase returns what the next one needs: a `StateView`, an `AgreedSave`, a `Draft`, a file.  An error on
-one rank is told to the others where they agree next, so that a save ends alike on all of them; what fails
-where no other rank waits ends the operation at once.  However it ends, the window is closed, the memory is
-released, and the handle says what became of it, in this order.
+The phases pass on a `StateView`, an `AgreedSave`, a `Draft`, a file.  Ranks learn of an error on one rank
+when they agree next, so a save ends alike on all of them; an error that no other rank waits for ends the
+operation at once.  In every case the window is closed, the memory released, and the handle concluded, in
+this order.
 """
 
 from __future__ import annotations
@@ -52,27 +52,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """A save as it was asked for."""
+    """The arguments of a save."""
 
     step: int
     _: KW_ONLY
     busy: bool = False
-    """True if this rank would rather leave it out: another one is in flight."""
+    """True if this rank wants to leave it out, because another save is in flight."""
     yields: bool = False
-    """True if it is to be left out rather than wait for storage that does not answer."""
+    """True if it is left out rather than wait for storage that does not answer."""
     durable: bool = False
     """True for a snapshot that goes on to storage."""
     is_rehearsal: bool = False
-    """True if nothing is to be saved: the plan is made, and the memory made real, for the first save."""
+    """True if nothing is saved: only the plan is made, and the memory touched, for the first save."""
     attached: Attached | None = None
-    """On rank 0: what a durable save adds to the step besides the state."""
+    """On rank 0: files and metrics of the step."""
     made: float = field(default_factory=time.perf_counter)
-    """When it was asked for, in seconds of `time.perf_counter`."""
+    """Time of the call, in seconds of `time.perf_counter`."""
 
 
 @dataclass(frozen=True)
 class AgreedSave:
-    """What all ranks have agreed on, and this rank's memory for its part."""
+    """The agreement of all ranks, and this rank's memory for its part."""
 
     verdict: Verdict
     plan: SavePlan
@@ -82,16 +82,16 @@ class AgreedSave:
 
 @dataclass(frozen=True)
 class Draft:
-    """This rank's part of a save, which is being copied: what a tier keeps."""
+    """This rank's part of a save while it is copied; a tier keeps it."""
 
     agreed: AgreedSave
     moment: StateView
     filling: FillProgress
     """How far the image is filled."""
     layout: PlannedImage | None = None
-    """The image, and the copies that fill it; None if it could not be laid out, as `filling` says."""
+    """The image, and the copies that fill it; None if laying it out failed: `filling` has the error."""
     exactness: Exactness | None = None
-    """How exact the image is, if it is copied from a replica; else None."""
+    """Exactness of an image that is copied from a replica; else None."""
 
     @property
     def plan(self) -> SavePlan:
@@ -113,50 +113,53 @@ class Draft:
 
 
 class Keeper(Protocol):
-    """Whoever keeps images: three methods, and a thread for the second."""
+    """Keeps images, in storage or in memory: three methods, and a thread for the second."""
 
     kind: str
     """Name of its saves in events: `save`, `snapshot`."""
     worker: Worker
 
     def take(self, op: SaveOperation) -> Buffer:
-        """Return memory for the image, which is the operation's until `release`.  Blocks; Deadline."""
+        """Return memory for the image, which belongs to the operation until `release`.  Blocks;
+        Deadline."""
 
     def keep(self, op: SaveOperation, draft: Draft) -> None:
-        """Keep what `draft.filling` fills, commit it with the other ranks, and end the operation.  On
-        `worker`; an error ends the operation, too.  Of a rehearsal, make the memory real."""
+        """Keep the image while it is filled, commit it with the other ranks, and end the operation.  Runs
+        on `worker`; an error also ends the operation.  For a rehearsal, only touch the memory."""
 
     def release(self, op: SaveOperation) -> None:
-        """The operation needs its memory, if it has taken any, no more.  Called once."""
+        """Take the operation's memory back, if it has taken any.  Called once."""
 
 
 class Replica(Protocol):
-    """A copy of the state on the host that is kept current without the live one."""
+    """A copy of the state on the host that repeats the training's steps."""
 
     @property
     def exactness(self) -> Exactness:
-        """How exact it is."""
+        """The exactness of the copy."""
 
     def moment(self, op: SaveOperation, plan: SavePlan) -> StateView:
-        """The state at the call, as the replica has it.  Blocks; HoldfastError if it has it no more."""
+        """Return the replica's state at the step of the call.  Blocks; HoldfastError if the replica is
+        lost."""
 
 
 class Companion(Protocol):
-    """What else a tier does with the state at the moment of a save: the rare cases of a copy."""
+    """Further work of a tier with the state at the moment of a save: the rare cases of a copy."""
 
     def replica(self, op: SaveOperation) -> Replica | None:
-        """What to copy from; None for the live tensors.  On the training thread, at the call."""
+        """Return the replica to copy from; None for the live tensors.  On the training thread, at the
+        call."""
 
     def beside(self, op: SaveOperation, draft: Draft) -> CopyTap | None:
-        """A reader of whatever else is to be read from the live tensors at the same moment."""
+        """Return a second reader of the live tensors at the same moment, if the tier needs one."""
 
 
 @dataclass
 class CommitOutcome:
-    """What rank 0 knows of its commit of one step."""
+    """The outcome of a commit, on rank 0."""
 
     replaced: str | None = None
-    """The attempt that the step had before."""
+    """The attempt of the step that the commit replaced."""
     is_uncertain: bool = False
     """True if storage did not answer, so the manifest may still appear."""
 
@@ -174,7 +177,7 @@ class SaveOperation:
         companion: Companion | None,
         on_end: Callable[[SaveOperation, BaseException | None], None],
     ) -> None:
-        """`number`: the same on all ranks.  `on_end`: called once, before the handle tells the end."""
+        """`number`: the same on all ranks.  `on_end`: called once, before the handle is concluded."""
         self.saver = saver
         self.keeper = keeper
         self.number = number
@@ -184,15 +187,15 @@ class SaveOperation:
         self.window = Window(request.step)
         self.moment = StateView.of(Collected(), {})
         self.replica: Replica | None = None
-        """What is copied in the place of the live tensors."""
+        """Copied instead of the live tensors, if there is one."""
         self.error: BaseException | None = None
-        """The error of this rank that the others are to be told."""
+        """This rank's error, which the other ranks have to learn."""
         self.outcome = CommitOutcome()
         self._on_end = on_end
         self.must_hold = False
-        """True if the training is to be held up until all is copied."""
+        """True if training must wait until all is copied."""
         self.has_memory = False
-        """True from when the keeper has given it memory."""
+        """True once the keeper has given it memory."""
         self._is_released = False
 
     @property
@@ -211,7 +214,7 @@ class SaveOperation:
 
     @property
     def in_words(self) -> str:
-        """Words for what other ranks wait for: `the save of step 1`."""
+        """Text for messages about waiting ranks: `the save of step 1`."""
         if self.request.is_rehearsal:
             return "to prepare its saves"
         return f"the {self.kind} of step {self.step}"
@@ -219,17 +222,17 @@ class SaveOperation:
     # -- collect: training thread -----------------------------------------------------------------
 
     def collect(self, describe_live: Callable[[], Collected]) -> None:
-        """Have the state as it is now.  What goes wrong is the operation's error, so that the other ranks
+        """Take the state as it is now.  An exception becomes the operation's error, so that the other ranks
         learn of it.
 
-        Blocks for what is set aside; the rest is copied until the window ends.
+        Blocks while tensors are set aside; the others are copied until the window ends.
         """
         busy = self.request.busy
         try:
             with uncollected():
                 live = describe_live()
             if not busy:
-                # what was set aside for earlier saves must have gone into their images
+                # earlier saves must have copied the tensors that were set aside for them
                 self.saver.settle(None)
                 with uncollected():
                     self.must_hold = self.saver.movers.sort(live)
@@ -252,7 +255,7 @@ class SaveOperation:
     # -- agree, copy: saving thread ---------------------------------------------------------------
 
     def run(self) -> None:
-        """Agree with the other ranks, hand the draft to the tier, and fill its image meanwhile."""
+        """Agree with the other ranks, hand the draft to the keeper, and fill its image meanwhile."""
         agreed = self._agree()
         if agreed is None:
             self._leave_out()
@@ -270,7 +273,7 @@ class SaveOperation:
             self.window.done()
 
     def _agree(self) -> AgreedSave | None:
-        """Return what all ranks save; None if some rank is busy.  RankErrors if one cannot save."""
+        """Agree with all ranks; None if a rank is busy.  RankErrors if one cannot save."""
         description, buffer = b"", None
         try:
             with uncollected():
@@ -291,7 +294,7 @@ class SaveOperation:
         return AgreedSave(verdict, plan, description, buffer)
 
     def _alike(self, errors: dict[int, WireError]) -> BaseException:
-        """The error of a failed save on this rank: its own if it is alone, else all ranks'."""
+        """Return the error of a failed save: this rank's own if it is the only rank, else RankErrors."""
         if self.saver.group.size == 1 and self.error is not None:
             return self.error
         together = rank_errors(f"{self.kind} of step {self.step}", errors, self.step)
@@ -299,8 +302,8 @@ class SaveOperation:
         return together
 
     def _check_replicas(self, plan: SavePlan, verdict: Verdict) -> None:
-        """LayoutError on every rank if some replicas differ that are not known to agree."""
-        # what a replica on the host is copied from, the training changes meanwhile
+        """LayoutError on every rank if replicas differ."""
+        # with a replica on the host, training changes the live state meanwhile
         live = None if self.replica is not None else self.live
         self.saver.replicas.next_round(verdict.round)
         try:
@@ -319,7 +322,8 @@ class SaveOperation:
             raise
 
     def _draft(self, agreed: AgreedSave) -> Draft:
-        """Lay the image out in the memory taken.  A failure is the keeper's to tell: others wait for it."""
+        """Lay the image out in its memory.  The keeper reports a failure, because other ranks wait for
+        it."""
         filling = FillProgress()
         try:
             moment, exactness = self._moment_to_copy(agreed.plan)
@@ -332,13 +336,13 @@ class SaveOperation:
             return Draft(agreed, self.moment, filling)
 
     def _moment_to_copy(self, plan: SavePlan) -> tuple[StateView, Exactness | None]:
-        """The moment as the replica has it, and how exactly; without a replica, that of the call."""
+        """Return the replica's state and exactness; without a replica, the state at the call."""
         if self.replica is None:
             return self.moment, None
         return self.replica.moment(self, plan), self.replica.exactness
 
     def _beside(self, draft: Draft) -> CopyTap | None:
-        """The companion's reader; None if it fails: it is dispensable, and other ranks wait for this."""
+        """Return the companion's reader; None if that fails, because the save can do without it."""
         if self.companion is None or self.replica is not None or draft.layout is None:
             return None
         try:
@@ -348,11 +352,11 @@ class SaveOperation:
             return None
 
     def _hand_over(self, draft: Draft) -> None:
-        """Let the keeper have the image, on its own thread, while it is being filled."""
+        """Hand the image to the keeper's thread while it is being filled."""
         self.keeper.worker.submit(self.guarded, self.keeper.keep, self, draft)
 
     def _copy(self, draft: Draft, beside: CopyTap | None) -> None:
-        """Fill the image; a failure is the keeper's to tell."""
+        """Fill the image; the keeper reports a failure."""
         if draft.layout is None:
             return
         image, copies = draft.layout
@@ -370,7 +374,7 @@ class SaveOperation:
     # -- the end: any thread ----------------------------------------------------------------------
 
     def guarded(self, work: Callable[..., None], *args: Any) -> None:
-        """Do a part of the operation; an error ends it."""
+        """Run a part of the operation; an error ends the operation."""
         try:
             work(*args)
         except BaseException as error:
@@ -378,19 +382,17 @@ class SaveOperation:
             self.release()
             if not self.save.done():
                 self.end(error)
-            traceback.clear_frames(
-                error.__traceback__
-            )  # whoever holds the error would hold the state
+            traceback.clear_frames(error.__traceback__)  # else the error would keep the state alive
             del work, args
 
     def release(self) -> None:
-        """Give the keeper its memory back, so that the next save may begin.  Safe to call twice."""
+        """Give the memory back to the keeper, so that the next save may begin.  Safe to call twice."""
         if not self._is_released:
             self._is_released = True
             self.keeper.release(self)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Say that the operation has succeeded, or failed with `error`."""
+        """End the operation: it has succeeded, or failed with `error`."""
         if (
             isinstance(error, HoldfastError)
             and error.step is None

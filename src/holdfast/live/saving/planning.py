@@ -1,6 +1,6 @@
-"""Planning a save: what all ranks agree on, and where this rank's bytes go.
+"""Planning a save: the agreement of all ranks, and the places of this rank's bytes.
 
-A plan is made once and holds for the saves that follow, until some rank's description changes.
+A plan is made once, and used for later saves until a rank's description changes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from holdfast.live.saving.operation import AgreedSave, SaveOperation
 
 MOST_COPIES = 4
-"""Number of lists of copies that are kept at most, by the memory that they fill."""
+"""Most lists of copies that are kept, one for each memory that they fill."""
 
 
 PlannedImage = tuple[Image, Copies]
-"""An image, and the copies that fill it in the memory that was taken for it."""
+"""An image, and the copies that fill it in its memory."""
 
 
 @dataclass
@@ -50,7 +50,7 @@ class SavePlan:
 
 
 def new_plan(agreement: Agreement, digest: str) -> SavePlan:
-    """The closed form of where everything goes, from an agreement."""
+    """Return the plan, with the placement in closed form, that follows from an agreement."""
     shell = Manifest(
         FORMAT_VERSION, 0, 0, "", "", {}, agreement.mesh, CHUNK_BYTES, ALGORITHM,
         agreement.shardings, agreement.tensors, agreement.aliases, (), {}, {},
@@ -68,13 +68,12 @@ class Planner:
         self.plan: SavePlan | None = None
         self._proposed: list[str] = []
         self._told: set[str] = set()
-        """Optimizers that were told to have other values on each rank, and names that ranks were told to
-        lack."""
+        """Keys of optimizers and names of state whose difference between ranks the user was warned of."""
         self._kinds: list[str] | None = None
-        """On rank 0: the digests of the descriptions that the plan was made from, by rank."""
+        """On rank 0: the digests of the descriptions behind the plan, by rank."""
 
     def agree(self, op: SaveOperation, description: bytes) -> Verdict:
-        """Return rank 0's answer to what all ranks say of the save that they are about to make."""
+        """Send this rank's `ReadyToSave`, and return rank 0's answer."""
         live = op.live
         extras = digests(live)
         held = self.plan.digest if self.plan else ""
@@ -93,7 +92,7 @@ class Planner:
         return decode_msgpack(answer, Verdict)
 
     def _judge(self, answers: list[bytes]) -> bytes:
-        """Rank 0: may this save go on, and how?"""
+        """On rank 0: decide whether the save goes on, and how."""
         ready = [decode_msgpack(a, ReadyToSave) for a in answers]
         for rank, r in enumerate(ready):
             if r.step != ready[0].step:
@@ -125,13 +124,13 @@ class Planner:
         return msgspec.msgpack.encode(verdict)
 
     def plan_for(self, op: SaveOperation, description: bytes, verdict: Verdict) -> SavePlan:
-        """Return the plan that holds for a save on which all ranks have agreed."""
+        """Return the plan of a save on which all ranks have agreed.  Collective if it is a new one."""
         if self.plan is None or verdict.describe:
             self.plan = self.make_plan(op, description, verdict.describe)
         return self.plan
 
     def make_plan(self, op: SaveOperation, description: bytes, describing: list[int]) -> SavePlan:
-        """Make a plan of the descriptions of some ranks, which stand for all.  Collective."""
+        """Make a plan from the descriptions of the `describing` ranks, which stand for all.  Collective."""
         data = self.group.ask(
             f"plan/{op.number}",
             description if self.group.rank in describing else b"",
@@ -160,16 +159,16 @@ class Planner:
             return msgspec.msgpack.encode(agreement)
 
     def forget(self, view: memoryview) -> None:
-        """This memory is filled no more.  From any thread."""
+        """Drop the copies into a memory that is no longer used.  From any thread."""
         if self.plan is not None:
             self.plan.copies.pop(id(view), None)
 
     @uncollected()
     def lay_out(self, agreed: AgreedSave, live: Collected, aside: SetAside) -> PlannedImage:
-        """The image for this save: the last one, if nothing that it depends on has changed."""
+        """Return the image of this save, the last one if possible, and the copies that fill it."""
         plan = agreed.plan
         if plan.description != agreed.description:
-            raise HoldfastError("the state differs from what the ranks have planned together")
+            raise HoldfastError("the state differs from the plan of the ranks")
         own = {k: v for k, v in live.extras.items() if k in agreed.verdict.per_rank}
         kept = plan.image is not None and plan.image.extras_bytes > 0
         data = msgspec.json.encode(own) if own or kept else b""

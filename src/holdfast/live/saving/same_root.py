@@ -1,11 +1,11 @@
-"""Proof that all ranks have one root: a path with a time, or with a rank in it, leads each elsewhere.
+"""Check that all ranks have the same root; a path with a time or a rank in it would differ.
 
-What rank 0 finds decides where a run goes on, so ranks that look elsewhere would begin with its step and
-save where it does not look, or would find nothing and begin anew beside it.
+Rank 0 decides where a run goes on.  Ranks with another root would save where rank 0 does not look, or would
+find nothing and begin anew.
 
-Ranks say where their root lies, in one message.  Where all say the same path, and nothing speaks against
-it (inodes), that is believed.  Else each rank reads in its root what rank 0 has just written or read in its
-own: paths that differ may well lead to one place, by mounts of other names, and copies will do to load.
+Ranks exchange the paths of their roots in one message.  Equal paths are accepted, unless inodes differ.
+Otherwise each rank reads in its root the file that rank 0 has just written or read in its own: different
+paths may lead to one place, by different mounts, and for a load a copy is enough.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from holdfast.core.group import Group
 from holdfast.core.store import LocalStore, Store, get_small
 
 APPEARS_S = 30.0
-"""Seconds after which what one host has written is seen by another, over any network file system."""
+"""Seconds after which a file of one host is visible on another, on any network file system."""
 LISTING_PAUSE_S = 0.5
 
 
@@ -37,18 +37,18 @@ class _Place(msgspec.Struct, frozen=True, array_like=True):
 
     url: str
     path: str
-    """Without links; of what is no file system, the URL."""
+    """Path without links; the URL if the store is no file system."""
     inode: int
-    """0 if it is not known."""
+    """0 if unknown."""
     host: str
 
 
 def check_claimed(group: Group, store: Store, mine: Claim) -> None:
-    """UsageError on all ranks unless all see the claim that rank 0 has put into its root.  Collective."""
+    """UsageError on all ranks unless all see rank 0's claim in their root.  Collective; blocks."""
 
     def look() -> bool:
         seen = decode_json(get_small(store, claim_key(mine.run)), Claim)
-        # of two homes each has a claim of its own, by the same process
+        # each of two homes has its own claim, by the same process
         return (seen.run, seen.host, seen.boot, seen.pid) == (
             mine.run,
             mine.host,
@@ -62,8 +62,8 @@ def check_claimed(group: Group, store: Store, mine: Claim) -> None:
 
 
 def check_listed(group: Group, store: Store, step: int | None) -> None:
-    """UsageError on all ranks unless all see the same step, or the newest if that is None, or none at all.
-    Collective."""
+    """UsageError on all ranks unless all see the same manifest of `step` (None: of the newest step), or all
+    see no step.  Collective; blocks."""
     places = _places(group, store)
     if _are_alike(places):
         return
@@ -103,20 +103,20 @@ def _places(group: Group, store: Store) -> list[_Place]:
         try:
             path, inode = bounded(look, "look at", root, store.patience.limit_s)
         except (HoldfastError, OSError):
-            path = os.path.normpath(root)  # it is not there yet, or nobody may look at it
+            path = os.path.normpath(root)  # it does not exist yet, or cannot be read
     host = boot_id() or socket.gethostname()
     mine = _Place(store.url, path, inode, host)
     return [decode_msgpack(one, _Place) for one in group.all_gather(msgspec.msgpack.encode(mine))]
 
 
 def _are_alike(places: list[_Place]) -> bool:
-    """True if nothing says that ranks look in several places."""
+    """True if paths are equal, and no inodes differ."""
     inodes = {one.inode for one in places if one.inode}
     return len({one.path for one in places}) == 1 and len(inodes) < 2
 
 
 def _prove(group: Group, places: list[_Place], look: Callable[[], bool]) -> None:
-    """UsageError on all ranks unless each sees by `look` what rank 0 has in its root.  Collective."""
+    """UsageError on all ranks unless `look` is true on each.  Collective; blocks."""
     is_far = places[group.rank].host != places[0].host
     until = time.monotonic() + (min(APPEARS_S, group.deadline_s / 4) if is_far else 0.0)
     while not (is_same := _sees(look)) and time.monotonic() < until:
@@ -146,6 +146,6 @@ def _elsewhere(strangers: list[int], places: list[_Place]) -> UsageError:
         )
     return UsageError(
         f"the roots of ranks 0 and {strangers[0]} differ: {first.url} and {other.url}{more}",
-        hint="give all ranks one path: make what has a time, a random part or a rank in it on rank 0, and "
-        "broadcast it",
+        hint="give all ranks one path: if it has a time, a random part or a rank in it, make it on rank 0 "
+        "and broadcast it",
     )

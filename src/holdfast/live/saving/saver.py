@@ -1,7 +1,7 @@
-"""What the saves of a run have in common: the thread that agrees and copies, the plan, the open window.
+"""The parts that the saves of a run share: the thread that agrees and copies, the plan, the open window.
 
-A save takes over what holds from the one before: the description of the state, as long as every tensor is
-the very one of then or lies alike, and with it the plan.
+A save reuses the description of the state, and with it the plan, of the save before, if every tensor is the
+same object or has the same placement.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 MUCH_BYTES = 1 << 30
-"""Size of what is copied at each call, from which the user is told of it."""
+"""Bytes copied at each call above which the user gets a notice."""
 
 
 def _nothing(op: SaveOperation, error: BaseException | None) -> None:
@@ -51,7 +51,7 @@ class Saver:
         self.deadline_s = deadline_s
         self.replicas = Replicas(replicas)
         self.room: CarryBuffer | None = None
-        """Memory for what is not copied when the window ends, where it was asked for."""
+        """Memory for tensors that are not copied when the window ends; None unless it was asked for."""
         if carry_bytes:
             from holdfast.live.state.carrying import CarryBuffer
 
@@ -60,10 +60,10 @@ class Saver:
         self.aside: SetAside = {}
         """Tensors that were set aside at the last call."""
         self.news: list[str] = []
-        """Messages that the user is to be told."""
+        """Warnings for the user."""
         self.movers = Movers()
         self.is_last = False
-        """True once the training goes on no more: nobody has to be held."""
+        """True once training has ended, so no save has to hold it."""
         self._is_aside_told = False
         self._number = 0
         self.gate = Gate()
@@ -85,23 +85,23 @@ class Saver:
         companion: Companion | None = None,
         on_end: Callable[[SaveOperation, BaseException | None], None] = _nothing,
     ) -> SaveOperation:
-        """Return an operation that has not begun.  Each has to be given to `begin`, in the same order."""
+        """Return a new operation.  Each must be given to `begin`, in the same order."""
         self._number += 1
         return SaveOperation(
             self, keeper, self._number, request, companion=companion, on_end=on_end
         )
 
     def begin(self, op: SaveOperation, describe_live: Callable[[], Collected]) -> Save:
-        """Start an operation: blocks as `SaveOperation.collect`, then goes on in the background; there it
-        also ends if it was interrupted, as by Ctrl-C, so that nobody waits for it.  Blocks until all is
-        copied where the next step may not wait for that."""
+        """Start an operation; return its handle.  Blocks as `SaveOperation.collect`, and until all is
+        copied if the next step might not wait for the copy.  The rest runs in the background, where an
+        operation also ends after an interrupt (Ctrl-C), so that no rank waits for it."""
         is_snapshot = not (op.request.busy or op.request.is_rehearsal)
         if is_snapshot:
             self.gate.look(op.step)
         try:
             op.collect(describe_live)
             live, is_held = op.live, op.must_hold and op.error is None and not self.is_last
-            if not op.request.busy:  # else the copy under way still needs the window before
+            if not op.request.busy:  # else the copy under way still needs its window
                 self.gate.window = op.window
         finally:
             self._worker.submit(op.guarded, op.run)
@@ -123,7 +123,7 @@ class Saver:
     def settle(self, limit_s: float | None) -> None:
         """Wait until no operation agrees or copies; TimeoutError if that takes longer than `limit_s`.
 
-        Without a limit it ends all the same, for whatever operations wait for has a deadline.
+        Without a limit it ends, too, because every wait of an operation has a deadline.
         """
         with resting():
             self._worker.settle(limit_s)
@@ -136,7 +136,7 @@ class Saver:
     # -- saving thread ----------------------------------------------------------------------------
 
     def describe(self, live: Collected) -> bytes:
-        """Describe the state: as before, if each tensor is the very one of then, or lies alike."""
+        """Describe the state; reuse the last description if no tensor or placement has changed."""
         tensors, aliases, description = self._described
         now = [_lie_of(t) for t in live.tensors.values()]
         is_same = len(now) == len(tensors) and all(map(_is_same, now, tensors))
@@ -146,8 +146,8 @@ class Saver:
         return description
 
     def sample(self, op: SaveOperation, description: bytes) -> Sample | None:
-        """Take a sample of the replicas at the moment of a save, to be compared; None if there is no plan
-        that says what is replicated, or this rank has nothing to look at."""
+        """Take a sample of the replicas at the moment of a save, to be compared; None without a plan, which
+        states what is replicated, or if this rank has no live state to sample."""
         plan = self.planner.plan
         if self.group.size == 1 or plan is None or plan.description != description:
             return None
@@ -156,15 +156,15 @@ class Saver:
         return self.replicas.sample(op.moment, self.aside, plan.placement, self.group.rank)
 
     def make_room(self, draft: Draft) -> None:
-        """Make the memory for what will have to be carried over, where such memory was asked for."""
+        """Allocate the memory for carrying over, if it was asked for."""
         if self.room is not None and draft.layout is not None:
             _, copies = draft.layout
             self.room.make(source.device for source in copies.sources)
 
 
 def _lie_of(tensor: LiveTensor) -> Any:
-    """Return a value that tells whether a tensor lies as before: a steady one itself; of others, which are
-    not to be kept alive, all that is described."""
+    """Return a value to compare a tensor's placement with: the tensor itself if it is steady; otherwise all
+    of its description, because it must not be kept alive."""
     if tensor.steady:
         return tensor
     parts = tuple((part.shape, part.box, part.cuts) for part in tensor.parts)

@@ -1,7 +1,7 @@
-"""The steps of a root as rank 0 changes them: it commits one, and deletes what that makes superfluous.
+"""The steps of a root as rank 0 changes them: it commits a step, and deletes steps that are no longer kept.
 
-Deleting goes on in the background, and must not touch what a save under way still needs: so every operation
-that may become a step of the root is watched over from before it begins until it has ended.
+Deleting runs in the background, and must not touch files that a save under way still needs.  So every
+operation that may become a step of the root is registered from before it begins until it has ended.
 """
 
 from __future__ import annotations
@@ -42,30 +42,30 @@ class RootSteps:
         self.known = Known()
         """The steps that rank 0 has seen and committed."""
         self.also_tidy: Callable[[RootKeys, list[Saved], Owns], None] | None = None
-        """Marks what else is to be deleted; called on rank 0 with the keys of steps and records, the steps
-        of this run that there are after they have been tidied up, and what tells these from others'."""
+        """Marks further keys to delete; called on rank 0 with the keys of steps and records, the remaining
+        steps of this run, and the function that recognises such steps."""
         self.also_noted: Callable[[], object] | None = None
         """Called on rank 0 when labels or metrics of steps have changed."""
         self.worker = Worker("holdfast-tidy")
         self.line: Lineage = ()
-        """The runs that this one went on from: it deletes no other runs' steps."""
+        """The steps that this run went on from; steps outside of it, of other runs, are never deleted."""
         self._rank = rank
         self._keep = keep
         self.under_way: dict[int, int] = {}
-        """Steps of the operations that have begun and not ended, on this rank, by their number."""
+        """Steps of operations under way on this rank, by the operation's number."""
         self._lock = threading.Lock()
         self.committing = threading.Lock()
         """Held while a step is committed, deleted or pinned."""
         self.reading: set[int] = set()
-        """Steps that are being copied to another home: nothing deletes them meanwhile."""
+        """Steps that are being copied to another home, and must not be deleted."""
         self.news: list[str] = []
-        """Messages that the user is to be told."""
+        """Warnings for the user."""
         self.was_full = False
         """True if the disk had no room for the last save."""
         self.labels = PendingLabels()
         """The labels of steps that are being saved; the notes have those of committed ones."""
         self._told: set[str] = set()
-        """What the user has been told, and is not told again."""
+        """Topics of warnings that are given only once."""
 
     @property
     def is_saving(self) -> bool:
@@ -73,13 +73,13 @@ class RootSteps:
         return bool(self.under_way)
 
     def watch_over(self, op: SaveOperation) -> None:
-        """Let nothing of the operation's step be tidied away until `let_go`."""
+        """Protect the files of the operation's step from deletion until `let_go`."""
         with self._lock:
             self.under_way[op.number] = op.step
         self.labels.begin(op.number, op.step)
 
     def let_go(self, op: SaveOperation, error: BaseException | None) -> None:
-        """Say that the operation has ended."""
+        """Note that the operation has ended."""
         with self._lock:
             self.under_way.pop(op.number, None)
         for label in self.labels.end(op.number, op.step):
@@ -88,9 +88,10 @@ class RootSteps:
             )
 
     def commit(self, op: SaveOperation, make: Callable[[], Manifest]) -> dict[int, WireError]:
-        """Make a step exist, all the files of which are written.  On rank 0; returns its error, by rank.
+        """Commit a step whose files are all written.  On rank 0; returns errors by rank, empty if
+        committed.
 
-        `make`: makes the manifest, which names them.
+        `make`: returns the manifest.
         """
         try:
             manifest = make()
@@ -112,7 +113,7 @@ class RootSteps:
         return {}
 
     def _labels_of(self, step: int) -> list[str] | None:
-        """Return the labels that name a step's number now; None if nobody knows."""
+        """Return the labels of a step's number now; None if unknown."""
         if not self.known.has_notes:
             return None
         from holdfast.core.checkpoint.notes import read_notes
@@ -123,28 +124,28 @@ class RootSteps:
             return None
 
     def _tell_of_others(self, step: int, replaced: str, run: int) -> None:
-        """Tell, once, that a run which went on from no step has replaced another one's."""
+        """Give the notice, once, that a run without a lineage has replaced a step of another run."""
         of, _ = parse_attempt(replaced) or (None, 0)
         if of == run or self.line:
             return
         told = notice_text(
             "other-run",
             f"step {step} of {'another save' if of is None else f'run {of}'} is replaced by step {step} of "
-            f"this run ({run}), which did not go on from it, and so will others be to whose numbers it "
-            "comes; to keep both, give this run a root of its own",
+            f"this run ({run}), which did not go on from it; later steps of the same numbers will be, too; "
+            "to keep both, give this run a root of its own",
         )
         if told is not None:
             self.tell_once("others", told)
 
     def tell_once(self, what: str, text: str) -> None:
-        """Have the user told, unless that was told before."""
+        """Warn the user, once per topic."""
         if what not in self._told:
             self._told.add(what)
             self.news.append(text)
 
     def discard(self, op: SaveOperation, attempt: str) -> None:
-        """Delete the files of an attempt that has failed, if possible, and if it is certain that it is not
-        committed; the rest is swept after the next successful save."""
+        """Delete the files of a failed attempt, if it is certainly not committed; otherwise they are swept
+        after the next successful save."""
         if self._rank == 0 and not op.outcome.is_uncertain:
             try:
                 discard(self.store, op.step, attempt)
@@ -152,8 +153,8 @@ class RootSteps:
                 emit("discard.failed", step=op.step, error=str(error))
 
     def make_room(self, op: SaveOperation) -> None:
-        """Delete what `keep` lets go, if the disk has no room for the save that is about to begin.  On rank
-        0, for whose answer all others wait; blocks."""
+        """Delete steps that `keep` does not keep, if the disk has no room for the next save.  On rank 0;
+        blocks, and the other ranks wait for its answer."""
         keeps_all = self._keep.keeps_all and self.also_tidy is None
         if self._rank or self.claim is None or keeps_all or op.request.is_rehearsal:
             return
@@ -172,8 +173,9 @@ class RootSteps:
             self.worker.submit(self._tidy, op.number, op.step, op.outcome.replaced)
 
     def tidy_again(self, step: int) -> None:
-        """Delete what stayed while a step was being read; in the background, or here after `close`."""
-        if self.known.last[0] >= 0:  # before its first commit a run deletes nothing
+        """Delete steps that were protected while they were read; in the background, or blocking after
+        `close`."""
+        if self.known.last[0] >= 0:  # a run deletes nothing before its first commit
             self._later(self._tidy, -1, step, None)
 
     def _later(self, work: Callable[..., object], *args: object) -> None:
@@ -183,7 +185,7 @@ class RootSteps:
             work(*args)
 
     def tidy_log(self) -> None:
-        """Tidy up what goes with the steps, if there is anything."""
+        """Tidy up the records, if there are any."""
         if self.also_tidy is not None:
             with self._keys() as keys:
                 owns = self.owns()
@@ -193,7 +195,7 @@ class RootSteps:
         return RootKeys(self.store, self.known, AND_LOG if self.also_tidy else ["steps/"])
 
     def _tidy(self, number: int, step: int, replaced: str | None) -> None:
-        """Delete what a commit has replaced, what `keep` lets go, what crashes left."""
+        """Delete the replaced attempt, steps that `keep` does not keep, and leftovers of crashes."""
         try:
             with span("tidy", step=step):
                 with self._lock:  # they may end in another order than they began
@@ -213,12 +215,13 @@ class RootSteps:
             emit("tidy.failed", error=str(error))
 
     def owns(self) -> Owns:
-        """Tell steps that this run may delete: its own, and those that it went on from."""
+        """Return the test for steps that this run may delete: its own, and those of its lineage."""
         run, line = -1 if self.claim is None else self.claim.run, self.line
         return lambda saved: is_in_line(saved, run, line)
 
     def _prune(self, keys: RootKeys, spare: tuple[int, ...]) -> list[int]:
-        """Delete what `keep` lets go.  Nothing while it cannot be known what is pinned: told once."""
+        """Delete steps that `keep` does not keep.  If the labels cannot be read, warn once and delete
+        nothing."""
         if self._keep.keeps_all:
             return []
         from holdfast.core.checkpoint.pruning import prune

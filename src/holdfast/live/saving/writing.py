@@ -25,13 +25,13 @@ WRITE_THREADS = 4
 
 
 class Blocks(Protocol):
-    """Bytes of an image, block by block; of several threads."""
+    """Bytes of an image, block by block.  Several threads call it."""
 
     def block(self, start: int, stop: int) -> memoryview:
-        """Bytes `start..stop`, all of them before the digest table, once they are there."""
+        """Return bytes `start..stop`, which end before the digest table.  Blocks until they are filled."""
 
     def last(self, start: int, table: bytes) -> memoryview:
-        """Bytes from `start` to the end, with the table.  Raises if the image has failed."""
+        """Return the bytes from `start` to the end, with the table.  Raises if the image has failed."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class ImageToFill:
         return self.memory[start:stop]
 
     def last(self, start: int, table: bytes) -> memoryview:
-        """Wait until it is known that all of it is of one moment."""
+        """Wait until the whole image is proved to be of one moment."""
         self.filling.conclude()
         self.memory[self.image.table_start : self.image.total_bytes] = table
         return self.memory[start : self.image.total_bytes]
@@ -68,8 +68,8 @@ def write_image(
 ) -> FileEntry:
     """Digest and write an image while it is being filled, as `path` below a step's folder.
 
-    Ends with the copier's error, or with what `check` raises, before each block: why this image is of no
-    use any more.
+    Blocks.  Raises the copier's error, or that of `check`, which is called before each block and raises
+    when the image is no longer needed.
     """
     blocks = ImageToFill(view, image, filling, check)
     return write_blocks(store, step, path, rank, image, blocks)
@@ -78,7 +78,8 @@ def write_image(
 def write_blocks(
     store: Store, step: int, path: str, rank: int, image: Image, blocks: Blocks
 ) -> FileEntry:
-    """Digest and write an image, as `path` below a step's folder, block by block."""
+    """Digest and write an image, as `path` below a step's folder, block by block.  Blocks until it is
+    durable; after an error nothing is left."""
     writer = store.create(step_prefix(step) + path, image.total_bytes)
     try:
         table = _stream(writer, image, blocks)
@@ -98,7 +99,7 @@ def write_blocks(
 
 
 def _stream(writer: Writer, image: Image, blocks: Blocks) -> bytes:
-    """Write every block as soon as it is there, the digest table last; returns the table."""
+    """Write every block as soon as it is filled, the digest table last; return the table."""
     table = np.empty(num_chunks(image.table_start), "<u8")
     part = part_bytes(writer, WRITE_BYTES)
     last = image.table_start // part * part
