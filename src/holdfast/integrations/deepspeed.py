@@ -4,18 +4,18 @@
     with attach(engine, "runs/gpt", every=100) as ckpt:
         path, client_state = engine.load_checkpoint("runs/gpt")
         ...; engine.backward(loss); engine.step()                       # saves each 100 steps
-        engine.save_checkpoint("runs/gpt", client_state={"epoch": 3})   # and when it is told to
+        engine.save_checkpoint("runs/gpt", client_state={"epoch": 3})   # and at a call
 
-DeepSpeed has two ways to a checkpoint: methods of the engine, which every trainer above it calls, and
-`CheckpointEngine`, which is handed one file after another of what was gathered.  Only the first knows the
-engine, so only there can each rank write what it has, and another layout load it.  So the methods are
-replaced on the one instance; DeepSpeed itself stays as it is.
+DeepSpeed makes checkpoints by methods of the engine, which every trainer above it calls, and by
+`CheckpointEngine`, which gets one file after another of gathered values.  Only the methods know the engine,
+so that each rank can write its own share, and another layout can load it.  So the methods of the one
+instance are replaced; DeepSpeed itself is not patched.
 
 A step of the root is an optimizer step of the engine (`global_steps`).  In a folder that is not the root,
-`save_checkpoint` leaves what trainers look for: `latest`, and a folder with the name of the tag, in which
-`holdfast.json` names the root and the step.  It is written once the step is committed.  A tag that is not
-`global_stepN` keeps its step, by a label: the tag itself or, in another folder, one that is made of both.
-Folders that DeepSpeed itself has filled are read by DeepSpeed.
+`save_checkpoint` writes, after the commit, the files that trainers look for: `latest`, and a folder with
+the tag's name, in which `holdfast.json` names the root and the step.  A tag that is not `global_stepN`
+keeps its step by a label: the tag itself or, in another folder, one made from folder and tag.  DeepSpeed
+reads the folders that it has written itself.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ __all__ = ["attach"]
 _POINTER = "holdfast.json"
 """File in the folder of a tag, in a folder that is not the root."""
 _LATEST = "latest"
-"""File that names the newest tag of a folder, as DeepSpeed has it."""
+"""DeepSpeed's file that names the newest tag of a folder."""
 CLIENT = "client_state"
-"""Key of what the caller keeps in a checkpoint."""
+"""Key of the caller's values in a checkpoint."""
 _PLACES = {"durable": "the root", "memory": "memory", "upload": "the home behind the root"}
 """Words for the places of steps."""
 _TAG = re.compile(r"global_step(\d+)")
@@ -83,18 +83,17 @@ def attach(
     client_state: Callable[[], dict[str, Any]] | None = None,
     **options: Any,
 ) -> Checkpointer:
-    """Let `engine.save_checkpoint` and `engine.load_checkpoint` keep their checkpoints in `root`; return
-    the Checkpointer that does it.  Collective: call it on every rank, after `deepspeed.initialize`.
+    """Make `engine.save_checkpoint` and `engine.load_checkpoint` use `root`; return the Checkpointer behind
+    them, which the caller must close.  Collective: call it on every rank, after `deepspeed.initialize`.
 
-    `every`, `memory`, `delta`, `keep` and `options` are those of `holdfast.Checkpointer`; with `every`, the
-    engine saves at the end of its own `step()` (of a pipeline, `train_batch()`); with `sigterm_s`, it looks
-    for SIGTERM there.  `client_state`: called at such a save, for what `load_checkpoint` shall give back.
-    Close the Checkpointer at the end.
+    `every`, `memory`, `delta`, `keep` and `options` are those of `holdfast.Checkpointer`.  With `every`,
+    the engine saves at the end of its own `step()` (of a pipeline, `train_batch()`); with `sigterm_s`, it
+    checks for SIGTERM there.  `client_state`: called at such a save; `load_checkpoint` returns its result.
 
-    `save_checkpoint` returns once buffers and plain values are copied; the rest is written in the
-    background.  UsageError for an engine of which holdfast cannot save everything.
+    `save_checkpoint` blocks until buffers and plain values are copied; the rest is written in the
+    background. UsageError for an engine that cannot be saved completely.
     """
-    check_engine(engine, "integrations.deepspeed.attach")  # now, and not at the first save
+    check_engine(engine, "integrations.deepspeed.attach")  # not only at the first save
     if "save_checkpoint" in vars(engine):
         raise errors.UsageError(
             "this engine is attached already", hint="attach an engine once, and keep what it gives"
@@ -119,8 +118,8 @@ def attach(
 
 
 def _refuse_efficiency(engine: Any) -> None:
-    """UsageError for what of DeepSpeed's data efficiency its own checkpoints have, and an attached engine's
-    would not."""
+    """UsageError for features of DeepSpeed's data efficiency whose state an attached engine does not
+    save."""
     samples = engine.training_dataloader is not None and engine.curriculum_learning_enabled()
     if samples or engine.random_ltd_enabled():
         what = "curriculum learning" if samples else "random-LTD"
@@ -132,7 +131,7 @@ def _refuse_efficiency(engine: Any) -> None:
 
 
 def _replace_methods(attached: AttachedEngine) -> None:
-    """Put `attached` in the place of the engine's own methods, with their signatures, on this instance."""
+    """Replace the methods of this engine by those of `attached`, with the same signatures."""
     engine = attached.engine
     stepping = "train_batch" if engine.pipeline_parallelism else "step"
     step = getattr(engine, stepping)
@@ -184,7 +183,7 @@ def _replace_methods(attached: AttachedEngine) -> None:
 
 
 class Wanted(NamedTuple):
-    """The parts of a checkpoint that a call of `load_checkpoint` asks for, beside the weights."""
+    """The parts of a checkpoint, besides weights, that a call of `load_checkpoint` asks for."""
 
     strict: bool
     optimizer: bool
@@ -193,7 +192,7 @@ class Wanted(NamedTuple):
 
 
 class ClientState:
-    """The values of the caller in a checkpoint, as a value of the state; rank 0's, as DeepSpeed has it."""
+    """The caller's values in a checkpoint, as an object of the state; rank 0's, as in DeepSpeed."""
 
     on_resize = "rank0"
 
@@ -201,18 +200,18 @@ class ClientState:
         self._engine = engine
         self._ask = ask
         self._given: dict[str, Any] | None = None
-        """The values of a save that was asked for; None if the engine saves by itself."""
+        """The values of a call of `save_checkpoint`; None if the engine saves by itself."""
         self._made: list[dict[str, Any]] = []
-        """The saves that the state had when it was asked for last."""
+        """The entries of the last `state_dict`, one for each call."""
         self._restored: list[dict[str, Any]] = []
         self._kept: tuple[int, list[dict[str, Any]]] = (-1, [])
-        """The step that was saved or restored last, and what calls have kept in it."""
+        """The step that was saved or restored last, and its entries."""
         self.leaves_out = False
         """True if frozen weights are not saved."""
         self.counters: dict[str, int] = {}
 
     def give(self, values: dict[str, Any], *, latest: bool, folder: str, tag: str) -> None:
-        """Keep `values` with the save that begins next, under a tag in a folder; "" is the root."""
+        """Store `values` with the next save, under a tag in a folder; "" is the root."""
         self._given = {"values": _copied(values), "latest": latest, "folder": folder, "tag": tag}
 
     def clear(self) -> None:
@@ -220,12 +219,12 @@ class ClientState:
         self._given, self._made = None, []
 
     def saved(self, step: int) -> None:
-        """Let another save of this step, which replaces it, keep what it has."""
+        """Let a later save of the same step, which replaces it, keep its entries."""
         if self._made:
             self._kept = step, self._made
 
     def goes_on(self, step: int) -> None:
-        """Do so for a step of the root that was restored."""
+        """Let a later save of the restored step keep its entries."""
         self._kept = step, self._restored
 
     def state_dict(self) -> dict[str, Any]:
@@ -250,8 +249,8 @@ class ClientState:
         self._restored, self.counters = _saves_of(saved), dict(saved["counters"])
 
     def restored(self, folder: str, tag: str | None) -> dict[str, Any]:
-        """Return what was kept under a tag in a folder; without one, by the newest save that is to be found
-        without one.  A folder that was moved, or a step by its number, is found as well."""
+        """Return the values stored under a tag in a folder; without a tag, those of the newest save with
+        `save_latest`.  Also finds a folder that was moved, or a step by its number."""
         found = self._restored
         saves = [one for one in found if tag is not None and _place_of(one) == (folder, tag)]
         saves = saves or [one for one in found if one["latest"]] or found
@@ -275,7 +274,8 @@ def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _saves_of(client: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what each call of `save_checkpoint` has kept in a step; older steps have one."""
+    """Return the entries of a step, one for each call of `save_checkpoint`; steps of older versions have
+    one."""
     saves: list[dict[str, Any]] = client.get("saves", [client])
     return [{"latest": True, **one} for one in saves]
 
@@ -291,7 +291,7 @@ class Pointed(NamedTuple):
     step: int
     tag: str
     run: int | None
-    """The run that has saved it; None if that is not told."""
+    """The run that has saved it; None if unknown."""
 
 
 class Pending(NamedTuple):
@@ -312,12 +312,12 @@ class AttachedEngine:
     ckpt: Checkpointer
     client: ClientState
     steps: bool
-    """True if the Checkpointer is to be told of each step: some are due, or a signal may stop the run."""
+    """True if `Checkpointer.step` has to be called at each step, for `every` or `sigterm_s`."""
     pending: list[Pending] = field(default_factory=list)
     unwritten: list[Pending] = field(default_factory=list)
-    """Saves that are committed, and whose pointers could not be written."""
+    """Committed saves whose pointers could not be written."""
     labelled: dict[str, tuple[str, str]] | None = None
-    """The folder and the tag of each label whose pointer was written; None: not looked for yet."""
+    """The folder and the tag of each label whose pointer was written; None until they are looked up."""
     told_of_frozen: bool = False
 
     def __post_init__(self) -> None:
@@ -328,7 +328,7 @@ class AttachedEngine:
     # -- saving -----------------------------------------------------------------------------------
 
     def stepped(self) -> None:
-        """An optimizer step was made."""
+        """Called after each optimizer step."""
         if self.steps:
             step, every = self.engine.global_steps, self.ckpt.every
             self.client.clear()
@@ -346,7 +346,7 @@ class AttachedEngine:
         latest: bool,
         exclude_frozen: bool,
     ) -> bool:
-        """Do what `save_checkpoint` does."""
+        """The new `save_checkpoint`."""
         if not folder:
             raise ValueError(f"save_dir must be a non-empty string, got {folder!r}")
         if exclude_frozen:
@@ -372,10 +372,10 @@ class AttachedEngine:
         return True
 
     def _pin(self, step: int, label: str) -> None:
-        """Have a label keep a step; told where that cannot be written, since the save goes on."""
+        """Let a label keep a step; warn if it cannot be written, because the save goes on."""
         try:
             notes_of(self.ckpt).pin(step, label)
-        except errors.NotFound:  # the save has failed, which is told
+        except errors.NotFound:  # the save has failed, and reports it
             pass
         except errors.HoldfastError as error:
             errors.warn_user(
@@ -396,8 +396,8 @@ class AttachedEngine:
         self.client.leaves_out = True
 
     def _point(self, *, again: bool = False) -> None:
-        """Write the pointers to steps that have been committed; rank 0's work.  `again`: also those that
-        could not be written, in their order, so that the newest is written last."""
+        """On rank 0: write the pointers to committed steps.  `again`: also those that could not be written
+        before, in their order, so that the newest is written last."""
         done = [one for one in self.pending if one.save.done()]
         self.pending = [
             one for one in self.pending if one not in done
@@ -413,7 +413,7 @@ class AttachedEngine:
 
     def _point_to(self, one: Pending) -> None:
         """Write a pointer, or keep it for the next save or load if it cannot be written."""
-        if one.latest:  # what could not be written before is the latest no more
+        if one.latest:  # unwritten pointers are no longer the latest
             self.unwritten = [
                 older._replace(latest=older.latest and older.folder != one.folder)
                 for older in self.unwritten
@@ -426,8 +426,8 @@ class AttachedEngine:
             self._labelled_folders()[_label_of(one.folder, one.tag)] = one.folder, one.tag
 
     def _labelled_folders(self) -> dict[str, tuple[str, str]]:
-        """Return `labelled`.  Runs before have left labels; of these count those whose folders are there:
-        a folder that is not may lie on another machine, or have been moved."""
+        """Return `labelled`, with labels of earlier runs whose folders exist: a missing folder may be on
+        another machine, or have been moved."""
         if self.labelled is None:
             self.labelled = {}
             try:
@@ -446,14 +446,14 @@ class AttachedEngine:
         return self.labelled
 
     def _let_go(self) -> None:
-        """Take the labels away whose folders were deleted since they were seen, as trainers above an engine
-        do with old ones, for `keep` to delete the steps, too."""
+        """Remove the labels whose folders were deleted since, as trainers delete old ones, so that `keep`
+        deletes the steps, too."""
         coming = {(one.folder, one.tag) for one in (*self.pending, *self.unwritten)}
         labelled = self._labelled_folders()
         for label, (folder, tag) in list(labelled.items()):
             try:
                 is_there = Path(folder, tag).exists()
-            except OSError:  # of this rank alone: the others would wait
+            except OSError:  # raising on this rank only would leave the others waiting
                 is_there = True
             if (folder, tag) not in coming and not is_there:
                 del labelled[label]
@@ -465,7 +465,7 @@ class AttachedEngine:
     # -- loading ----------------------------------------------------------------------------------
 
     def load(self, folder: str, tag: Any, wanted: Wanted, custom_load_fn: Any) -> Loaded:
-        """Do what `load_checkpoint` does."""
+        """The new `load_checkpoint`."""
         self.ckpt.wait()
         self._point(again=True)
         is_root, tag = self._is_root(folder), None if tag is None else str(tag)
@@ -507,15 +507,16 @@ class AttachedEngine:
         return path, self.client.restored(self._place(folder), tag)
 
     def _is_for_deepspeed(self, folder: str, tag: str | None, has_own: bool | None) -> bool:
-        """True if DeepSpeed itself is to load.  `has_own`: whether the root has steps, if the folder is
-        that; None if it is another."""
+        """True if DeepSpeed itself must load.  `has_own`: for the root, True if it has steps; None for
+        another folder."""
         if has_own is None:
             has_own = _is_pointer(folder, tag)
         is_universal = self.engine.load_universal_checkpoint() and not has_own
         return bool(is_universal) or _is_deepspeeds(folder, tag)
 
     def _on_the_first(self, read: Callable[[], T]) -> T:
-        """Return on all ranks what the first one has read, which alone writes pointers; or its error."""
+        """Return rank 0's result of `read` on all ranks, or raise its error: only rank 0 writes
+        pointers."""
         found: list[Any] = [None]
         if self.engine.global_rank == 0:
             try:
@@ -531,11 +532,11 @@ class AttachedEngine:
         return value
 
     def _load_newest(self, found: Found | None, wanted: Wanted) -> int | None:
-        """Restore the newest step, but for those that were saved with `save_latest=False`."""
+        """Restore the newest step that was not saved with `save_latest=False`."""
         if found is None:
             return None
         if wanted.optimizer and _is_latest(found.extras):
-            return self._load_own(None, wanted)  # restore() passes over what is damaged
+            return self._load_own(None, wanted)  # restore() passes over damaged steps
         step = self._on_the_first(self._newest_of_all)
         if step is None and found.tier != "upload" and not _is_latest(found.extras):
             return None
@@ -554,7 +555,7 @@ class AttachedEngine:
         return self._load_own(step, wanted)
 
     def _load_own(self, step: int | None, wanted: Wanted) -> int:
-        """Restore a step of the root, from any tier if the optimizer is wanted, too; None is the newest."""
+        """Restore a step of the root (None: the newest), from any tier if the optimizer is wanted, too."""
         if not wanted.optimizer:
             return self._load_some(self.root, step, wanted)
         scheduler = self.engine.lr_scheduler
@@ -568,7 +569,7 @@ class AttachedEngine:
         return restored
 
     def _load_some(self, root: str, step: int | None, wanted: Wanted) -> int:
-        """Load what is wanted from storage."""
+        """Load the wanted parts from storage."""
         state = dict(self.ckpt.state)
         if not wanted.optimizer:
             state.pop("optim", None)
@@ -604,8 +605,8 @@ class AttachedEngine:
             ) from None
 
     def _labelled(self, folder: str, tag: str) -> Pointed | None:
-        """Return what a tag points to or, if that is deleted, the step that has its label: a run that is
-        killed between a commit and the writing of the pointer leaves them so."""
+        """Return the step that a tag points to or, if that is deleted, the step with the tag's label: a run
+        that is killed between a commit and the writing of the pointer leaves this state."""
         pointed = self._pointed(folder, tag)
         if pointed is None or not _same(pointed.root, self.root):
             return pointed
@@ -617,10 +618,11 @@ class AttachedEngine:
         return Pointed(self.root, step, tag, run_of(self.root, step))
 
     def _newest_saved(self, folder: str, tag: str | None) -> Pointed | None:
-        """Return what `latest` points to or, if that is deleted, the newest step saved there after it.
+        """Return the step that `latest` points to or, if that is deleted, the newest step saved there after
+        it.
 
-        A run that is killed between a commit and the writing of `latest` leaves it naming a step that
-        `keep` may have let go.
+        A run that is killed between a commit and the writing of `latest` leaves a `latest` whose step
+        `keep` may have deleted.
         """
         pointed = self._pointed(folder, tag)
         if pointed is None or not _same(pointed.root, self.root):
@@ -693,7 +695,7 @@ class AttachedEngine:
         return _same(os.fspath(folder), self.root)
 
     def _place(self, folder: str) -> str:
-        """The folder as a step keeps it; "" for the root."""
+        """Return the folder as a step stores it; "" for the root."""
         return "" if self._is_root(folder) else _absolute(os.fspath(folder))
 
 
@@ -739,7 +741,7 @@ def _is_saved_at(folder: str, pointed: Pointed) -> bool:
 
 
 def _latest_of(folder: str) -> str | None:
-    """The tag that a folder's `latest` names; None if it has no such file."""
+    """Return the tag that a folder's `latest` names; None without such a file."""
     try:
         return store.LocalStore(folder).get_small(_LATEST).decode().strip()
     except (errors.NotFound, UnicodeDecodeError):
@@ -752,7 +754,7 @@ def _is_deepspeeds(folder: str, tag: str | None) -> bool:
 
 
 def _tell_of_deepspeeds(folder: str, step: int) -> None:
-    """Tell of a checkpoint that DeepSpeed itself has saved in the root, newer than its steps."""
+    """Give a notice of a checkpoint in the root by DeepSpeed itself that is newer than the root's steps."""
     tag = _latest_of(folder)
     if tag is not None and (at := _TAG.fullmatch(tag)) and _is_deepspeeds(folder, tag):
         how = f"load_checkpoint({folder!r}, {tag!r})"

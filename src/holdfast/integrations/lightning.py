@@ -3,22 +3,21 @@
     trainer = Trainer(strategy=strategy("ddp", "runs/gpt"), callbacks=[ModelCheckpoint(save_last=True)])
     trainer.fit(model, data, ckpt_path="newest")
 
-Lightning says when to save and under which path; the root has the steps.  A path that Lightning knows is a
-*pointer*, a small file with a step's number, and with its run, for another run may save that step anew:
+Lightning decides when to save and under which path; the root has the steps.  A path that Lightning knows is
+a *pointer*, a small file with a step's number and its run, because another run may save that step again:
 
-    save_checkpoint("top/epoch=1.ckpt")      step 200 is copied; it is written in the background
+    save_checkpoint("top/epoch=1.ckpt")      step 200 is copied, and written in the background
     top/epoch=1.ckpt                         {"holdfast": 1, "root": "../gpt", "step": 200, "run": 1}
-                                             as soon as the step is committed; at once if there is no such
-                                             file yet, for Lightning looks which names are taken
-    remove_checkpoint("top/epoch=0.ckpt")    goes when all that was saved before is committed
+                                             written when the step is committed, or at once if there is no
+                                             such file, because Lightning checks which names are taken
+    remove_checkpoint("top/epoch=0.ckpt")    takes effect when all earlier saves are committed
 
-At the end of an epoch it is waited for: callbacks may change weights in place there, before a copy is made.
-So what a path named before stays whole until there is something in its place.  A step stays while a path
-names it: it is pinned under that path's name, until Lightning has the path removed.  Weights alone are
-steps of `<root>-weights`.
+So the step that a path named stays whole until its replacement exists.  A path pins its step until
+Lightning removes the path.  Saves at the end of an epoch block, because callbacks may change weights in
+place there. Weights alone are steps of `<root>-weights`.
 
-A strategy, and not a CheckpointIO, is where this comes in: Lightning calls a CheckpointIO on rank 0 alone,
-with all tensors gathered, and for sharded models not at all.
+This is a strategy and not a CheckpointIO, because Lightning calls a CheckpointIO only on rank 0, with all
+tensors gathered, and never for sharded models.
 """
 
 from __future__ import annotations
@@ -97,9 +96,9 @@ from holdfast.integrations.native import kept_by, run_of, tell_newer
 __all__ = ["strategy"]
 
 NEWEST = "newest"
-"""The `ckpt_path` of the newest step in any tier; where there is none, training begins afresh."""
+"""The `ckpt_path` of the newest step in any tier; without one, training begins afresh."""
 _NEVER = Every.by_hand()
-"""The frequencies at which a Checkpointer saves of its own accord, where Lightning alone says when."""
+"""The frequencies of a Checkpointer that only saves when Lightning says so."""
 _OPTIONS = inspect.signature(Checkpointer).parameters.keys() - {
     "path",
     "state",
@@ -112,9 +111,9 @@ def strategy(of: str | Strategy, root: str | os.PathLike[str], **options: Any) -
     """Return Lightning's strategy `of`, which saves into `root` by a Checkpointer with these `options`.
 
     `of`: a strategy for one device, DDP, or ModelParallelStrategy (FSDP2 and tensor parallelism), or its
-    name: `auto` (one device), `ddp`, `fsdp2`, or as Lightning has it.  With `every` it saves beside what
-    ModelCheckpoint asks for, also into memory and records.  Steps that no path names are deleted as `keep`
-    says, and without it all but the newest.
+    name: `auto` (one device), `ddp`, `fsdp2`, or a name of Lightning's.  `every` adds saves to those of
+    ModelCheckpoint, also into memory and records.  `keep` applies to steps that no path names; by default
+    only the newest of them stays.  UsageError for another strategy, or an unknown option.
     """
     call = "lightning.strategy"
     root = path_of(root, call, "root")
@@ -142,7 +141,7 @@ def strategy(of: str | Strategy, root: str | os.PathLike[str], **options: Any) -
 
 
 def _weights_options(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of the Checkpointer for weights alone, which saves what paths ask for."""
+    """Return the options of the Checkpointer for weights alone, which only saves for paths."""
     few = {"when_busy", "on_error", "replicas", "deadline_s", "files", "upload_keep"}
     found = {name: options[name] for name in options.keys() & few}
     if "upload" in options:
@@ -161,12 +160,12 @@ def _named(name: str) -> Any:
 
 
 class _Saving:
-    """The methods that become part of a strategy."""
+    """The methods that override a strategy's."""
 
     _root: str
     _options: dict[str, Any]
     _homes: dict[bool, Home] | None = None
-    """The roots that the present fit saves into: of weights alone, and of all."""
+    """The roots that the present fit saves into, by whether they have weights alone."""
     _is_foreign = False
     """True if the checkpoint that is being loaded is Lightning's own."""
     _resumed: Any = None
@@ -174,17 +173,17 @@ class _Saving:
     _place = LoopPlace.OTHER
     """The place in the loop where that state was saved."""
     _metrics: Any = None
-    """The metrics logged by then; None in a step of an earlier version."""
+    """The metrics of that step; None in a step of an earlier version."""
     _data: Collection[dict[str, Any]] = ()
-    """The data that the loaders went over by then."""
+    """The description of the loaders' data in that step."""
     _told: Collection[str] = ()
-    """The texts that this fit has warned with, each once."""
+    """The warnings that this fit has given."""
     _begins_anew = True
     _has_begun = False
-    """True once a fit has its own step or begins: what saves before, as Tuner does, tries things out."""
+    """True once a fit has its own step or begins; earlier saves, as of Tuner, are trials."""
     _step = 0
     _weights: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
-    """The model's state_dict as Lightning has it for its hooks, and the same as it was."""
+    """The model's state_dict that hooks get, and a copy of the dict as it was before them."""
     lightning_module: Any
 
     # -- the life of a fit
@@ -196,7 +195,7 @@ class _Saving:
             self._has_begun, self._place = False, LoopPlace.OTHER
             self._metrics, self._told, self._data = None, (), ()
             self._tell_of_uploads(trainer.loggers)
-            # what callbacks save comes after the one and before the other
+            # callbacks save after `_Begin` and before `_Steps`
             trainer.callbacks = [_Begin(), *trainer.callbacks, _Steps()]
 
     def begin(self) -> None:
@@ -209,10 +208,10 @@ class _Saving:
             settle_left(getattr(callback, "dirpath", None))
 
     def on_train_start(self) -> None:
-        """Called when the loader has begun its pass, and before the first batch is fetched."""
+        """Called when the loader has begun its epoch, before the first batch is fetched."""
         super().on_train_start()  # type: ignore[misc]
         if not any(isinstance(c, _Begin) for c in self.lightning_module.trainer.callbacks):
-            return  # Tuner tries something, with callbacks of its own
+            return  # a trial of Tuner, with callbacks of its own
         if not self._is_dry_run:
             self._home(weights_only=False)
         for one in (self.lightning_module, self.lightning_module.trainer.datamodule):
@@ -244,11 +243,11 @@ class _Saving:
             )
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """With records the closure, which makes the gradients, is called before the step begins.
+        """With records, call the closure, which computes the gradients, before the optimizer's step.
 
-        Lightning hands it to `optimizer.step`, which calls it first; where losses are scaled, its plugin
-        calls it before.  LBFGS, which calls it several times, and a step after which weights are averaged
-        over ranks are left to be refused.
+        Lightning hands the closure to `optimizer.step`, or with scaled losses to its plugin, which calls it
+        before.  LBFGS, which calls it several times, and steps after which weights are averaged over ranks
+        are not changed here: records refuse them.
         """
         plugin = self.precision_plugin  # type: ignore[attr-defined]
         is_scaled = getattr(plugin, "scaler", None) is not None
@@ -288,7 +287,7 @@ class _Saving:
 
     @property
     def _is_dry_run(self) -> bool:
-        """True for a fit that tries a few batches: it leaves the root as it is; paths are saved beside."""
+        """True for a fit that only tries a few batches: it does not touch the root."""
         return bool(self.lightning_module.trainer.fast_dev_run)
 
     def _home(self, *, weights_only: bool) -> Home:
@@ -313,17 +312,17 @@ class _Saving:
     # -- saving
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The live weights, which hooks may look at."""
+        """Return the live weights, for hooks to look at."""
         weights = self.lightning_module.state_dict()
         self._weights = weights, dict(weights)
         return self._weights[0]
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Nothing: optimizers are saved as they are, not gathered."""
+        """Return nothing: optimizers are saved as they are, not gathered."""
         return {}
 
     def rest_of(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """A checkpoint of Lightning's without weights and optimizers, with what was logged.  UsageError if
+        """Return a Lightning checkpoint without weights and optimizers, but with metrics.  UsageError if
         hooks changed the weights."""
         checkpoint.pop("optimizer_states", None)
         if "callbacks" in checkpoint:
@@ -342,13 +341,13 @@ class _Saving:
         return checkpoint
 
     def _changed(self, weights: dict[str, Any]) -> str:
-        """The name of a weight that a hook has put in, replaced or taken out; or nothing."""
+        """Return the name of a weight that a hook has added, replaced or removed; else ""."""
         before = self._weights[1]
         names = (n for n in before | weights if weights.get(n) is not before.get(n))
         return next(names, "")
 
     def writes(self) -> Any:
-        """Equal to what it was only while the weights are."""
+        """Return a value that changes whenever the weights do."""
         return writes_to(self.lightning_module)
 
     def save_checkpoint(
@@ -361,7 +360,7 @@ class _Saving:
         rest, path = self.rest_of(checkpoint), self.broadcast(str(filepath))  # type: ignore[attr-defined]
         callbacks = self.lightning_module.trainer.checkpoint_callbacks
         if self._is_dry_run and path in [getattr(c, "last_model_path", "") for c in callbacks]:
-            return  # of save_last=, which Lightning saves even then: the next run would go on from it
+            return  # Lightning saves save_last= even then, and the next run would go on from it
         weights_only = "callbacks" not in rest
         if not weights_only:
             self._tell_of_losses(rest["global_step"])
@@ -371,15 +370,15 @@ class _Saving:
             home.save(rest, path)
             module = self.lightning_module
             if module.trainer.validating or not module.automatic_optimization:
-                wait_for_copies()  # weights may have been exchanged for now, and are put back next
+                wait_for_copies()  # weights may be swapped in for now, and put back next
             is_last_batch = module.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-            # what follows, averaging for one, may change weights in place; Slurm may end the job
+            # callbacks that follow may change weights in place; Slurm may end the job
             if is_last_batch or is_of_requeue(path):
                 home.ckpt.wait()
                 home.settle()
             return
-        # the fit is over or has not begun, or paths name this step with weights that were changed since
-        self._settle()  # this path may be among those that wait, and be written last then
+        # the fit is over or has not begun, or weights have changed since a path named this step
+        self._settle()  # a waiting pointer of this path must not be written after this one
         own = Rest()
         own.value, root = rest, self._root_of(path)
         state = self._state(own, weights_only=weights_only)
@@ -392,7 +391,7 @@ class _Saving:
                 unpin_path(before["root"], path)
 
     def _single_save_options(self, root: str) -> dict[str, Any]:
-        """The options of a save by itself, into a root of its own: it is not uploaded, which is told once.
+        """Return the options of a single save into a root of its own; warn once that it is not uploaded.
         Collective."""
         options = {name: self._options[name] for name in self._options.keys() & {"deadline_s"}}
         if self._options.get("replicas") == "trust":
@@ -408,7 +407,7 @@ class _Saving:
         return options
 
     def _file_contents(self) -> dict[str, bytes]:
-        """The contents of `files`, on the first rank; those that cannot be read are told of."""
+        """Return the contents of `files`, on rank 0; warn of files that cannot be read."""
 
         def complain(error: BaseException) -> None:
             errors.warn_user(f"the step is saved without a file: {error}")
@@ -418,7 +417,7 @@ class _Saving:
         return read_files(self._options["files"], "lightning.strategy", complain)
 
     def _tell_of_losses(self, step: int) -> None:
-        """Warn, once of each, of what a save in the midst of an epoch has not got."""
+        """Warn, once of each, of values that a save in the middle of an epoch lacks."""
         module = self.lightning_module
         trainer, begin = module.trainer, f"step {step} has not got "
         loop, epoch = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
@@ -464,7 +463,7 @@ class _Saving:
             errors.warn_user(text, hint=hint, notice=notice)
 
     def _settle(self) -> None:
-        """Wait for all saves, and have their paths written."""
+        """Block until all saves have ended, and write their pointers."""
         for home in (self._homes or {}).values():
             home.ckpt.wait()
             home.settle()
@@ -485,7 +484,7 @@ class _Saving:
             home.remove(path)
 
     def delete_root_of(self, path: str, pointer: Pointer | None) -> None:
-        """Delete the root beside, if that is what a path named."""
+        """Delete the single-step root that a path named, if it did."""
         root = self._root_of(path)
         if pointer is None or pointer["root"] != root:
             return
@@ -503,7 +502,7 @@ class _Saving:
             errors.warn_user(f"{path}: {root}, which only it named, is not deleted: {error}")
 
     def _root_of(self, path: str) -> str:
-        """The root beside, of the one step that only this path names."""
+        """Return the root of a single step that only this path names."""
         return beside(self._root, f"{Path(path).stem}-{digest_of(path)}")
 
     # -- loading
@@ -559,8 +558,9 @@ class _Saving:
         return bool(self.broadcast(has_steps))  # type: ignore[attr-defined]
 
     def _take_over(self, step: int, states: dict[str, Any], newer: dict[str, Any]) -> None:
-        """Take callbacks' states as of when a path was saved.  Where what came between the save of its step
-        and that is done again, the others are told of it again, so only those of paths are taken."""
+        """Take callbacks' states from the time when a path was saved.  If the hooks between the save of its
+        step and that time run again, only take the states of checkpoint callbacks: the others see the hooks
+        again."""
         if self._place is LoopPlace.OTHER:
             states |= newer
             return
@@ -571,7 +571,7 @@ class _Saving:
                 callback._last_global_step_saved = step  # it has a path of it
 
     def _restore(self, path: str, step: int | None) -> Any:
-        """Restore the fit's own step; return the rest of it, None if there was no step."""
+        """Restore the fit's own step; return its `Rest`, None if there is no step."""
         self._has_begun, home = True, self._home(weights_only=False)
         if step is not None and is_last(path):
             newest = home.ckpt.find()
@@ -610,7 +610,7 @@ class _Saving:
         return rest
 
     def _lies_in_root(self, home: Home, restored: Any) -> bool:
-        """True if the root has what was restored, though it was read from memory.  Collective."""
+        """True if the root has the restored step, even if it was read from memory.  Collective."""
         if restored.tier != "memory":
             return bool(restored.tier == "durable")
         step = int(restored)
@@ -619,12 +619,12 @@ class _Saving:
         return found is not None and not found.replays and run == found.at.run
 
     def _begin_pass(self, resumed: Any) -> None:
-        """Have the loaders and generators where the step had them.
+        """Put loaders and generators where the step had them.
 
-        Lightning has begun a pass over the loaders by now, which draws from the generators; but samplers
-        are told of the epoch after that, and where the step was the last one of its epoch, the pass of a
-        stateful loader is at its end, and the next epoch would have no batches.  Of an epoch that was
-        counted as done Lightning does not load the loaders' states, which lead to the next order.
+        By now Lightning has begun an epoch of the loaders, which draws from the generators; only then do
+        samplers get the epoch's number.  If the step was the last of its epoch, a stateful loader is at its
+        end, and the next epoch would have no batches.  For a finished epoch Lightning does not load the
+        loaders' states, which determine the next order.
         """
         trainer, ckpt = self.lightning_module.trainer, self._home(weights_only=False).ckpt
         loop, batches = trainer.fit_loop, resumed["epoch_loop.batch_progress"]
@@ -682,21 +682,21 @@ class _Saving:
 
 
 class _Begin(Callback):
-    """Tells the strategy, before other callbacks may save, that training begins."""
+    """Calls the strategy when training begins, before other callbacks may save."""
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         trainer.strategy.begin()
 
 
 class _Steps(Callback):
-    """Tells the strategy of each step."""
+    """Calls the strategy after each step."""
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         trainer.strategy.at_batch_end(trainer.global_step)
 
 
 class _Nothing(dict[str, Any]):
-    """A checkpoint of nothing: Lightning restores none that is false."""
+    """An empty checkpoint, which is false, so that Lightning restores nothing."""
 
     def __bool__(self) -> bool:
         return False
@@ -705,7 +705,7 @@ class _Nothing(dict[str, Any]):
 def _restore_rng(ckpt: Checkpointer) -> None:
     with suppress(
         errors.UsageError
-    ):  # saved by another number of ranks: they stay as the script seeded them
+    ):  # saved on another number of ranks: generators stay as the script seeded them
         ckpt.restore_rng()
 
 

@@ -3,9 +3,9 @@
     saved     groups of the head, and of the backbone since epoch 10
     restored  setup() of the callback freezes the backbone, and a new optimizer has the head's group alone
 
-Groups have to be there before states are restored into them.  Lightning restores callbacks before it calls
-their `on_fit_start`, which makes the groups; a step of holdfast is restored whole, after that.  Nor does
-Lightning unfreeze again what was unfrozen, so a step has the names of what is trained.
+Groups must exist before states are restored into them.  Lightning restores callbacks before it calls their
+`on_fit_start`, which makes the groups; a step of holdfast is restored whole, after that.  Lightning does
+not unfreeze parameters again either, so a step has the names of trained parameters.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch.nn.modules.batchnorm import _BatchNorm
 
 TRAINED = "holdfast.trained"
-"""The key of the names of parameters that are trained, among the parts of a checkpoint of Lightning's."""
+"""The key of the names of trained parameters in a Lightning checkpoint."""
 
 
 def callbacks_of(trainer: Any) -> list[Any]:
@@ -30,7 +30,7 @@ def names_of_trained(module: Any) -> list[str]:
 
 
 def prepare(trainer: Any, saved: dict[str, Any]) -> None:
-    """Give optimizers the groups that a checkpoint of Lightning's tells of, and unfreeze what it names."""
+    """Give optimizers the groups of a Lightning checkpoint, and unfreeze the parameters that it names."""
     module, states = trainer.lightning_module, saved.get("callbacks", {})
     for callback in callbacks_of(trainer):
         if callback.state_key in states:
@@ -43,4 +43,4 @@ def prepare(trainer: Any, saved: dict[str, Any]) -> None:
             if start + name in trained and not parameter.requires_grad:
                 parameter.requires_grad_(True)
                 if isinstance(part, _BatchNorm):
-                    part.track_running_stats = True  # which the callback takes away as it freezes
+                    part.track_running_stats = True  # the callback clears it when it freezes

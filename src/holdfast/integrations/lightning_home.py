@@ -1,8 +1,8 @@
-"""A fit under Lightning saves into a root, with the parts besides weights, and has paths that name steps.
+"""The root that a fit under Lightning saves into, and the parts of its checkpoints besides tensors.
 
-Home         a Checkpointer on a root, and on rank 0 the pointers that wait for saves to be committed
-Rest         the parts of a checkpoint of Lightning's besides weights and states of optimizers
-RestOfRank   those of them that each rank has of its own
+Home         a Checkpointer on a root, and on rank 0 the pointers that wait for commits
+Rest         the parts of a Lightning checkpoint besides weights and optimizer states
+RestOfRank   the parts of `Rest` that differ between ranks
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from holdfast.integrations.lightning_pointers import (
 from holdfast.integrations.native import run_of
 
 DATA = "holdfast.data"
-"""The part of a checkpoint that says over which data its loaders go."""
+"""The key of the description of the loaders' data in a Lightning checkpoint."""
 METRICS = "holdfast.metrics"
-"""The key of what was logged, among the parts of a checkpoint of Lightning's."""
+"""The key of logged metrics in a Lightning checkpoint."""
 
 
 class Rest:
-    """The parts of a checkpoint of Lightning's besides weights and states of optimizers.
+    """The parts of a Lightning checkpoint besides weights and optimizer states.
 
-    They are the first rank's, as in Lightning's own; `of_rank` is saved after them, by its key.
+    They are rank 0's, as in Lightning's own; `of_rank` is saved after them, by its key.
     """
 
     on_resize = "rank0"
@@ -59,7 +59,7 @@ class Rest:
         self.value = state
 
     def take(self) -> Any:
-        """Return what was loaded, with this rank's own parts in the place of the first one's."""
+        """Return the loaded parts, with this rank's own in place of rank 0's."""
         rest, self.value = self.value, None
         own, self.of_rank.loaded = self.of_rank.loaded, None
         if own is None and rest is not None and rest.get(METRICS):
@@ -74,11 +74,11 @@ class Rest:
 
 
 _OWN = ((METRICS,), ("loops", "fit_loop", "state_dict", "combined_loader"))
-"""The places, in a checkpoint of Lightning's, of what differs between ranks."""
+"""The paths, in a Lightning checkpoint, of the parts that differ between ranks."""
 
 
 class RestOfRank:
-    """The parts that each rank has of its own: the sums of metrics, and where its loaders are."""
+    """The parts that differ between ranks: sums of metrics, and positions of loaders."""
 
     on_resize = "fresh"
 
@@ -112,7 +112,7 @@ class _Committed:
 
 
 class Home:
-    """A root that a fit saves into, and on rank 0 what waits for saves: pointers to write and to remove."""
+    """A root that a fit saves into, and on rank 0 the pointers to write and to remove at commits."""
 
     def __init__(self, strategy: Any, root: str, rest: Rest, state: Any, options: Any) -> None:
         self.strategy, self.root, self.rest = strategy, root, rest
@@ -142,7 +142,8 @@ class Home:
             return False
 
     def go_on_from(self, step: int, rest: dict[str, Any]) -> None:
-        """Let further paths of a restored step name it as it is: saved anew, it would be another run's."""
+        """Let further paths of a restored step name it as it is: saved again, it would belong to another
+        run."""
         self._newest, self._own = _Committed(step), _own_parts(rest)
 
     def save(self, rest: dict[str, Any], path: str) -> None:
@@ -150,7 +151,7 @@ class Home:
         step, callbacks = rest["global_step"], _plain(rest.get("callbacks"))
         pointer = {"root": self.root, "step": step, "weights_only": "callbacks" not in rest}
         if self._newest is not None and self._newest.step == step and callbacks is not None:
-            pointer["callbacks"] = callbacks  # they know of this path, and those in the step do not
+            pointer["callbacks"] = callbacks  # those in the step do not know this path
             self._tell_changed(rest, path)
         else:
             self._own = _own_parts(rest)
@@ -163,18 +164,18 @@ class Home:
         is_first = self.strategy.is_global_zero
         if is_first and not get_filesystem(path).exists(path):
             coming = {**pointer, **claimed_by(self.root), "is_coming": True}
-            write_pointer(path, coming)  # first: it tells a restart of the pin
+            write_pointer(path, coming)  # before the pin, so that a restart knows of it
         try:
             notes_of(self.ckpt).pin(step, f"{label_start(path)}{step}")
         except errors.NotFound:
-            pass  # the save has failed already, which it says itself
+            pass  # the save has failed already, and reports it
         except errors.HoldfastError as error:
             errors.warn_user(f"{path}: step {step} is not pinned, so it may be deleted: {error}")
         if is_first:
             self._waiting.append((path, pointer, self._newest))
 
     def _tell_changed(self, rest: dict[str, Any], path: str) -> None:
-        """Say once that a second path of a step has not got what hooks have changed since the first."""
+        """Warn once that a later path of a step lacks changes that hooks have made since the first."""
         own = _own_parts(rest)
         changed = [name for name in own if own[name] != self._own.get(name)]
         if changed and self.strategy.is_global_zero and not self._has_told:
@@ -186,12 +187,13 @@ class Home:
             )
 
     def remove(self, path: str) -> None:
-        """Remove a path as soon as what was saved before is committed."""
+        """Remove a path as soon as all earlier saves are committed."""
         self._waiting.append((path, {}, None))
         self.settle()
 
     def settle(self) -> None:
-        """Do what waited for saves that have ended.  What a failed one was to replace stays."""
+        """Write and remove the pointers of saves that have ended.  After a failed save, old pointers
+        stay."""
         while self._waiting and ((ended := self._waiting[0][2]) is None or ended.done()):
             path, pointer, save = self._waiting.pop(0)
             if save is None:
@@ -213,11 +215,11 @@ class Home:
             self._remove(path)
 
     def _remove(self, path: str) -> None:
-        self._forget(path)  # first: a step that no path names would be kept for ever
+        self._forget(path)  # before the pointer, else a step without a path could stay pinned
         self.strategy.delete_root_of(path, remove_pointer(path))
 
     def _forget(self, path: str, but: int | None = None) -> None:
-        """Unpin what a path named, also in a run that was killed before it could."""
+        """Unpin the steps that a path named, also for an earlier run that was killed."""
         coming = {
             pointer["step"] for other, pointer, save in self._waiting if save and other == path
         }
@@ -231,7 +233,8 @@ class Home:
 
 
 def _plain(callbacks: Any) -> Any:
-    """States of callbacks as JSON; None if there are none, or they have tensors of more than one number."""
+    """Return callbacks' states as JSON; None if there are none, or if they have tensors of several
+    elements."""
     try:
         return None if callbacks is None else encode(callbacks, _number)
     except errors.UsageError:
@@ -239,7 +242,7 @@ def _plain(callbacks: Any) -> Any:
 
 
 def _own_parts(rest: dict[str, Any]) -> dict[str, Any]:
-    """Return the plain values that hooks, and not loops and callbacks, have in a checkpoint, as JSON."""
+    """Return the plain values that hooks have added to a checkpoint, as JSON."""
     moving = ("callbacks", "loops", "lr_schedulers", "epoch", METRICS, DATA, TRAINED)
     return {name: _plain(value) for name, value in rest.items() if name not in moving}
 

@@ -1,13 +1,14 @@
 """The places in Lightning's loop over epochs where a step may be saved, and how training goes on there.
 
-    saved in              on a restart
-    on_train_batch_end    what comes after it is done first: a validation that is due, schedulers of
-                          metrics, and the end of the epoch, if it was its last batch
+    saved in              on a restart, first
+    on_train_batch_end    a due validation, schedulers of metrics, and the end of the epoch, if it was the
+                          last batch
     on_validation_end     schedulers of metrics, and the end of the epoch
     on_train_epoch_end    schedulers of metrics
 
-Lightning's own resume goes on with the next batch from any of these places.  Nor does it keep metrics, of
-which schedulers and callbacks ask there: so they are part of a step, with the sums over the epoch so far.
+Lightning's own resume goes on with the next batch from any of these places, and does not save metrics,
+which schedulers and callbacks need there.  So a step has the metrics, with their sums over the epoch so
+far.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from holdfast import errors
 
 Number = list[Any]
-"""A tensor of one number: the name of its dtype, and the number."""
+"""A tensor of one element: the name of its dtype, and the value."""
 _SIZE = "cumulated_batch_size"
 
 
 class LoopPlace(Enum):
-    """The thing that Lightning was about when a step was saved."""
+    """The point of Lightning's loop at which a step was saved."""
 
     BATCH = "the end of a batch, before what is done after it"
     VALIDATION = "the end of a validation"
@@ -43,10 +44,10 @@ IN_EPOCH = (LoopPlace.BATCH, LoopPlace.VALIDATION, LoopPlace.BETWEEN)
 
 
 def loop_place(loops: dict[str, Any], *, was_validating: bool) -> LoopPlace:
-    """Return where a step was saved, by the state of the loop over epochs.
+    """Return the place where a step was saved, from the state of the loop over epochs.
 
-    That of a step at the end of a batch is changed to one whose batch is completed: without that, Lightning
-    counts its epoch as done if the batch was the last, and goes on with the next batch.
+    For a step at the end of a batch, `loops` is changed to a completed batch; otherwise Lightning would
+    count the epoch as done if the batch was the last, and go on with the next batch.
     """
     batches, epoch = loops["epoch_loop.batch_progress"], loops["epoch_progress"]["current"]
     batch = batches["current"]
@@ -70,9 +71,10 @@ def loop_place(loops: dict[str, Any], *, was_validating: bool) -> LoopPlace:
 
 
 def go_on(loop: Any, place: LoopPlace) -> str:
-    """Have Lightning's loop over epochs, which is about to begin, go on from there; metrics must be back.
+    """Make Lightning's loop over epochs, which is about to begin, go on from `place`.  Metrics must be
+    restored.
 
-    Return the name of a metric that a scheduler is left without; or nothing."""
+    Return the name of a metric that a scheduler lacks; else ""."""
     if place in IN_EPOCH:
         loop._restart_stage = fit_loop.RestartStage.RESTARTED_MID_EPOCH
         loop.epoch_loop._restart_stage = training_epoch_loop.RestartStage.RESTARTED_ON_LAST
@@ -95,7 +97,7 @@ def go_on(loop: Any, place: LoopPlace) -> str:
 
 
 def undo_go_on(loop: Any) -> None:
-    """Take back what is left of `go_on` and `Metrics` when a fit is over."""
+    """Undo the changes of `go_on` and `Metrics` after a fit."""
     epoch_loop = loop.epoch_loop
     for where, name in (
         (epoch_loop, "advance"),

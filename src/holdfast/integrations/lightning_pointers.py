@@ -2,7 +2,7 @@
 
     top/epoch=1.ckpt     {"holdfast": 1, "root": "../gpt", "step": 200, "run": 1}
 
-A step is pinned, in the root, under the name of each path that names it, so that it stays as long.
+Each path pins its step, in the root, by a label made from the path, so the step stays as long as the path.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ GONE_BACK = "the run had gone back to an earlier step: what the path named is go
 _MAGIC = b'{"holdfast":'
 
 Pointer: TypeAlias = dict[str, Any]
-"""The content of such a file; `run`, for another run may save the step anew; `is_coming`: the step was not
-committed when it was written; `callbacks`: their states, of a path that came later than the step."""
+"""The content of such a file.  `run`: the step's run, because another run may save the step again;
+`is_coming`: the step was not committed yet; `callbacks`: callbacks' states, if the path is newer than the
+step."""
 
 
 def write_pointer(path: str, pointer: Pointer) -> None:
@@ -44,8 +45,8 @@ def write_pointer(path: str, pointer: Pointer) -> None:
 
 
 def newest_native(folders: Iterable[Any]) -> tuple[str, int]:
-    """The checkpoint with the highest `step=` in its name that Lightning itself has saved in one of these
-    folders, and that step; ("", -1) if there is none, or it cannot be read: one rank alone looks."""
+    """Return the path of Lightning's own checkpoint with the highest `step=` in its name in these folders,
+    and that step; ("", -1) if there is none, or if a folder cannot be read.  Called on one rank."""
     found = [("", -1)]
     for folder in folders:
         with suppress(OSError, ValueError):
@@ -58,7 +59,7 @@ def newest_native(folders: Iterable[Any]) -> tuple[str, int]:
 
 
 def read_pointer(path: Any) -> Pointer | None:
-    """The pointer in a file; None if there is no file or it is no pointer.  FormatError."""
+    """Return the pointer in a file; None if there is no file, or it is no pointer.  FormatError."""
     files = get_filesystem(path)
     if not files.isfile(path):
         return None
@@ -80,8 +81,8 @@ def read_pointer(path: Any) -> Pointer | None:
 
 
 def settle_left(folder: Any) -> None:
-    """Have the paths in a folder name their steps that a killed run had not seen committed.  Those whose
-    steps are not there are removed; where that cannot be told, they stay as they are."""
+    """Complete the pointers in a folder whose steps a killed run had not seen committed.  If the step does
+    not exist, the pointer is removed; if that is unknown, it stays."""
     files = get_filesystem(folder or "")
     for found in files.ls(folder, detail=False) if folder and files.isdir(folder) else ():
         path = f"{folder}/{os.path.basename(found)}"
@@ -99,21 +100,21 @@ def settle_left(folder: Any) -> None:
                 give_label(pointer["root"], label, step)  # the run may have been killed before
                 write_pointer(path, {**pointer, "run": saved.run})
         except errors.HoldfastError as error:
-            errors.warn_user(f"{path} names step {step}, of which nothing can be told now: {error}")
+            errors.warn_user(f"{path} names step {step}, which cannot be looked up now: {error}")
 
 
 def is_last(path: str) -> bool:
-    """True if a path stands for the end of a run: where its step is not there, the newest is taken."""
+    """True if a path means the end of a run: if its step is missing, the newest is taken."""
     return Path(path).stem.startswith("last") or is_of_requeue(path)
 
 
 def is_of_requeue(path: str) -> bool:
-    """True for the path that Lightning saves right before it has Slurm queue the job again."""
+    """True for the path that Lightning saves right before it requeues the job under Slurm."""
     return Path(path).stem.startswith("hpc_ckpt")
 
 
 def replaced_by(pointer: Pointer | None) -> str:
-    """Say so if the step that is there was saved by another run than the one that a pointer names."""
+    """Return a text if the step in the root was saved by another run than the pointer's; else ""."""
     if pointer is None or "run" not in pointer:
         return ""
     step, run = pointer["step"], run_of(pointer["root"], pointer["step"])
@@ -128,7 +129,7 @@ def replaced_by(pointer: Pointer | None) -> str:
 
 
 def claimed_by(root: str) -> Pointer:
-    """The part of a pointer that says which run is at work in a root, if that can be told."""
+    """Return the `run` entry of a pointer: the run at work in a root; empty if that is unknown."""
     with suppress(errors.HoldfastError):
         run = run_at_work(root)
         return {} if run is None else {"run": run}
@@ -136,7 +137,7 @@ def claimed_by(root: str) -> Pointer:
 
 
 def remove_pointer(path: str) -> Pointer | None:
-    """Remove a pointer; return what it was."""
+    """Remove a pointer file; return its content."""
     pointer, files = read_pointer(path), get_filesystem(path)
     if pointer is not None or os.path.islink(path):
         files.rm_file(path)
@@ -156,17 +157,17 @@ def digest_of(path: str) -> str:
 
 
 def label_start(path: str) -> str:
-    """The beginning of the labels of steps that a path names; the rest is the step."""
+    """Return the beginning of the labels of a path's steps; the rest of a label is the step."""
     return f"{ascii(Path(path).stem)[1:-1][-50:]} {digest_of(path)} "
 
 
 def unpin_path(root: str, path: str, but: Collection[int | None] = ()) -> None:
-    """Unpin what a path named."""
+    """Unpin the steps that a path named, except those in `but`."""
     try:
         for label, step in labels_of(root).items():
             if label.startswith(label_start(path)) and step not in but:
                 give_label(root, label, None)
     except errors.HoldfastError as error:
         errors.warn_user(
-            f"{path}: what it named before stays pinned, so it is not deleted: {error}"
+            f"{path}: the step that it named before stays pinned, so it is not deleted: {error}"
         )

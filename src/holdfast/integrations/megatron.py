@@ -1,18 +1,17 @@
-"""Megatron-Core's `dist_checkpointing` over holdfast: strategies for saving and loading what is sharded.
+"""Megatron-Core's `dist_checkpointing` over holdfast: strategies for saving and loading sharded state.
 
     import holdfast.integrations.megatron      # registers ("holdfast", 1)
 
     dist_checkpointing.save(sharded_state_dict, directory, sharded_strategy=("holdfast", 1))
-    dist_checkpointing.load(sharded_state_dict, directory)     # metadata.json says which strategy
+    dist_checkpointing.load(sharded_state_dict, directory)     # metadata.json names the strategy
 
-Beside Megatron's own `common.pt` and `metadata.json` the directory is a root of holdfast with one step:
-that in the directory's name (`iter_0000100`), else 0.  Megatron's planners say who saves what;
-`holdfast.dcp` writes and reads it.
+Besides Megatron's own `common.pt` and `metadata.json` the directory is a root of holdfast with one step,
+whose number is in the directory's name (`iter_0000100`), else 0.  Megatron's planners decide which rank
+saves what; `holdfast.dcp` writes and reads it.
 
 With `async_sharded_save=True` ranks plan together at the call, and their tensors are copied to the host
-when the request is scheduled.  Then each rank's image is written in a process that Megatron starts.  That
-process leaves a note of what it has written in a file, for the finalization, in which all ranks commit the
-step together.
+when the request is scheduled.  Then a process that Megatron starts writes each rank's image, and leaves its
+result in a file for the finalization, in which all ranks commit the step together.
 """
 
 from __future__ import annotations
@@ -116,12 +115,12 @@ class SaveStrategy(AsyncSaveShardedStrategy):
 
 
 def write_for_later(root: str, prepared: PreparedPart, note: str) -> None:
-    """Write a rank's image and note down what was written, or the error.  In a process of its own."""
+    """Write a rank's image, and its result or error into the file `note`.  Runs in a process of its own."""
     prepared.write_and_note(note)
 
 
 def _flat(sharded_state_dict: Any) -> dict[str, Any]:
-    """The state by the names that are in the checkpoint, main replicas only, as DCP takes it."""
+    """Return the state by its names in the checkpoint, main replicas only, in DCP's form."""
     flat, _, _ = of_torch._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
     state: dict[str, Any] = of_torch.mcore_to_pyt_state_dict(flat, False)
     return state
@@ -132,7 +131,7 @@ def _planner() -> Any:
 
 
 class LoadStrategy(LoadShardedStrategy):
-    """Loads what `SaveStrategy` has saved, on any layout."""
+    """Loads checkpoints of `SaveStrategy`, on any layout."""
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -157,7 +156,7 @@ class LoadStrategy(LoadShardedStrategy):
         return found
 
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        """Sharded tensors without data, by name."""
+        """Return the sharded tensors without data, by name."""
         saved = Reader(str(checkpoint_dir)).read_metadata().state_dict_metadata
         return {
             name: ShardedTensor.from_rank_offsets(
@@ -168,7 +167,7 @@ class LoadStrategy(LoadShardedStrategy):
         }
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        """Sharded tensors and objects without data, by name."""
+        """Return the sharded tensors and objects without data, by name."""
         saved = Reader(str(checkpoint_dir)).read_metadata().state_dict_metadata
         objects = [
             ShardedObject.empty_from_unique_key(name)

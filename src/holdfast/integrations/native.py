@@ -1,5 +1,5 @@
-"""Steps and checkpoints of others beside those of a trainer: saved by itself before it was moved to
-holdfast, or by another trainer in the same root."""
+"""Checkpoints beside a trainer's steps: saved by the trainer itself before it moved to holdfast, or by
+another trainer in the same root."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.extend import saved_in
 
 
 def run_of(root: str, step: int) -> int | None:
-    """Return the run that saved a step of a root; None if that cannot be told, which reading it tells."""
+    """Return the run that saved a step of a root; None if that is unknown or the root cannot be read."""
     with suppress(errors.HoldfastError):
         saved = saved_in(root, step)
         return saved.run if saved is not None and saved.is_proved else None
@@ -20,7 +20,7 @@ def run_of(root: str, step: int) -> int | None:
 
 
 def kept_by(trainer: str, extras: Mapping[str, Any], name: str, step: int) -> dict[str, Any]:
-    """Return what a trainer keeps in each of its steps as `name`.  UsageError if the step is of another."""
+    """Return the extra `name`, which a trainer saves in each of its steps.  UsageError for other steps."""
     own = extras.get(name)
     if isinstance(own, dict):
         return own
@@ -31,8 +31,9 @@ def kept_by(trainer: str, extras: Mapping[str, Any], name: str, step: int) -> di
 
 
 def tell_newer(step: int, folder: str | None, number: int, how: str) -> None:
-    """Tell of a trainer's own checkpoint `folder` that is newer than the step that is restored.  `how`: to
-    go on from it."""
+    """Give a notice if a trainer's own checkpoint, `folder` of step `number`, is newer than the restored
+    step.
+    `how`: the call that goes on from the folder."""
     if folder is not None and number > step:
         errors.warn_user(
             f"step {step} is restored, and {folder}, which the trainer has saved itself, is newer: {how} "

@@ -1,14 +1,14 @@
-"""Objects that a trainer knows by number, and what tells those of one class apart.
+"""Objects that a trainer numbers, and the attributes that tell those of one class apart.
 
     accelerator.register_for_checkpointing(train, valid)      custom, custom_1
 
-Where a script hands them over in another order, each gets the values of another.  So beside the state is
-kept what an object is: its class, and its *marks*, which say the same at each start. These are attributes
-that are texts (`name`, `split`) or members of an enum, and those that are another object which the trainer
-has: the optimizer of a scheduler, the model of an average.
+If a script hands them over in another order, each would get the values of another.  So a step also has each
+object's class and its *marks*: attributes that are the same at each start.  These are strings (`name`,
+`split`), members of an enum, and other objects of the trainer, such as a scheduler's optimizer.
 
-Marks prove an order if one of them differs between all objects of a class, and is what it was.  They refute
-it if it has the same values in another order.  Counts and rates are no marks, for training changes them.
+A mark proves the order if its values differ between all objects of a class and equal the saved ones.  It
+refutes the order if it has the same values in another order.  Counters and rates are no marks, because
+training changes them.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from enum import Enum
 from typing import Any
 
 _MOST_LETTERS = 200
-"""Letters of a text that may be a mark."""
-WHAT_TO_DO = "give each an attribute that is a text of its own, such as name='train'"
+"""Longest string that may be a mark."""
+WHAT_TO_DO = "give each a string attribute of its own, such as name='train'"
 
 ObjectMarks = dict[str, Any]
 """Description of an object: `class`, and its `marks` by the attribute's name."""
 
 
 def marks_of(value: Any, known: Mapping[int, str], **more: str) -> ObjectMarks:
-    """Describe an object.  `known`: names of objects that the trainer has, by id; `more`: further marks."""
+    """Describe an object.  `known`: names of the trainer's objects, by id; `more`: further marks."""
     marks = dict(more)
     attributes = dict(getattr(value, "__dict__", {}))
     attributes.setdefault("name", getattr(value, "name", None))
@@ -41,13 +41,13 @@ def marks_of(value: Any, known: Mapping[int, str], **more: str) -> ObjectMarks:
 
 
 def not_told_apart(here: Sequence[ObjectMarks]) -> list[list[int]]:
-    """Numbers of objects of one class in which no mark differs from each to each."""
+    """Return the numbers of objects, by class, that no mark tells apart."""
     return [numbers for numbers in _of_one_class(here) if not _telling(here, numbers)]
 
 
 def arrangement(saved: Sequence[ObjectMarks], here: Sequence[ObjectMarks]) -> list[int]:
-    """For each saved object the number of the one here that it is, by class and marks; where these do not
-    say it, the one with its number."""
+    """Return for each saved object the number of the same object here, by class and marks; without marks,
+    its own number."""
     by_number = list(range(len(here)))
     if sorted(one["class"] for one in saved) != sorted(one["class"] for one in here):
         return by_number
@@ -68,8 +68,8 @@ def arrangement(saved: Sequence[ObjectMarks], here: Sequence[ObjectMarks]) -> li
 def in_another_order(
     role: str, saved: Sequence[ObjectMarks], here: Sequence[ObjectMarks], *, proved: bool
 ) -> tuple[list[str], list[str]]:
-    """Problems, and what is only to be told, of the objects of a role.  `proved`: they must be shown to be
-    in the order in which they were saved."""
+    """Return the problems, and the texts of notices, about the objects of a role.  `proved`: it is a
+    problem if marks do not prove the saved order."""
     if len(saved) != len(here):
         return [], []
     order = arrangement(saved, here)
@@ -92,7 +92,7 @@ def in_another_order(
                 f"{line}: nothing told them apart when they were saved; they are taken in order"
             )
         else:
-            line += ": that they come in the order in which they were saved cannot be proved"
+            line += ": it cannot be proved that they come in the saved order"
             problems.append(f"{line} ({WHAT_TO_DO})")
     return problems, told
 
@@ -105,7 +105,7 @@ def _of_one_class(here: Sequence[ObjectMarks]) -> list[list[int]]:
 
 
 def _telling(objects: Sequence[ObjectMarks], numbers: Sequence[int]) -> dict[str, list[str]]:
-    """Marks, by name, that differ between all of some objects."""
+    """Return the marks, by name, whose values differ between all of these objects."""
     first, *others = [objects[n]["marks"] for n in numbers]
     shared = [name for name in first if all(name in marks for marks in others)]
     values = {name: [objects[n]["marks"][name] for n in numbers] for name in shared}
@@ -113,7 +113,7 @@ def _telling(objects: Sequence[ObjectMarks], numbers: Sequence[int]) -> dict[str
 
 
 def key_of(role: str, number: int) -> str:
-    """The key of the state that the object has."""
+    """Return the object's key in the state."""
     return role if number == 0 else f"{role}_{number}"
 
 
@@ -123,10 +123,10 @@ def _shown(role: str, numbers: Sequence[int]) -> str:
 
 
 def tell_apart(role: str, here: Sequence[ObjectMarks], how: str) -> list[str]:
-    """Texts for a notice: objects of one class that go by number alone."""
+    """Return the texts of notices about objects of one class that only go by number."""
     return [
         f"{_shown(role, numbers)} are {here[numbers[0]]['class']} and go by the order in which they are "
-        f"{how}: a restart that has them in another order would swap what they hold.  To have that found, "
+        f"{how}: a restart that has them in another order would swap their values.  To have that found, "
         f"{WHAT_TO_DO}"
         for numbers in not_told_apart(here)
     ]

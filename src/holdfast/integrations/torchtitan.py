@@ -2,14 +2,14 @@
 
     checkpoint=HoldfastCheckpointManager.Config(enable=True, interval=500, memory_every=10)
 
-The folder is a root of holdfast's: a step that is due is copied when `save` is called, and written while
-training goes on.  The manager is a subclass of torchtitan's, for what that one alone reads and writes:
-Hugging Face's files, by the model's adapter, and steps that torchtitan has saved itself, which a run goes
-on from as long as holdfast has none in the folder.
+The folder is a root of holdfast: a step that is due is copied when `save` is called, and written while
+training goes on.  The manager is a subclass of torchtitan's, which reads and writes the rest: Hugging
+Face's files, by the model's adapter, and torchtitan's own steps, from which a run goes on until holdfast
+has saved a step in the folder.
 
     a loader's iterator is made    draws a seed from the default generator, after the restore
-    its first batch                is what the restored generators are for, so they are put back once more
-                                   before it is fetched; for other loaders, before the first forward pass
+    its first batch is fetched     needs the restored generators, so they are restored again right before;
+                                   for other loaders, before the first forward pass
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class HoldfastCheckpointManager(CheckpointManager):
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
-        """torchtitan's options, all of which hold, and these."""
+        """torchtitan's options, and these."""
 
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
-        """`disabled`: saving waits for the commit.  The other two are the same: holdfast copies into pinned
-        memory in any case."""
+        """`disabled`: saving blocks until the commit.  The other two are the same, because holdfast always
+        copies into pinned memory."""
 
         memory_every: int = 0
         """Number of steps between snapshots in the memory of the hosts; 0 for none."""
@@ -53,13 +53,13 @@ class HoldfastCheckpointManager(CheckpointManager):
     ckpt: Checkpointer | None = None
     """The Checkpointer; None with `load_only`."""
     _to_forget: list[Callable[[], Any]]
-    """Calls that take away what waits for the first batch."""
+    """Calls that remove the hooks that wait for the first batch."""
 
     def __init__(self, config: Any, *, ft_manager: Any = None, **parts: Any) -> None:
         if ft_manager is not None and ft_manager.enabled:
             raise errors.UsageError(
-                "ft_manager: replicas of torchft are groups of ranks that come and go, and holdfast saves "
-                "over all ranks of a job",
+                "ft_manager: replicas of torchft are groups of ranks that join and leave, but holdfast "
+                "saves over all ranks of a job",
                 hint="use torchtitan's TorchFTCheckpointManager with torchft",
             )
         super().__init__(replace(config, async_mode="disabled", keep_latest_k=0), **parts)
@@ -90,7 +90,7 @@ class HoldfastCheckpointManager(CheckpointManager):
             )
 
     def __del__(self) -> None:
-        """Nothing, unlike torchtitan's: ranks close together, not when garbage is collected."""
+        """Do nothing, unlike torchtitan's: ranks close together, not when garbage is collected."""
 
     # -- loading
 
@@ -118,12 +118,12 @@ class HoldfastCheckpointManager(CheckpointManager):
 
     @property
     def _loads_part(self) -> bool:
-        """True if full steps of the folder are all that is loaded: from memory or records a run restores
-        all of its state."""
+        """True if only full steps of the folder are loaded: a restore from memory or records covers all of
+        the state."""
         return self.ckpt is None or bool(self.exclude_from_loading)
 
     def _tell_given_up(self, found: Found | None, taken: int | None) -> None:
-        """Warn if the run had come further, in memory or records, than the full step that is loaded."""
+        """Warn if memory or records lead further than the full step that is loaded."""
         begin = taken or 0
         if found is None or found.step <= begin:
             return
@@ -132,12 +132,12 @@ class HoldfastCheckpointManager(CheckpointManager):
         _warn_on_first_rank(
             f"exclude_from_loading loads full steps, of which {newest}, and {self.folder} leads to step "
             f"{found.step} by {place}: {found.step - begin} steps are given up",
-            hint="without exclude_from_loading the run goes on from the newest of all",
+            hint="without exclude_from_loading the run goes on from the newest step of all tiers",
         )
 
     def _is_torchtitans(self, step: int) -> bool:
-        """True if a step is torchtitan's alone.  Where holdfast has it, too, a warning says that its own is
-        taken, which is of the run that went on in the folder."""
+        """True if only torchtitan has saved a step.  If holdfast has it, too, warn that holdfast's is
+        loaded, which belongs to the run that went on in the folder."""
         path = self._create_checkpoint_id(step)
         if not filesystem.isfile(filesystem.join(path, ".metadata")):
             return False
@@ -151,7 +151,7 @@ class HoldfastCheckpointManager(CheckpointManager):
         return False
 
     def _has(self, step: int) -> bool:
-        """True if holdfast has the step, where `_load` looks for it.  Collective."""
+        """True if holdfast has the step in a place that `_load` reads.  Collective."""
         if self.ckpt is None or self._loads_part:
             return step in steps(self.folder)
         try:
@@ -169,7 +169,7 @@ class HoldfastCheckpointManager(CheckpointManager):
             return not own.isdisjoint(step.names())
 
     def _load_initial(self) -> bool:
-        """Load torchtitan's own newest step of the folder or, where it has none, what a run begins with."""
+        """Load torchtitan's own newest step of the folder; if there is none, the initial checkpoint."""
         path = self.initial_load_path
         if path is None or self.initial_load_in_hf or self._find_load_step() != -1:
             return bool(super()._load())
@@ -182,7 +182,8 @@ class HoldfastCheckpointManager(CheckpointManager):
         return True
 
     def _load_part_of(self, root: str, step: int | None) -> int:
-        """Load what is not excluded, as torchtitan does, without the generators; return the step."""
+        """Load the keys that are not excluded, without the generators, as torchtitan does; return the
+        step."""
         for key in self.exclude_from_loading:
             if key not in self.states:
                 raise errors.UsageError(
@@ -195,18 +196,19 @@ class HoldfastCheckpointManager(CheckpointManager):
         return load(root, wanted, step=step, on_resize=rules)
 
     def _restore_generators_later(self) -> None:
-        """Put the generators back once more, before the first batch or, at the latest, forward pass."""
+        """Restore the generators again before the first batch, at the latest before the first forward
+        pass."""
         loader: Any = self.states.get(DATALOADER)
         self._forget_to_restore()
         make = getattr(loader, "_get_iterator", None)
 
         def put_back(*_: Any) -> None:
             if not self._to_forget:
-                return  # they were
+                return  # they were restored already
             self._forget_to_restore()
             with suppress(
                 errors.UsageError
-            ):  # saved by another number of ranks: they stay as they are
+            ):  # saved on another number of ranks: generators stay as they are
                 self.ckpt.restore_rng()  # type: ignore[union-attr]
 
         def made() -> Any:
@@ -217,7 +219,7 @@ class HoldfastCheckpointManager(CheckpointManager):
         if make is not None:
             loader._get_iterator = made
             self._to_forget.append(lambda: vars(loader).pop("_get_iterator", None))
-        if getattr(loader, "_iterator", None) is not None:  # of which its state was asked
+        if getattr(loader, "_iterator", None) is not None:  # made by state_dict()
             _before_its_first_batch(loader._iterator, put_back)
 
     def _forget_to_restore(self) -> None:
@@ -241,7 +243,7 @@ class HoldfastCheckpointManager(CheckpointManager):
         else:
             self.ckpt.step(curr_step)
         if due:
-            self.save_future = Future()  # of which torchtitan asks whether it is there
+            self.save_future = Future()  # torchtitan only checks that it exists
         if last_step or self.config.async_mode == "disabled":
             self.ckpt.wait()
         if exports:
@@ -249,8 +251,8 @@ class HoldfastCheckpointManager(CheckpointManager):
         return due or exports
 
     def dcp_save(self, state_dict: dict[str, Any], *args: Any, **options: Any) -> Any:
-        """Save the weights of the last step, cast for export: Hugging Face's files into the folder as
-        torchtitan does, others into the root `<folder>-export`."""
+        """Save the cast weights of the last step: as Hugging Face's files into the folder, by torchtitan,
+        or as a step of the root `<folder>-export`."""
         if options.get("to_hf"):
             return super().dcp_save(state_dict, *args, **options)
         step = int(options["checkpoint_id"].rpartition("-")[2])
@@ -273,7 +275,7 @@ def _warn_on_first_rank(text: str, hint: str) -> None:
 
 
 def _before_its_first_batch(iterator: Any, call: Callable[[], None]) -> Any:
-    """Return the iterator of a loader, which calls that once before it fetches."""
+    """Make a loader's iterator call `call` once before its first fetch; return the iterator."""
     fetch = getattr(type(iterator), "_next_data", None)
     if fetch is None:
         return iterator

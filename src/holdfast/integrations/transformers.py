@@ -4,17 +4,17 @@
     trainer = MyTrainer(model, args, train_dataset=data)
     trainer.train(resume_from_checkpoint=True)
 
-The Trainer decides when to save, as ever: `save_strategy`, `save_steps`, `should_save` of a callback.  What
-it would write into `checkpoint-500` is step 500 of the root, by default `holdfast` in `output_dir`.
+The Trainer decides when to save, as ever: `save_strategy`, `save_steps`, `should_save` of a callback.  Step
+500 of the root, by default `holdfast` in `output_dir`, replaces the folder `checkpoint-500`.
 
-A TrainerCallback cannot do this: the position in the data is computed before the first callback is called,
-and the generators have to be put back after the loader has drawn from them.  So these are overrides of what
-the Trainer calls.  A resume goes the Trainer's own way, from a folder that has its `trainer_state.json`
-alone; all else is restored at once, when model and optimizer are prepared.
+A TrainerCallback cannot do this: the Trainer computes its position in the data before it calls the first
+callback, and generators must be restored after the loader has drawn from them.  So `_Holdfast` overrides
+methods of the Trainer.  The Trainer resumes from a folder that only has its `trainer_state.json`; the rest
+is restored at once, when model and optimizer are prepared.
 
-*When a step is saved.*  Between two steps: after all that the Trainer does at the end of one (it logs, and
-evaluates; at the end of an epoch once more), and before it fetches data for the next.  A save that is asked
-for in the middle of a step is made at its end.
+*When a step is saved.*  Between two steps: after the Trainer has logged and evaluated at the end of one (at
+the end of an epoch, twice), and before it fetches data for the next.  A save that is requested in the
+middle of a step is made at its end.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ from holdfast.integrations.trl_parts import moving_reference, tell_of_generated
 __all__ = ["HoldfastCallback", "HoldfastTrainer", "with_holdfast"]
 
 _NEVER = Every.by_hand()
-"""The frequencies of a run of which the Trainer says when it saves, and not by steps."""
+"""The frequencies of a run in which the Trainer decides when to save, but not by steps."""
 SIGTERM_S = 30.0
 """Seconds in which a run with `enable_jit_checkpoint` saves and stops, if `sigterm_s` is not given."""
 
 
 class HoldfastCallback(TrainerCallback):
-    """Refuses to be made: a callback cannot resume a Trainer."""
+    """Raises UsageError: a callback cannot resume a Trainer."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise errors.UsageError(
@@ -77,15 +77,15 @@ class HoldfastCallback(TrainerCallback):
 
 
 _Mixin: Any = object
-"""A base of which nothing is known: what the overrides call is the Trainer's."""
+"""The type of the base for mypy: the overrides call methods of the Trainer."""
 
 
 class _Holdfast(_Mixin):
-    """The overrides; comes before a Trainer class among the bases."""
+    """Overrides of a Trainer; in the list of bases it stands before the Trainer class."""
 
     def __init__(self, *args: Any, holdfast: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Arguments as of the Trainer, and `holdfast`: a dict of `root` and options of a Checkpointer, such
-        as `memory`, `delta`, `keep`."""
+        """The Trainer's arguments, and `holdfast`: a dict of `root` and options of a Checkpointer, such as
+        `memory`, `delta`, `keep`."""
         super().__init__(*args, **kwargs)
         self._holdfast = _HoldfastRun(self.args.output_dir, dict(holdfast or {}))
         if self.args.enable_jit_checkpoint:
@@ -94,8 +94,8 @@ class _Holdfast(_Mixin):
         self._holdfast_tell_what_is_not_called()
 
     def _holdfast_tell_what_is_not_called(self) -> None:
-        """Warn of a Trainer class, such as TRL's, that does more where the Trainer writes its folder, or
-        reads it."""
+        """Warn of a Trainer class, such as TRL's, with code of its own in methods that write or read the
+        folder of a checkpoint."""
         if not self.args.should_save or self.args.save_strategy == SaveStrategy.NO:
             return
         names = _not_called(type(self))
@@ -126,8 +126,8 @@ class _Holdfast(_Mixin):
             )
 
     def _holdfast_take_over_sigterm(self) -> None:
-        """Have the Checkpointer stop all ranks after one and the same step; the Trainer's own handler lets
-        each rank save when it is told."""
+        """Let the Checkpointer handle SIGTERM, which stops all ranks after the same step; the Trainer's own
+        handler lets each rank save by itself."""
         from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
         callback = self.pop_callback(JITCheckpointCallback)
@@ -139,9 +139,9 @@ class _Holdfast(_Mixin):
     def train(
         self, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """As the Trainer's.  `resume_from_checkpoint=True` goes on from the newest step, and begins if
-        there is none; a number, or a name that ends with one as `checkpoint-500`, is that step.  A folder
-        that the Trainer itself has written is resumed from as ever."""
+        """As the Trainer's.  `resume_from_checkpoint`: True for the newest step, or a new run if there is
+        none; a number, or a name that ends with one, as `checkpoint-500`, for that step; or a folder that
+        the Trainer itself has written."""
         run = self._holdfast
         if self.args.save_strategy != SaveStrategy.NO:
             is_first = self.is_world_process_zero()
@@ -179,7 +179,8 @@ class _Holdfast(_Mixin):
                 errors.warn_user(f"step {run.found.step} is damaged, and passed over: {error}")
 
     def _holdfast_forget_the_engine(self, error: errors.NotRecoverable) -> None:
-        """Let the next attempt make another engine of DeepSpeed's, which stage 3 does once for a model."""
+        """Let the next attempt make a new DeepSpeed engine.  NotRecoverable at stage 3, which makes only
+        one per model."""
         if not self.is_deepspeed_enabled:
             return
         if self.deepspeed.zero_optimization_partition_weights():
@@ -193,7 +194,7 @@ class _Holdfast(_Mixin):
         self.model_wrapped = self.model
 
     def _holdfast_resumed_from(self, resume: Any, folder: str) -> Any:
-        """Return the folder that the Trainer shall resume from, which has its state; None to begin."""
+        """Return the folder, with the Trainer's state, from which it resumes; None for a new run."""
         run = self._holdfast
         if resume is None:
             return None
@@ -223,7 +224,7 @@ class _Holdfast(_Mixin):
         return folder
 
     def _holdfast_own_folder(self, folder: Any) -> Any:
-        """Return the first rank's folder of the Trainer's own, for all ranks; None if it has none."""
+        """Return rank 0's folder that the Trainer has written, on all ranks; None if there is none."""
         is_there = folder is not None and os.path.isdir(folder)
         (found,) = broadcast_object_list([folder if is_there else None])
         if found is not None and not all(gather_object([os.path.isdir(found)])):
@@ -256,18 +257,19 @@ class _Holdfast(_Mixin):
         return position
 
     def _holdfast_begin_pass(self, number: int, num_batches: int) -> None:
-        """Note that a pass goes on after so many batches."""
+        """Note that a pass goes on after `num_batches` batches."""
         done = num_batches // self.args.gradient_accumulation_steps
         self._holdfast.data_pass.begin(number, self.state.global_step - done)
 
     @property
     def _holdfast_position(self) -> list[int]:
-        """The pass over the data, and the number of updates made in it."""
+        """The number of the pass over the data, and the updates made in it."""
         run = self._holdfast
         return [run.data_pass.number, self.state.global_step - run.data_pass.began]
 
     def _holdfast_tell_of_callbacks(self, saved: dict[str, Any]) -> None:
-        """Warn of callbacks whose state the Trainer leaves behind, and of a run that one had ended."""
+        """Warn of callbacks whose state the Trainer does not restore, and of a run that a callback had
+        ended."""
         if not self.args.should_save:
             return
         states, step = saved["stateful_callbacks"], saved["global_step"]
@@ -284,7 +286,7 @@ class _Holdfast(_Mixin):
             )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any) -> Any:
-        if self._holdfast.found is None:  # else all is restored at once, when all is there
+        if self._holdfast.found is None:  # else all is restored at once, after the preparation
             super()._load_from_checkpoint(resume_from_checkpoint, *args)
 
     def _prepare_for_training(self, max_steps: int, loader: Any, resume: str | None) -> Any:
@@ -315,12 +317,12 @@ class _Holdfast(_Mixin):
             checkpointer.restore(run.found)
             run.is_restored = True
             if (best := self._holdfast_best_step()) is not None:
-                with suppress(errors.NotFound):  # it is gone, which the end of the training tells
+                with suppress(errors.NotFound):  # it is gone; the end of the training reports that
                     notes_of(checkpointer).pin(best, "best")  # the run may have ended before it did
         return prepared
 
     def _holdfast_parts(self) -> dict[str, Any]:
-        """The part of the state that exists once all is prepared."""
+        """Return the part of the state that exists after the preparation."""
         if _is_peft_model(self.model):
             self._holdfast_leave_out_frozen()
         if self.args.save_only_model:
@@ -341,7 +343,8 @@ class _Holdfast(_Mixin):
             trainable_only(self.model)
 
     def _holdfast_side_files(self) -> dict[str, bytes]:
-        """The files that `from_pretrained` needs beside weights: configurations, and the tokenizer's."""
+        """Return the files that `from_pretrained` needs beside weights: configurations, and the
+        tokenizer's."""
         model = self.accelerator.unwrap_model(self.model)
         peft = getattr(model, "peft_config", {}).values() if _is_peft_model(model) else ()
         collator = getattr(self.data_collator, "tokenizer", None)
@@ -362,7 +365,7 @@ class _Holdfast(_Mixin):
         run = self._holdfast
         if run.found is not None and self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = (
-                True  # it had ended; the Trainer would take a step more
+                True  # the run had ended; the Trainer would make one more step
             )
             return
         run.losses.put_back()
@@ -391,26 +394,26 @@ class _Holdfast(_Mixin):
         self._holdfast_name_the_best()
 
     def _holdfast_name_the_best(self) -> None:
-        """Have the state name the step that is being saved as the best one, if it is."""
+        """Let the Trainer's state name the step that is being saved as the best, if it is the best."""
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = (
                 f"{self._holdfast.root}@{self.state.best_global_step}"
             )
 
     def _holdfast_best_step(self) -> int | None:
-        """Return the best of the steps that were saved here; None if a folder of the Trainer's has it."""
+        """Return the best step of the root; None if the best is a folder of the Trainer's."""
         number = re.search(r"@(\d+)$", self.state.best_model_checkpoint or "")
         return None if number is None else int(number[1])
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
         run = self._holdfast
         metrics = super()._evaluate(*args, **kwargs)
-        if run.has_begun:  # else it is the one before the first step
+        if run.has_begun:  # not the evaluation before the first step
             run.evaluated.add(self.state.global_step, metrics, tells=self.args.should_save)
         return metrics
 
     def _holdfast_between_steps(self) -> None:
-        """Save if a save is due, or was asked for in the step that has ended."""
+        """Save if a save is due, or was requested in the step that has ended."""
         run = self._holdfast
         step, checkpointer = self.state.global_step, run.checkpointer
         if checkpointer is None or not (run.must_save or step != run.last_step):
@@ -418,7 +421,7 @@ class _Holdfast(_Mixin):
         is_new, run.last_step = step != run.last_step, step
         must_save, run.must_save = run.must_save, False
         metrics = run.evaluated.metrics_of(step)
-        if must_save:  # once more: an epoch that ends with this step was evaluated after it
+        if must_save:  # again, because an evaluation at the end of the epoch may have followed
             self._holdfast_name_the_best()
         durable = checkpointer.every.durable
         if is_new:
@@ -433,14 +436,14 @@ class _Holdfast(_Mixin):
             tell_of_generated(self, step, notices_of(checkpointer).once)
         if _exchanges_weights(self.optimizer):
             wait_for_copies()
-        with suppress(errors.NotFound):  # the save was left out, which has been told
+        with suppress(errors.NotFound):  # the save was left out, with a warning
             if must_save and metrics:
                 notes_of(checkpointer).measure(step, metrics)
             if must_save and self.state.best_global_step == step:
                 notes_of(checkpointer).pin(step, "best")
 
     def _holdfast_tell_of_gradients(self, step: int) -> None:
-        """Warn, once, of a save at the end of a pass whose last batches have made no update."""
+        """Give a notice of a save at the end of a pass whose last batches have made no update."""
         run = self._holdfast
         if not self.accelerator.gradient_state.sync_gradients:
             notices_of(run.checkpointer).once(
@@ -462,14 +465,14 @@ class _Holdfast(_Mixin):
             errors.warn_user(f"the best model, of step {best}, is not loaded: {error}")
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """Push as the Trainer does, which leaves its own checkpoints out; the root is left out, too."""
+        """Push as the Trainer does, without its own checkpoints, and without the root."""
         with _left_out(self._holdfast.root, self.args.output_dir):
             return super().push_to_hub(*args, **kwargs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         limit = self.args.save_total_limit
         if self._holdfast_best_step() is not None:
-            # the Trainer would look for it among its own folders, to delete the others
+            # else the Trainer would look for the best among its own folders, and delete the others
             self.args.save_total_limit = None
         try:
             return super()._finalize_training(*args, **kwargs)
@@ -479,8 +482,8 @@ class _Holdfast(_Mixin):
 
 @contextmanager
 def _left_out(root: str, folder: str) -> Iterator[None]:
-    """Have the Trainer upload `folder` without a root that lies in it.  It names what to ignore itself, and
-    takes no more names."""
+    """In this block the Trainer uploads `folder` without the root in it.  Its own calls set the ignored
+    patterns, so the patterns of the root are added in the Hub's API."""
     patterns = _patterns_of(root, folder)
     if not patterns:
         yield
@@ -488,7 +491,7 @@ def _left_out(root: str, folder: str) -> Iterator[None]:
     own = trainer.hf_api
 
     class Api:
-        """Calls of the Hub as the Trainer has them, but for uploads of folders, which ignore more."""
+        """The Trainer's calls of the Hub, except that uploads of folders ignore more patterns."""
 
         def __getattr__(self, name: str) -> Any:
             return getattr(own(), name)
@@ -505,7 +508,7 @@ def _left_out(root: str, folder: str) -> Iterator[None]:
 
 
 def _patterns_of(root: str, folder: str) -> list[str]:
-    """Return patterns, relative to `folder`, of all that lies in a root; none if it lies elsewhere."""
+    """Return patterns, relative to `folder`, of the files of a root; empty if it is not in the folder."""
     root = root.removeprefix("file://")
     if "://" in root:
         return []
@@ -518,14 +521,15 @@ def _patterns_of(root: str, folder: str) -> list[str]:
 
 
 class _HoldfastRun:
-    """All that the overrides keep.  A Trainer has one attribute more, for subclasses have theirs."""
+    """The state of the overrides, in one attribute of the Trainer, so that names do not clash with
+    subclasses."""
 
     def __init__(self, output_dir: str, options: dict[str, Any]) -> None:
         self.root = os.fspath(options.pop("root", None) or os.path.join(output_dir, "holdfast"))
         self.options = options
         self.checkpointer: Any = None
         self.found: Any = None
-        """The step that `train` goes on from, before it is restored."""
+        """The step from which `train` goes on; set before it is restored."""
         self.must_save = self.is_restored = self.has_begun = False
         self.last_step = self.last_saved = 0
         self.data_pass = _PassOverData()
@@ -535,7 +539,7 @@ class _HoldfastRun:
 
 
 class _Evaluated:
-    """The metrics of the step that was evaluated last, as far as a step of a root can have them."""
+    """The metrics of the step that was evaluated last, without values that a root does not accept."""
 
     def __init__(self) -> None:
         self._step = 0
@@ -543,8 +547,8 @@ class _Evaluated:
         self._has_told = False
 
     def add(self, step: int, found: dict[str, Any], *, tells: bool) -> None:
-        """Keep the numbers of an evaluation, beside those of others of this step.  A value that is no
-        metric would end the training at the save: it is left out, and told once."""
+        """Add the numbers of an evaluation to those of this step.  Values that are no metrics, which would
+        make the save fail, are left out, with one warning."""
         numbers = {name: v for name, v in found.items() if isinstance(v, (int, float))}
         left_out = [name for name, value in numbers.items() if not _is_metric(name, value)]
         fit = {name: value for name, value in numbers.items() if name not in left_out}

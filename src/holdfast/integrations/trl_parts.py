@@ -1,9 +1,9 @@
-"""State of trl's trainers that training changes, and that is neither the model's nor the optimizer's.
+"""State of trl's trainers that training changes, besides the model's and the optimizer's.
 
 * The *reference model* of TR-DPO and GRPO follows the model (`sync_ref_model=True`), and the loss depends
   on it: it is part of the state.
-* *Batches that were generated* with the weights of an earlier step are used for several steps, and then
-  thrown away.  No checkpoint has them, trl's own neither: a run that goes on generates others.
+* *Generated batches*, made with the weights of an earlier step, are used for several steps.  No checkpoint
+  has them, not even trl's own: a resumed run generates others.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import nn
 
 
 def moving_reference(trainer: Any) -> dict[str, nn.Module]:
-    """The reference model as a part of the state, if training moves it."""
+    """Return the reference model as a part of the state, if training updates it."""
     model = getattr(trainer, "ref_model", None)
     moves = getattr(trainer.args, "sync_ref_model", False) and isinstance(model, nn.Module)
     return {"ref_model": model} if moves else {}
 
 
 def tell_of_generated(trainer: Any, step: int, tell_once: Callable[[str, str], object]) -> None:
-    """Warn, once, of a step that is saved amid batches which were generated with earlier weights."""
+    """Give a notice, once, of a step that is saved amid batches generated with earlier weights."""
     if getattr(trainer, "_buffered_inputs", None) is None:
         return
     args = trainer.args
