@@ -324,6 +324,7 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
     # -- the thread -------------------------------------------------------------------------------
 
     def _begin(self) -> None:
+        self._torchs.turned_at = time.monotonic()  # the new thread asks nothing for `pause_s`
         self._calls = CallThread(THREAD, self._between, self._pause_s)
 
     def _end(self) -> None:
@@ -338,6 +339,7 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
 
         def ask() -> T:
             self._torchs.end_if_given_up()
+            self._turned()
             try:
                 return work()
             finally:
