@@ -1,4 +1,4 @@
-"""The thread that asks the rendezvous of several nodes: it is given up once, and ended once."""
+"""The thread that asks the rendezvous of several nodes: it is given up once, and ends once."""
 
 from __future__ import annotations
 
@@ -62,3 +62,12 @@ def test_a_rendezvous_is_silent_from_the_question_on(node: Node) -> None:
     torchs.turned_at = torchs.answered_at = -3600.0
     silent_s = node.handler._asked(lambda: torchs.silent_s)
     assert result_of(silent_s, 60.0, TimeoutError) < 60.0
+
+
+@pytest.mark.parametrize("end", ["leave", "shutdown"])
+def test_a_node_that_has_ended_its_rendezvous_leaves_without_a_word(node: Node, end: str) -> None:
+    """The launcher leaves when its workers stop, and at a signal that comes then."""
+    getattr(node.handler, end)()
+    thread = node.handler._calls.thread
+    node.handler.leave()
+    assert node.handler._calls.thread is thread and not thread.is_alive()

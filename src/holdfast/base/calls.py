@@ -44,9 +44,14 @@ class CallThread:
         self._end = weakref.finalize(self, self._calls.put, None)
         self._end.atexit = False
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether `end` was called."""
+        return not self._end.alive
+
     def submit(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Have the thread make a call, behind those before.  Returns at once; RuntimeError after `end`."""
-        if not self._end.alive:
+        if self.has_ended:
             raise RuntimeError(f"{self.thread.name} takes no more calls")
         future: Future[T] = Future()
         self._calls.put((future, call, args, kwargs))

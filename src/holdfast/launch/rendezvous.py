@@ -203,6 +203,8 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
     def leave(self) -> None:
         """Leave the rendezvous at once; the others go on, and need not wait for a missing sign of life."""
         self.is_left = True
+        if self._calls.has_ended:
+            return
         if self.round is None:  # the thread waits for others
             self._torchs.give_up_thread(self._calls.thread)
             self._begin()
