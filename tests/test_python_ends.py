@@ -28,6 +28,7 @@ if sys.argv[1] == "destroyed":
     dist.destroy_process_group()
 """
 WORD_IS_LEFT = """
+import sys
 import torch.distributed as dist
 from holdfast.core.group.line import StoreLine
 
@@ -35,6 +36,10 @@ store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
 line = StoreLine(lambda: store, "this process", None)
 for _ in range(2000):
     line.leave_word(lambda s: s.set("key", "value"))
+if sys.argv[1] == "closed":
+    line.close()
+elif sys.argv[1] == "gone":
+    del line
 """
 
 
@@ -44,9 +49,11 @@ for _ in range(2000):
         (GLOO_LETS_GO, "the job's"),
         (GLOO_LETS_GO, "destroyed"),
         (GLOO_LETS_GO, "ours"),
-        (WORD_IS_LEFT, ""),
+        (WORD_IS_LEFT, "open"),
+        (WORD_IS_LEFT, "closed"),
+        (WORD_IS_LEFT, "gone"),
     ],
-    ids=["group of the job", "one that was destroyed", "group of ours", "store"],
+    ids=["the job's group", "one destroyed", "ours", "store", "line closed", "line gone"],
 )
 def test_no_thread_is_left_in_torch(script: str, argument: str) -> None:
     command = [sys.executable, "-c", script, argument]

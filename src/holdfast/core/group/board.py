@@ -348,9 +348,8 @@ class Board:
                 self.post(f"bye/{self.rank}", b"", min(self.deadline_s, _LEAVE_S))
         except AgentError:
             pass  # a rank that is gone does not need the board
-        self._lost = self._line.lost
-        self._line.close()
-        self._line = None
+        line, self._lost, self._line = self._line, self._line.lost, None
+        line.close()
 
 
 def _place(size: int) -> tuple[str, int, int | None]:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from holdfast.base.calls import CallThread, result_of
+from holdfast.base.calls import CallThread, is_done, result_of
 from holdfast.base.errors import AgentError, Deadline
 
 _T = TypeVar("_T")
@@ -26,7 +26,10 @@ _T = TypeVar("_T")
 _EXIT_S = 1.0
 """Seconds that a store may take, when Python ends, for the questions before."""
 
+_THREAD = "holdfast-line"
+
 _lines: weakref.WeakSet[StoreLine] = weakref.WeakSet()
+"""Lines that are open."""
 
 
 class StoreLine:
@@ -42,17 +45,17 @@ class StoreLine:
         self._connect = connect
         self._asker: CallThread | None = None
         self._store: Future[Any]
-        self._starting = threading.Lock()
+        self._putting = threading.Lock()
         _lines.add(self)
 
     def ask(self, what: str, question: Callable[[Any], _T], limit_s: float) -> _T:
         """Return what `question` returns, given the store.
 
-        Deadline if the host does not answer within `limit_s`, AgentError if it is gone.
+        Deadline if the host does not answer within `limit_s`, AgentError if it is gone, or the line closed.
         """
-        if self.lost:
+        answer: Future[_T] | None = self._put(question)
+        if answer is None:
             raise AgentError(f"{self.lost} ({what})")
-        answer: Future[_T] = self._put(question)
 
         def late() -> Deadline:
             answer.cancel()
@@ -73,27 +76,35 @@ class StoreLine:
 
     def leave_word(self, question: Callable[[Any], object]) -> None:
         """Ask as soon as the host answers, if it ever does; nobody waits for it."""
-        if not self.lost:
-            self._put(question)
+        self._put(question)
 
-    def _put(self, question: Callable[[Any], Any]) -> Future[Any]:
-        with self._starting:
+    def _put(self, question: Callable[[Any], Any]) -> Future[Any] | None:
+        """Have the thread ask; None if nobody shall ask any more."""
+        with self._putting:
+            if self.lost:
+                return None
             if self._asker is None:
-                self._asker = CallThread("holdfast-line")
+                self._asker = CallThread(_THREAD)
                 self._store = self._asker.submit(self._connect)
-        store = self._store
-        return self._asker.submit(lambda: question(store.result()))
+            store = self._store
+            return self._asker.submit(lambda: question(store.result()))
 
-    def settle(self, limit_s: float) -> None:
-        """Wait until the questions before are answered, but no longer than `limit_s`."""
-        if self._asker is not None:
-            with suppress(AgentError, Deadline):
-                self.ask("at the end", lambda _: None, limit_s)
+    def settle(self, limit_s: float) -> threading.Thread | None:
+        """Wait until the questions before are answered, but no longer than `limit_s`; return the thread."""
+        if self._asker is None:
+            return None
+        last = self._put(lambda _: None)
+        if last is not None:
+            is_done(last, limit_s)
+        return self._asker.thread
 
     def close(self) -> None:
         """Let go of the store, when the questions before are answered."""
-        if self._asker is not None:
-            self._asker.end()
+        with self._putting:
+            _lines.discard(self)
+            self.lost = self.lost or f"the connection to {self.host} is closed"
+            if self._asker is not None:
+                self._asker.end()
 
 
 def lose_all(why: str) -> None:
@@ -110,10 +121,12 @@ def _every_line() -> tuple[StoreLine, ...]:
 
 def _settle_all() -> None:
     """Leave no thread of ours inside torch: it would call `std::terminate` if Python is gone when the store
-    has answered, and the process would end with SIGABRT."""
+    has answered, and the process would end with SIGABRT.  A line that is gone may have left one, too."""
     until = time.monotonic() + _EXIT_S
-    for line in _every_line():
-        line.settle(max(until - time.monotonic(), 0.0))
+    settled = [line.settle(max(until - time.monotonic(), 0.0)) for line in _every_line()]
+    for thread in threading.enumerate():
+        if thread.name == _THREAD and thread not in settled:
+            thread.join(max(until - time.monotonic(), 0.0))
 
 
 atexit.register(_settle_all)
