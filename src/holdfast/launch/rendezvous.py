@@ -21,7 +21,6 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 from uuid import uuid4
@@ -43,7 +42,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-from holdfast.base.calls import CallThread, is_done, result_of
+from holdfast.base.calls import CallThread, Promise, is_done, result_of
 from holdfast.base.wire import decode_json
 from holdfast.launch.door import Door, Neighbour
 from holdfast.launch.nodes import EndOfRound, Introduction
@@ -336,8 +335,8 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
         self._calls.thread.join(SILENT_S)
         self._torchs.renew_heartbeats(begin=False)  # last: the thread may have restarted them
 
-    def _asked(self, work: Callable[[], T]) -> Future[T]:
-        """Have the thread do `work`; the future gets its result or its error."""
+    def _asked(self, work: Callable[[], T]) -> Promise[T]:
+        """Have the thread do `work`, and promise its result."""
 
         def ask() -> T:
             self._torchs.end_if_given_up()
@@ -434,7 +433,7 @@ def is_inside() -> bool:
     return any(thread.name.startswith((THREAD, TIMER)) for thread in threading.enumerate())
 
 
-def _awaited(answer: Future[T], check: Callable[[], None] = lambda: None) -> T:
+def _awaited(answer: Promise[T], check: Callable[[], None] = lambda: None) -> T:
     """Wait for the answer in short slices, so that signals reach this thread."""
     while not is_done(answer, SLICE_S):
         check()

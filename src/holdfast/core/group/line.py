@@ -12,13 +12,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from holdfast.base.calls import CallThread, is_done, result_of
+from holdfast.base.calls import CallThread, Promise, is_done, result_of
 from holdfast.base.errors import AgentError, Deadline
 
 _T = TypeVar("_T")
@@ -44,7 +43,7 @@ class StoreLine:
         """Why nobody shall ask any more; empty: it may be asked."""
         self._connect = connect
         self._asker: CallThread | None = None
-        self._store: Future[Any]
+        self._store: Promise[Any]
         self._putting = threading.Lock()
         _lines.add(self)
 
@@ -53,7 +52,7 @@ class StoreLine:
 
         Deadline if the host does not answer within `limit_s`, AgentError if it is gone, or the line closed.
         """
-        answer: Future[_T] | None = self._put(question)
+        answer: Promise[_T] | None = self._put(question)
         if answer is None:
             raise AgentError(f"{self.lost} ({what})")
 
@@ -78,7 +77,7 @@ class StoreLine:
         """Ask as soon as the host answers, if it ever does; nobody waits for it."""
         self._put(question)
 
-    def _put(self, question: Callable[[Any], Any]) -> Future[Any] | None:
+    def _put(self, question: Callable[[Any], Any]) -> Promise[Any] | None:
         """Have the thread ask; None if nobody shall ask any more."""
         with self._putting:
             if self.lost:
