@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,33 @@ def test_what_a_failed_save_has_left_goes_with_the_next_one_of_any_writer(
     left = images()
     save()
     assert len(left) == len(images()) == 1 and left != images()
+
+
+def test_a_save_takes_away_what_it_handed_to_others_and_a_failed_one_leaves_it_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handed: dict[str, bytes] = {}
+    monkeypatch.setattr(module, "hand", handed.__setitem__)
+    monkeypatch.setattr(module, "take_away", handed.pop)
+    saves = module.PlannedSaves(str(tmp_path))
+
+    def save(step: int | None, fails: bool = False) -> None:
+        attempt = saves.begin(step)
+        written = saves.prepare(attempt, 0, [module.Part("x", torch.ones(3))]).write()
+        if not fails:
+            saves.commit([written])
+
+    for step in (None, 7) * 3:
+        save(step, fails=True)
+    assert len(saves._keys) == len(handed) == 2
+    late = saves.prepare(saves.begin(), 0, [module.Part("x", torch.ones(3))]).write()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(saves.begin).result(60)
+        saves.commit([late])
+    assert len(saves._keys) == len(handed) == 2, "the second save's, which others have not read"
+    save(7)
+    save(None)
+    assert not saves._keys and not handed
 
 
 def test_two_saves_at_once_without_an_id_are_two_steps(
