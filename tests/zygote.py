@@ -177,6 +177,7 @@ def _serve(number: int) -> None:
         if "poll" in request:
             answer = ended.get(request["poll"])
         elif answer := os.fork():
+            ended.pop(answer, None)  # an earlier program had the same number
             for one in fds:
                 os.close(one)
         else:
