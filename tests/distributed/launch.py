@@ -16,6 +16,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,36 +89,34 @@ def _environment() -> dict[str, str]:
 
 def _end(started: zygote.Program | subprocess.Popen[bytes]) -> None:
     """Stop torchrun and every rank; SIGABRT first, so that each prints where it stands."""
-    for pid in _descendants(started.pid):
-        _signal(pid, signal.SIGABRT)
-    try:
+    below = _descendants(started.pid)
+    for pid in below:
+        _signal(os.kill, pid, signal.SIGABRT)
+    with suppress(subprocess.TimeoutExpired):
         started.wait(timeout=300)
-    except subprocess.TimeoutExpired:
-        for pid in (*_descendants(started.pid), started.pid):
-            _signal(pid, signal.SIGKILL)
-        started.wait()
+    for group in {started.pid, *below.values(), *_descendants(started.pid).values()}:
+        _signal(os.killpg, group, signal.SIGKILL)
+    started.wait()
 
 
-def _descendants(pid: int) -> list[int]:
-    """Processes below `pid`: torchrun gives each rank a session of its own."""
-    parents = {}
+def _descendants(pid: int) -> dict[int, int]:
+    """Processes below `pid`, with their groups: a real torchrun gives each rank one of its own."""
+    known = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rsplit(")", 1)[1].split()
         except OSError:
             continue
-        parents[int(stat.parent.name)] = int(fields[1])
+        known[int(stat.parent.name)] = int(fields[1]), int(fields[2])
     found = [pid]
     for one in found:
-        found += [child for child, parent in parents.items() if parent == one]
-    return found[1:]
+        found += [child for child, (parent, _) in known.items() if parent == one]
+    return {child: known[child][1] for child in found[1:]}
 
 
-def _signal(pid: int, number: int) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        pass
+def _signal(send: Callable[[int, int], None], to: int, number: int) -> None:
+    with suppress(ProcessLookupError):
+        send(to, number)
 
 
 def _outputs(logs: Path) -> dict[int, str]:
