@@ -108,10 +108,18 @@ def imports(path: Path) -> Iterator[tuple[str, int]]:
     for node in nodes(path):
         if isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path}:{node.lineno}: relative import"
-            names = [f"holdfast.{a.name}" for a in node.names] if node.module == "holdfast" else []
-            yield from ((name, node.lineno) for name in names or [node.module or ""])
+            names = [f"{node.module}.{a.name}" for a in node.names]
+            if node.module != "holdfast":
+                names = [node.module or "", *filter(is_module, names)]
+            yield from ((name, node.lineno) for name in names)
         elif isinstance(node, ast.Import):
             yield from ((a.name, node.lineno) for a in node.names)
+
+
+def is_module(name: str) -> bool:
+    """Whether a dotted name is that of a module or a package of holdfast."""
+    path = SRC.joinpath(*name.split("."))
+    return path.is_dir() or path.with_suffix(".py").is_file()
 
 
 def modules() -> list[Path]:
@@ -128,6 +136,18 @@ def place(module: str) -> tuple[int, int]:
         f"{module}: in no layer"
     )
     return FLOOR[room], layers[0] if layers else -1
+
+
+def test_a_module_that_is_imported_out_of_its_package_is_seen(tmp_path: Path) -> None:
+    one = tmp_path / "one.py"
+    one.write_text(
+        "import holdfast.cli.main\nfrom holdfast import open, store\nfrom holdfast.live import kinds\n"
+        "from holdfast.core.group import Group, line\nfrom holdfast.base.errors import AgentError\n"
+    )
+    assert [name for name, _ in imports(one)] == [
+        "holdfast.cli.main", "holdfast.open", "holdfast.store", "holdfast.live", "holdfast.live.kinds",
+        "holdfast.core.group", "holdfast.core.group.line", "holdfast.base.errors",
+    ]  # fmt: skip
 
 
 def test_imports_go_down() -> None:
