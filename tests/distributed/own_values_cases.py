@@ -258,6 +258,30 @@ def sharded_tensors_beside_values_of_each_rank(root: Path) -> None:
         assert (mine.number, mine.shadow) == (rank + 1, expected)
 
 
+class Dealt(dict[str, Any]):
+    """A dict of the script's that deals out what is left of all ranks."""
+
+    def redistribute(self, states: list[dict[str, Any]], rank: int, world_size: int) -> None:
+        self["left"] = [one for state in states for one in state["left"]][rank::world_size]
+
+
+class Dealing(Estimating):
+    """An optimizer whose class has a method of that name; its groups are no state to deal out."""
+
+    def redistribute(self, states: list[Any], rank: int, world_size: int) -> None:
+        raise AssertionError("not called")
+
+
+def plain_values_of_each_rank(root: Path) -> None:
+    """Read again by `test_a_dict_that_redistributes` and others with one."""
+    rank = dist.get_rank()
+    mine = Dealt(left=[rank, rank + 10], kept=torch.ones(2))
+    holdfast.save(root, {"mine": mine}, step=1)
+    again = Dealt(left=[], kept=torch.zeros(2))
+    holdfast.load(root, {"mine": again})
+    assert again["left"] == [rank, rank + 10] and again["kept"].tolist() == [1, 1]
+
+
 class Assigned(Averages):
     """Takes the tensors that it is given for its own."""
 
@@ -381,6 +405,7 @@ CASES = [
     replicated_tensors_of_an_object_are_on_its_mesh,
     an_object_that_cannot_be_asked_gets_whole_tensors,
     sharded_tensors_beside_values_of_each_rank,
+    plain_values_of_each_rank,
     each_rank_gets_its_own_values_back,
     damage_that_one_rank_sees_is_passed_over_by_all,
     values_of_ranks_are_refused_on_another_layout,

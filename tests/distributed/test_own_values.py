@@ -5,11 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 import holdfast
+from holdfast.errors import RuleError
 
 from .cases import Case, check, run_module
-from .own_values_cases import CASES, ON_THREE, Assigned, Averages, built, check_averages, whole
+from .own_values_cases import (
+    CASES,
+    ON_THREE,
+    Assigned,
+    Averages,
+    Dealing,
+    Dealt,
+    built,
+    check_averages,
+    contents,
+    whole,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -39,6 +52,31 @@ def test_sharded_tensors_of_an_object_on_one_rank(out: Path, failed: dict[str, l
     holdfast.load(path, {"model": model, "mine": mine})
     assert mine.number == 3
     assert mine.shadow == {name: whole(p.detach()) for name, p in expected.named_parameters()}
+
+
+def test_a_dict_of_the_scripts_redistributes(out: Path, failed: dict[str, list[str]]) -> None:
+    """It gets the states of all ranks, with the tensors that they have in common."""
+    check(failed, "plain_values_of_each_rank")
+    mine = Dealt(left=[], kept=torch.zeros(2))
+    path = out / "plain_values_of_each_rank"
+    holdfast.load(path, {"mine": mine}, on_resize={"mine": "redistribute"})
+    assert mine["left"] == [0, 10, 1, 11] and mine["kept"].tolist() == [1, 1]
+    plain = {"mine": {"left": [], "kept": torch.zeros(2)}}
+    with pytest.raises(RuleError, match="'mine' has no method redistribute"):
+        holdfast.load(path, plain, on_resize={"mine": "redistribute"})
+
+
+def test_an_optimizer_is_never_asked_to_redistribute(
+    out: Path, failed: dict[str, list[str]]
+) -> None:
+    """Whatever methods its class has: its values are refused before anything is written."""
+    check(failed, "each_rank_gets_its_own_values_back")
+    model, optimizer = built("whole", 1, Dealing)
+    before = contents(model, optimizer)
+    path, rule = out / "each_rank_gets_its_own_values_back", {"optim": "redistribute"}
+    with pytest.raises(RuleError, match="'optim' is of kind optimizer"):
+        holdfast.load(path, {"model": model, "optim": optimizer}, on_resize=rule)
+    assert contents(model, optimizer) == before
 
 
 def test_averages_on_other_numbers_of_ranks(out: Path, failed: dict[str, list[str]]) -> None:

@@ -52,6 +52,7 @@ class ModuleKind(Kind):
     """A module, or the stages of a pipeline under one key."""
 
     saved_as = "module"
+    may_redistribute = False
 
     def __init__(self, key: str, value: Any, given: Any, sources: Sources) -> None:
         super().__init__(key, value, given, sources)

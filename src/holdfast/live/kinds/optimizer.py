@@ -51,6 +51,7 @@ class OptimizerKind(Kind):
     """An optimizer of torch's class, or several that were handed over under one key."""
 
     saved_as = "optimizer"
+    may_redistribute = False
 
     def __init__(self, key: str, value: Any, given: Any, sources: Sources) -> None:
         super().__init__(key, value, given, sources)

@@ -294,13 +294,13 @@ class Restoring:
                 hint=f"pass on_resize={{{lost[0]!r}: RULE}} with RULE one of {_RULES}",
             )
         for name in moved:
-            value = self.state.get(name)
-            if self.rule(name) == "redistribute" and not callable(
-                getattr(value, "redistribute", None)
-            ):
+            kind = self.kinds[name.partition(".")[0]]
+            if self.rule(name) == "redistribute" and not kind.redistributes(name):
+                why = "has no method redistribute(states, rank, world_size)"
+                of_kind = f"is of kind {kind.saved_as}, whose methods are not called for that"
                 raise RuleError(
-                    f"{name!r} has no method redistribute(states, rank, world_size)",
-                    hint=f"write one, or choose another rule of {_RULES}",
+                    f"{name!r} {why if kind.may_redistribute else of_kind}",
+                    hint=f"{'write one, or ' * kind.may_redistribute}choose another rule of {_RULES}",
                 )
 
     def _lying_otherwise(self) -> set[str]:
