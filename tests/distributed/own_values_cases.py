@@ -282,6 +282,19 @@ def plain_values_of_each_rank(root: Path) -> None:
     assert again["left"] == [rank, rank + 10] and again["kept"].tolist() == [1, 1]
 
 
+def removed_entries_are_told_by_rank_0(root: Path) -> None:
+    """Also where each rank has restored values of its own."""
+    rank = dist.get_rank()
+    holdfast.save(root, {"progress": {"n": 1}, "mine": [rank]}, step=1)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        holdfast.load(root, {"progress": {"n": 0, "best": None}, "mine": [9]})
+    words = [str(one.message) for one in told if "has nothing of 'best'" in str(one.message)]
+    counts: list[int | None] = [None, None]
+    dist.all_gather_object(counts, len(words))
+    assert counts == [1, 0]
+
+
 class Assigned(Averages):
     """Takes the tensors that it is given for its own."""
 
@@ -406,6 +419,7 @@ CASES = [
     an_object_that_cannot_be_asked_gets_whole_tensors,
     sharded_tensors_beside_values_of_each_rank,
     plain_values_of_each_rank,
+    removed_entries_are_told_by_rank_0,
     each_rank_gets_its_own_values_back,
     damage_that_one_rank_sees_is_passed_over_by_all,
     values_of_ranks_are_refused_on_another_layout,

@@ -407,3 +407,11 @@ def test_what_a_restore_removes_from_a_dict_is_told_once(tmp_path: Path) -> None
         warnings.simplefilter("error", holdfast.HoldfastWarning)
         holdfast.load(tmp_path, {"told once": progress})
     assert progress == {"epoch": 3, "more": 1}
+
+
+def test_the_first_dict_under_a_key_tells_what_is_removed(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "none", {"late dict": None}, step=1)
+    holdfast.load(tmp_path / "none", {"late dict": None})
+    holdfast.save(tmp_path / "dict", {"late dict": {"epoch": 3}}, step=2)
+    with pytest.warns(holdfast.HoldfastWarning, match="late dict: step 2 has nothing of 'best'"):
+        holdfast.load(tmp_path / "dict", {"late dict": {"epoch": 0, "best": None}})

@@ -373,5 +373,5 @@ class Restoring:
             if written is not None and key in having:
                 written.look(key)
         if not self.group.rank or self.manifest.per_rank:
-            self.filling.tell()
+            self.filling.tell(self.group.rank)
         self.settings.tell()
