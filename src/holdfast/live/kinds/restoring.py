@@ -204,12 +204,14 @@ class Restoring:
         return found
 
     def _note_homeless(self, homeless: list[Mismatch]) -> None:
-        """Note saved states whose objects the state lacks: problems or, without `strict`, told once."""
+        """Note saved states whose objects the state lacks: problems or, without `strict`, told once, for
+        their plain values are put in the places of the objects."""
         if self.options.strict:
             self.problems.found += homeless
         else:
             self.problems.unexpected += [
-                Mismatch("unexpected", one.name, f": {one.said}") for one in homeless
+                Mismatch("unexpected", one.name, f": {one.said}; its values are put there")
+                for one in homeless
             ]
 
     # -- memory for tensors that have no place of their own -----------------------------------------

@@ -189,8 +189,9 @@ def tell_untouched(checkpoint: Checkpoint, untouched: list[Mismatch], group: Gro
     lines = [one.text for one in untouched]
     emit("restore.untouched", step=checkpoint.step, names=lines)
     warn_user(
-        f"step {checkpoint.step} and the live state have not all in common; what only one side has was "
-        "left as it is:\n  " + "\n  ".join(first_of(lines, MAX_UNTOUCHED))
+        f"step {checkpoint.step} and the live state have not all in common; what only one side has was, "
+        "unless its line says otherwise, left as it is:\n  "
+        + "\n  ".join(first_of(lines, MAX_UNTOUCHED))
     )
 
 
