@@ -276,7 +276,7 @@ def plain_values_of_each_rank(root: Path) -> None:
     """Read again by `test_a_dict_that_redistributes` and others with one."""
     rank = dist.get_rank()
     mine = Dealt(left=[rank, rank + 10], kept=torch.ones(2))
-    holdfast.save(root, {"mine": mine}, step=1)
+    holdfast.save(root, {"mine": mine, "best": None if rank == 0 else 0.5}, step=1)
     again = Dealt(left=[], kept=torch.zeros(2))
     holdfast.load(root, {"mine": again})
     assert again["left"] == [rank, rank + 10] and again["kept"].tolist() == [1, 1]

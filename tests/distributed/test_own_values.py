@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,6 +65,21 @@ def test_a_dict_of_the_scripts_redistributes(out: Path, failed: dict[str, list[s
     plain = {"mine": {"left": [], "kept": torch.zeros(2)}}
     with pytest.raises(RuleError, match="'mine' has no method redistribute"):
         holdfast.load(path, plain, on_resize={"mine": "redistribute"})
+
+
+@pytest.mark.parametrize("rule", ["rank0", "same"])
+def test_none_of_the_first_rank_is_a_value(
+    rule: str, out: Path, failed: dict[str, list[str]]
+) -> None:
+    """Every rank gets it by its rule, and `find` shows it."""
+    check(failed, "plain_values_of_each_rank")
+    state: dict[str, Any] = {"best": 0.25}
+    path, rules = out / "plain_values_of_each_rank", {"best": rule, "mine": "fresh"}
+    with holdfast.Checkpointer(path, on_resize=rules) as ckpt:
+        found = ckpt.find()
+    assert found is not None and found.extras == {"best": None} and not found.undecided
+    holdfast.load(path, state, on_resize={"best": rule})
+    assert state == {"best": None}
 
 
 def test_an_optimizer_is_never_asked_to_redistribute(
