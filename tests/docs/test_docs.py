@@ -25,9 +25,9 @@ import pytest
 
 import holdfast
 import zygote
+from core.store.objects.servers import S3_ENV, Moto
 from docs.commands import ROOT, SOAK_S, commands_of, run
 from holdfast.cli.main import VERBS
-from objects.servers import S3_ENV, Moto
 from ports import free_port
 
 DOCS = ROOT / "docs"
