@@ -130,6 +130,38 @@ def test_what_an_object_writes_to_weights_while_it_is_loaded_is_told(tmp_path: P
     assert "helper wrote to model.weight, optim.state while it was loaded" in texts[0]
 
 
+class Unfreezing:
+    """Adds the last layer to the optimizer, also while it is loaded."""
+
+    def __init__(self, optim: torch.optim.Optimizer, layer: nn.Module) -> None:
+        self.optim, self.layer, self.done = optim, layer, False
+
+    def unfreeze(self) -> None:
+        self.optim.add_param_group({"params": self.layer.parameters(), "lr": 0.5})
+        self.done = True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        if saved["done"] and not self.done:
+            self.unfreeze()
+
+
+def test_a_group_that_is_added_while_an_object_is_loaded_gets_its_settings(tmp_path: Path) -> None:
+    def build() -> dict[str, Any]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        optim = torch.optim.SGD(model[0].parameters(), lr=0.1)
+        return {"model": model, "optim": optim, "a_callback": Unfreezing(optim, model[1])}
+
+    state, again = build(), build()
+    state["a_callback"].unfreeze()
+    state["optim"].param_groups[1]["lr"] = 0.7
+    holdfast.save(tmp_path, state, step=1)
+    holdfast.load(tmp_path, again)
+    assert [group["lr"] for group in again["optim"].param_groups] == [0.1, 0.7]
+
+
 def test_from_records(tmp_path: Path) -> None:
     options: Any = {"every": holdfast.Every(durable=3, delta=1), "delta": holdfast.Delta()}
 

@@ -311,7 +311,7 @@ def put_plain_states(
     unfit: Collection[int] = (),
 ) -> None:
     """Put back states of parameters that are no tensors.  `unfit`: ids of parameters to leave out."""
-    for (group, _), params in zip(optimizer.source.groups(optimizer.value), optimizer.pairs):
+    for (group, _), params in zip(optimizer.groups, optimizer.pairs):
         for name, p in params:
             if id(p) in unfit:
                 continue
