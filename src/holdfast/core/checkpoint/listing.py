@@ -24,7 +24,7 @@ from holdfast.core.checkpoint.names import (
     verified_attempt,
 )
 from holdfast.core.format.manifest import MANIFEST_HEAD_BYTES, FileEntry, Manifest
-from holdfast.core.store import Store, at_a_time
+from holdfast.core.store import Store, num_threads_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def survey_root(store: Store) -> Listing:
         except HoldfastError as error:
             read[step] = error
 
-    in_threads(look, list(keys.manifests), at_a_time(store))
+    in_threads(look, list(keys.manifests), num_threads_for(store))
     sound = [one for one in read.values() if isinstance(one, Manifest)]
     keys.known.learn(Saved(manifest.run, manifest.step) for manifest in sound)
     steps = tuple(_judge(store, saved, read[saved.step], sizes) for saved in keys.saved)

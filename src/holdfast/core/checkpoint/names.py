@@ -45,7 +45,7 @@ from holdfast.core.format.manifest import (
     decode_manifest,
     verified,
 )
-from holdfast.core.store import Store, at_a_time, delete_many, keys_below
+from holdfast.core.store import Store, delete_many, keys_below, num_threads_for
 
 AND_LOG = ("log/", "steps/")
 """The parts that a restart looks at, and a run with records that tidies up."""
@@ -198,7 +198,7 @@ class RootKeys:
             found[step] = read_head(self.store, step, self.manifests[step])
 
         unknown = [step for step in self.manifests if step not in found]
-        in_threads(look, unknown, at_a_time(self.store))
+        in_threads(look, unknown, num_threads_for(self.store))
         saved = sorted(filter(None, found.values()))
         self.known.learn(saved)
         return saved

@@ -33,7 +33,7 @@ from holdfast.core.checkpoint.names import (
 from holdfast.core.checkpoint.notes import Metrics, Notes, notes_among, read_notes
 from holdfast.core.checkpoint.tidying import INDEX, Keep, Lock, marking
 from holdfast.core.format.manifest import verified
-from holdfast.core.store import LocalStore, Store, at_a_time
+from holdfast.core.store import LocalStore, Store, num_threads_for
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([smhd])")
@@ -160,7 +160,7 @@ def _all_stated(keys: RootKeys, saved: list[Saved]) -> dict[int, Stated | None]:
     def look(one: Saved) -> None:
         found[one.step] = _stated(keys, one)
 
-    in_threads(look, saved, at_a_time(keys.store))
+    in_threads(look, saved, num_threads_for(keys.store))
     return found
 
 
