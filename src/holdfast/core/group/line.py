@@ -1,8 +1,9 @@
-"""A line: questions to a torch store that end, whatever becomes of the process that hosts it.
+"""A line: requests to a torch store with a deadline, even if the process that hosts it is stopped.
 
 A torch store waits for its host without a limit: while that process is stopped, `check` and `get` do not
-return.  So a thread of the line's own asks, and whoever wanted to know waits for that thread no longer than
-it may.  A question that is given up before it was put is dropped.  When the host goes on, so does the line.
+return.  So a thread of the line sends the requests, and the caller waits for that thread until its
+deadline.  A request that is given up before it was sent is dropped.  When the host continues, so does the
+line.
 """
 
 from __future__ import annotations
@@ -23,24 +24,24 @@ from holdfast.base.errors import AgentError, Deadline
 _T = TypeVar("_T")
 
 _EXIT_S = 1.0
-"""Seconds that a store may take, when Python ends, for the questions before."""
+"""Seconds in which a store must answer the pending questions at exit."""
 
 _THREAD = "holdfast-line"
 
 _lines: weakref.WeakSet[StoreLine] = weakref.WeakSet()
-"""Lines that are open."""
+"""Open lines."""
 
 
 class StoreLine:
     """Questions to one store, one after the other; from any thread."""
 
     def __init__(self, connect: Callable[[], Any], host: str, rank: int | None) -> None:
-        """`connect` gives the store, on the line's thread.  `host`: who is to blame if it does not answer,
-        and its `rank`, if it is one."""
+        """`connect` returns the store; it runs on the line's thread.  `host`: the name of the store's
+        host in errors, and its `rank`, if it has one."""
         self.host = host
         self.rank = rank
         self.lost = ""
-        """Why nobody shall ask any more; empty: it may be asked."""
+        """Reason why `ask` raises AgentError at once; else empty."""
         self._connect = connect
         self._asker: CallThread | None = None
         self._store: Promise[Any]
@@ -74,11 +75,11 @@ class StoreLine:
             ) from error
 
     def leave_word(self, question: Callable[[Any], object]) -> None:
-        """Ask as soon as the host answers, if it ever does; nobody waits for it."""
+        """Ask once the host answers, if it ever does; does not block."""
         self._put(question)
 
     def _put(self, question: Callable[[Any], Any]) -> Promise[Any] | None:
-        """Have the thread ask; None if nobody shall ask any more."""
+        """Have the thread ask; None if the line is lost."""
         with self._putting:
             if self.lost:
                 return None
@@ -89,7 +90,7 @@ class StoreLine:
             return self._asker.submit(lambda: question(store.result()))
 
     def settle(self, limit_s: float) -> threading.Thread | None:
-        """Wait until the questions before are answered, but no longer than `limit_s`; return the thread."""
+        """Block until all earlier questions are answered, at most `limit_s`; return the thread."""
         if self._asker is None:
             return None
         last = self._put(lambda _: None)
@@ -98,7 +99,7 @@ class StoreLine:
         return self._asker.thread
 
     def close(self) -> None:
-        """Let go of the store, when the questions before are answered."""
+        """Release the store once all earlier questions are answered; does not block."""
         with self._putting:
             _lines.discard(self)
             self.lost = self.lost or f"the connection to {self.host} is closed"
@@ -107,14 +108,14 @@ class StoreLine:
 
 
 def lose_all(why: str) -> None:
-    """From now on every line there is says at once that it is lost."""
+    """Make every existing line raise AgentError, with this reason, at once."""
     for line in _every_line():
         line.lost = why
 
 
 def _every_line() -> tuple[StoreLine, ...]:
     while True:
-        with suppress(RuntimeError):  # another thread makes one in this moment
+        with suppress(RuntimeError):  # another thread adds one at this moment
             return tuple(_lines)
 
 
