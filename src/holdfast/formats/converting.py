@@ -303,8 +303,7 @@ class _Conversion:
                 raise UsageError(what, hint="remove it, or give a target on the disk that is meant")
 
     def _remove_partial(self) -> None:
-        """Remove the partial folder, the mark last: without the mark the rest would count as foreign
-        files."""
+        """Remove the partial folder, the mark last: without it, the rest would count as foreign files."""
         with suppress(FileNotFoundError):
             shutil.rmtree(self.work.root)
         shutil.rmtree(self.partial.root)
