@@ -52,7 +52,7 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest --quiet tests/test_architecture.py tests/docs/test_site.py
+	$(BIN)/python -m pytest --quiet tests/house/test_architecture.py tests/docs/test_site.py
 	$(BIN)/python .ci/shape.py
 	$(MAKE) --no-print-directory docs
 
@@ -75,7 +75,7 @@ gpu:
 	  $(PYTHON) -m pip install ml_dtypes msgspec rich xxhash
 	PYTHONPATH=src $(PYTHON) -m bench.claims.gpu
 	@$(PYTHON) -c 'import pytest' 2>/dev/null || $(PYTHON) -m pip install pytest
-	PYTHONPATH=src $(PYTHON) -m pytest -q -m "" tests/gpu
+	PYTHONPATH=src $(PYTHON) -m pytest -q -m "" tests/system/gpu
 
 bench: $(READY) $(STRANGERS)
 	$(BIN)/python -m bench

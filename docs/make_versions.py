@@ -24,8 +24,8 @@ TESTED = {
     "safetensors": ("0.8.0", "files"),
     "obstore": ("0.12.1", "buckets"),
 }
-"""Packages of others: the version that the tests ran with (`tests/strangers/test_versions.py`), and what
-they do with it."""
+"""Packages of others: the version that the tests ran with, and what they do with it.
+`tests/system/strangers/test_versions.py` compares."""
 
 
 def write(page: Path) -> None:

@@ -22,8 +22,8 @@ with suppress(ImportError):  # tests of devices run where it is not
     settings.load_profile("holdfast")
 
 from holdfast.errors import silence
-from memory.fixtures import lives, zygote
 from soaking import leave_to_the_soak
+from tiers.memory.fixtures import lives, zygote
 
 __all__ = ["lives", "zygote"]
 
@@ -31,37 +31,37 @@ silence("held-long")  # which a busy machine makes true
 
 TESTS = Path(__file__).parent
 FIRST = (
-    "state/test_many_tensors.py",  # these two while there is little in memory: the collector, forks
-    "memory/test_every_write.py",
+    "live/state/test_many_tensors.py",  # these two while there is little in memory: the collector, forks
+    "tiers/memory/test_every_write.py",
     "launching/test_kills.py",  # these seven for the soak: up to half an hour each
-    "objects/test_faults.py",
-    "loops/test_loops.py",
+    "core/store/objects/test_faults.py",
+    "system/loops/test_loops.py",
     "docs/test_docs.py",
-    "trainers/test_deepspeed.py",
-    "trainers/test_accelerate.py",
-    "trainers/test_transformers.py",
-    "strangers/test_strangers.py",
-    "crash/test_mixed_overwrite.py",
-    "delta/test_kills.py",
-    "optimizers/test_optimizers.py",
-    "nodes/test_elastic_memory.py",
-    "nodes/test_chaos.py",
-    "nodes/test_elastic_durable.py",
-    "distributed/test_matrix.py",
-    "distributed/test_deepspeed_engine.py",
-    "distributed/test_megatron.py",
-    "memory/test_lives.py",
-    "memory/test_deaths.py",
-    "disks/test_exit.py",
-    "delta/test_topk.py",
-    "nodes/test_elastic_page.py",
-    "partners/test_partners.py",
-    "partners/test_meetings.py",
-    "delta/test_delta_lives.py",
-    "distributed/test_saving.py",
-    "distributed/test_loading.py",
-    "distributed/test_files.py",
-    "distributed/test_converting.py",
+    "integrations/trainers/test_deepspeed.py",
+    "integrations/trainers/test_accelerate.py",
+    "integrations/trainers/test_transformers.py",
+    "system/strangers/test_strangers.py",
+    "system/crash/test_mixed_overwrite.py",
+    "tiers/records/test_kills.py",
+    "live/optimizers/test_optimizers.py",
+    "system/nodes/test_elastic_memory.py",
+    "system/nodes/test_chaos.py",
+    "system/nodes/test_elastic_durable.py",
+    "system/distributed/test_matrix.py",
+    "system/distributed/test_deepspeed_engine.py",
+    "system/distributed/test_megatron.py",
+    "tiers/memory/test_lives.py",
+    "tiers/memory/test_deaths.py",
+    "system/disks/test_exit.py",
+    "tiers/records/test_topk.py",
+    "system/nodes/test_elastic_page.py",
+    "core/group/test_partners.py",
+    "core/group/test_meetings.py",
+    "tiers/records/test_delta_lives.py",
+    "system/distributed/test_saving.py",
+    "system/distributed/test_loading.py",
+    "system/distributed/test_files.py",
+    "system/distributed/test_converting.py",
 )
 """Files of few tests that take long: begun first, so that none is left at the end for one worker alone."""
 

@@ -3,7 +3,7 @@
 Same options, same agent, same rendezvous; only how a rank's process comes to be differs.  The fork server
 is forked from torchrun itself: torch, and with `-m` the module that ranks run, are imported once per node.
 
-    python -m forking --standalone --nproc-per-node=4 -m distributed.matrix ...
+    python -m forking --standalone --nproc-per-node=4 -m system.distributed.matrix ...
 
 Ranks that are forked hash strings alike, as real ones do not: what ranks must agree on whatever the order
 of their sets is tested under a real torchrun: saving, loading, converting, three ranks of the matrix,

@@ -1,7 +1,7 @@
 """Python programs, forked from a process that has imported torch and holdfast: each begins in 0.1 s.
 
     done = zygote.run(["-c", CODE, root])                             # as of subprocess.run
-    program = zygote.start(["-m", "homes.train_recorded", place], out=out)  # as of subprocess.Popen
+    program = zygote.start(["-m", "tiers.mirror.train_recorded", place], out=out)  # as of subprocess.Popen
     program.wait(60)
 
 One such process serves all files that a worker of pytest runs.  A program has its own arguments, variables,
@@ -177,6 +177,7 @@ def _serve(number: int) -> None:
         if "poll" in request:
             answer = ended.get(request["poll"])
         elif answer := os.fork():
+            ended.pop(answer, None)  # an earlier program had the same number
             for one in fds:
                 os.close(one)
         else:

@@ -5,7 +5,7 @@ load that on three layouts, what they have is gathered by torch and compared bit
 layout once more after two further steps.  *refused*: an error of the contestant's own kind that says what
 cannot be; *wrong*: loaded without an error, and not the same; *crash*: any other error; *needs CUDA*: it
 asks for a GPU, which this machine has not; *untrained*: the optimizer cannot train in one of the layouts,
-without any checkpoint.  Cells: `tests/optimizers`.
+without any checkpoint.  Cells: `tests/live/optimizers`.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def main() -> None:
     args = p.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
     sys.path.insert(0, str(TESTS))
-    from optimizers.driving import matrix
-    from optimizers.zoo import ZOO
+    from live.optimizers.driving import matrix
+    from live.optimizers.zoo import ZOO
 
     names = args.only.split(",") if args.only else list(ZOO)
     root, started = (
@@ -68,7 +68,7 @@ def main() -> None:
 
 def rows(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Counts by verdict, of holdfast beside each other contestant."""
-    from optimizers.driving import VERDICTS, counts
+    from live.optimizers.driving import VERDICTS, counts
 
     found = {saver: counts(lines, saver) for saver in SAVERS}
     return [

@@ -1,4 +1,4 @@
-"""How long records hold a training on a device, by the reckoned clock of a simulated one (`tests/late`).
+"""How long records hold a training on a device, by the clock of a simulated one (`tests/system/late`).
 
 No time is measured: each kernel, copy and call moves the clock of its stream or thread by what it would
 take on an H100 (3 TB/s, 50 GB/s to page-locked memory, 5 GB/s to other memory, 5 us for a launch), and
@@ -113,7 +113,7 @@ def main() -> None:
     p.add_argument("--compute", type=float, default=0.25, help="seconds of a step's passes (0.25)")
     args = p.parse_args()
     sys.path.insert(0, str(TESTS))
-    from late import device
+    from system.late import device
 
     found: dict[str, Any] = {"parameters": PARAMETERS * SCALE}
     rows = []

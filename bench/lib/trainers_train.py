@@ -181,7 +181,7 @@ def with_torchtitan(job: Job) -> Train:
     from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 
     from holdfast.integrations.torchtitan import HoldfastCheckpointManager
-    from trainers.titan import Trained
+    from integrations.trainers.titan import Trained
 
     os.environ.setdefault("TORCHELASTIC_RUN_ID", "bench")
     mesh = init_device_mesh("cpu", (job.size,), mesh_dim_names=("fsdp",))

@@ -83,7 +83,7 @@ def test_another_step_is_in_the_way(root: Path, tmp_path: Path) -> None:
 
 
 def test_records_are_copied_when_asked(root: Path, tmp_path: Path) -> None:
-    from delta.test_log_transfer import put_segment
+    from tiers.records.test_log_transfer import put_segment
 
     put_segment(LocalStore(root), 31, 32, 0)
     code, out, _ = call("copy", root, tmp_path / "other")

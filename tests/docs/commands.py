@@ -39,15 +39,16 @@ PROMPT = "$ "
 
 NOT_RUN = {
     "make test": "it is this very suite",
-    "pytest tests/distributed/test_ucp.py": "`make soak` runs this file itself",
+    "pytest tests/system/distributed/test_ucp.py": "`make soak` runs this file itself",
 }
 """By how a command begins: why no test runs it.  Each reason is proved by `test_commands`."""
 
+ELASTIC = "system/nodes/test_elastic_page.py"
 ELSEWHERE = {
-    "python -c 'import threading, torch.distributed as d;": "nodes/test_elastic_page.py",
-    "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 GLOO_SOCKET_IFNAME=eth0": "nodes/test_elastic_page.py",
-    "torchrun --nnodes=1:4 --nproc-per-node=8": "nodes/test_elastic_page.py",
-    "sysctl -w": "nodes/test_elastic_page.py",
+    "python -c 'import threading, torch.distributed as d;": ELASTIC,
+    "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 GLOO_SOCKET_IFNAME=eth0": ELASTIC,
+    "torchrun --nnodes=1:4 --nproc-per-node=8": ELASTIC,
+    "sysctl -w": ELASTIC,
     "holdfast run --nproc-per-node": "launching/test_run.py",
 }
 """By how a command begins: the test that runs it, since it needs nodes or a script of its own."""

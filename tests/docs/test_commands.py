@@ -61,9 +61,9 @@ def collected(target: str, *paths: str) -> str:
 
 def test_what_is_not_run_is_run_anyway() -> None:
     """`make test` runs all tests but those marked `soak`, and so this one; `make soak` the others."""
-    assert set(NOT_RUN) == {"make test", "pytest tests/distributed/test_ucp.py"}
+    assert set(NOT_RUN) == {"make test", "pytest tests/system/distributed/test_ucp.py"}
     assert "::test_what_is_not_run_is_run_anyway" in collected("test", __file__)
-    ucp = collected("soak", "tests/distributed/test_ucp.py")
+    ucp = collected("soak", "tests/system/distributed/test_ucp.py")
     assert "::test_two_ranks" in ucp and "deselected" not in ucp
 
 

@@ -25,13 +25,16 @@ import pytest
 
 import holdfast
 import zygote
+from core.store.objects.servers import S3_ENV, Moto
 from docs.commands import ROOT, SOAK_S, commands_of, run
 from holdfast.cli.main import VERBS
-from objects.servers import S3_ENV, Moto
 from ports import free_port
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+SRC = ROOT / "src" / "holdfast"
+ROOMS = sorted(p.name for p in SRC.iterdir() if (p / "__init__.py").exists())
+HISTORY = DOCS / "decisions"
 NUM_PROCESSES = 2
 DEADLINE_S = 400
 
@@ -223,6 +226,29 @@ def test_links_lead_somewhere(page: Path, site: Path) -> None:
         assert file.exists(), f"{name_of(page)}: {target}"
         if fragment:
             assert fragment in anchors(file), f"{name_of(page)}: {target}"
+
+
+def named_code(text: str) -> set[str]:
+    """Paths of the code that a page names: `live/reading.py`, `live/kinds`, `tests/late`."""
+    first = "|".join([*ROOMS, "bench", "examples", "src", "tests"])
+    found = re.findall(rf"(?<![\w/.-])((?:{first})/[\w./-]*\w)", text)
+    return {path for path in found if Path(path).suffix in ("", ".py")}
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, id=name_of(p)) for p in PAGES if HISTORY not in p.parents]
+)
+def test_code_that_a_page_names_is_there(page: Path) -> None:
+    """Decisions are left out: they name the code of their day."""
+    found = named_code(page.read_text())
+    gone = [path for path in found if not ((ROOT / path).exists() or (SRC / path).exists())]
+    assert gone == []
+
+
+def test_modules_that_the_design_names_without_their_folder_are_there() -> None:
+    modules = {path.name for path in SRC.rglob("*.py")}
+    named = re.findall(r"(?<![\w/.-])\w+\.py\b", (DOCS / "design.md").read_text())
+    assert named and set(named) <= modules
 
 
 def test_the_reference_has_every_public_name(site: Path) -> None:

@@ -13,7 +13,7 @@ accumulate.  The helper thread that returns does the pending clean-up (`Patience
 
 Threads that somebody else watches (`holdfast.base.threads.in_threads`) make their calls themselves: what is
 under way is noted by thread, and whoever waits for them looks at how long it has been (`ThreadWatch`).
-So a large read or write pays for no helper; any other operation pays some 20 microseconds.
+So a large read or write pays for no helper; any other operation pays some 15 microseconds.
 """
 
 from __future__ import annotations

@@ -64,7 +64,8 @@ class Worker:
 
     def submit(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
         """Returns at once.  RuntimeError after `shutdown`."""
-        future = self._calls.submit(work, *args, **kwargs)
+        future: Future[_T] = Future()
+        self._calls.put(future, work, *args, **kwargs)
         _unfinished[future] = self._calls.thread
         future.add_done_callback(_forget_one)
         return future

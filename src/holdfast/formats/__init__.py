@@ -1,1 +1,1 @@
-"""Checkpoints of others: read as ours, written as theirs, described by rules; `looking` opens any."""
+"""Foreign checkpoints: reading, writing, and rules for their layouts; `looking` opens any checkpoint."""

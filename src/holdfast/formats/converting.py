@@ -1,11 +1,11 @@
-"""Converting: any checkpoint rewritten as what another system loads, in bounded memory.
+"""Converting any checkpoint to a format that another system loads, in bounded memory.
 
     holdfast.convert("deepspeed:runs/old", "runs/new", to="universal")
 
-What is to be written is planned first (`holdfast.formats.write`); then files are filled straight from the
-source into `<target>.partial`, read back, and moved to their place in one rename: a target is whole or not
-there.  In a bucket, which has no renames, the file that makes it a checkpoint is put last (`write.bucket`).
-Killed and called again with the same arguments, a conversion goes on with the files that are missing.
+The output is planned first (`holdfast.formats.write`); then files are written from the source to
+`<target>.partial`, read back, and moved into place by one rename, so a target is complete or absent.  In a
+bucket, which has no renames, the file that makes it a checkpoint is put last (`write.bucket`).  A killed
+conversion continues with the missing files when it is called again with the same arguments.
 Under torchrun the ranks share the files evenly.
 """
 
@@ -80,7 +80,7 @@ _PARTIAL = ".partial"
 _WEIGHTS_ONLY = ("huggingface", "torch")
 
 _Told = Callable[[str, int, int], object]
-"""Called with a phase ("check", "write", "verify"), the bytes just done, and the bytes it will do."""
+"""Called with a phase ("check", "write", "verify"), the bytes just done, and the phase's total."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def convert(
 ) -> Converted:
     """Rewrite one step of `source` (a URL, also with a prefix) as format `to`, at the path or URL `target`.
 
-    `universal`: a root of holdfast's, each tensor whole; a root that is there gets one more step.
+    `universal`: a root of holdfast's, each tensor whole; an existing root gets one more step.
     `deepspeed`: its universal format.  `dcp`: torch.distributed.checkpoint.  `huggingface`, `torch`: the
     weights under `key`, cast to `dtype`, renamed by `rename`; safetensors, or one file of torch.save.
     Any other target must not exist.  Blocks; `memory_bytes` bounds buffers; `verify` checks the CRC-32 of
@@ -193,7 +193,7 @@ class _Conversion:
             self.bucket = bucket_for(self.target, self.to, self.identity, self.source.step)
             return
         self.partial = LocalStore(self.target + _PARTIAL)
-        """The mark, and the folder of what is written."""
+        """The mark and the folder of unfinished output."""
         self.work = LocalStore(os.path.join(self.partial.root, "files"), durable=False)
 
     def _identity_now(self, *, is_stamped: bool = True) -> str:
@@ -226,7 +226,7 @@ class _Conversion:
         )
 
     def _on_disk(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Do a part of the conversion; what the file system says of it is a StoreError."""
+        """Run a part of the conversion; raise OSErrors as StoreErrors."""
         with translated("convert into", "", self.target):
             return work(*args, **kwargs)
 
@@ -237,7 +237,7 @@ class _Conversion:
         )
 
     def _plan_state(self) -> Planned | Consolidation:
-        match self.to:  # each imports its writer alone: a command line starts sooner
+        match self.to:  # import only the writer in use: the command line starts sooner
             case "deepspeed":
                 from holdfast.formats.write.deepspeed import plan_deepspeed
 
@@ -261,9 +261,9 @@ class _Conversion:
     def _begin(
         self, plan: Planned | Consolidation, files: Sequence[Outfile], held: ExitStack
     ) -> bool:
-        """Go on with what an interrupted conversion of the same has left, or clear it away.
+        """Continue an interrupted conversion with the same arguments, or clear its output.
 
-        True if the result is at its place already: it was interrupted after that.
+        True if the result is in place already: the conversion was interrupted after that.
         """
         if self.bucket is not None:
             last = [path for path, _ in plan.last] if isinstance(plan, Planned) else []
@@ -281,7 +281,7 @@ class _Conversion:
                 f"{self.partial.root} is in the way, and is not of a conversion",
                 hint="remove it, or give another target",
             )
-        # files from before a power cut may not have become durable, and are written anew
+        # files from before a power cut may not be durable, and are written again
         mark = {"conversion": self.identity, "boot": boot_id()}
         same = marked == mark
         self._clear(files if same else ())
@@ -290,7 +290,7 @@ class _Conversion:
         return False
 
     def _make_partial(self) -> None:
-        """Make its folder.  UsageError if that, or what lies in it, is a link: where one leads, nothing is
+        """Make the partial folder.  UsageError if it is or holds a link, behind which nothing may be
         written or deleted."""
         with translated("create", "", self.partial.root):
             try:
@@ -303,20 +303,20 @@ class _Conversion:
                 raise UsageError(what, hint="remove it, or give a target on the disk that is meant")
 
     def _remove_partial(self) -> None:
-        """Remove it, the mark last: without it, what is left would be taken for another's."""
+        """Remove the partial folder, the mark last: without it, the rest would count as foreign files."""
         with suppress(FileNotFoundError):
             shutil.rmtree(self.work.root)
         shutil.rmtree(self.partial.root)
 
     def _marked(self) -> dict[str, str]:
-        """Return what the mark says of the conversion that has begun; empty if there is none."""
+        """Return the fields of the mark of a begun conversion; empty if there is none."""
         try:
             return decode_json(get_small(self.partial, MARK), dict[str, str])
         except (NotFound, msgspec.DecodeError):
             return {}
 
     def _is_result(self, files: Sequence[Outfile]) -> bool:
-        """True if the target is what this conversion makes."""
+        """True if the target is the result of this conversion."""
         if self.to == "universal":
             return self._attempt() == _attempt_name(self.identity)
         if not os.path.lexists(self.target):
@@ -325,11 +325,11 @@ class _Conversion:
         return all(_has(LocalStore(root), f) for f in files)
 
     def _attempt(self) -> str | None:
-        """Return the name of the attempt that wrote the step into the target, if it is there."""
+        """Return the attempt of the step in the target; None if there is no such step."""
         return attempt_of(LocalStore(self.target), self.source.step)
 
     def _check_target(self) -> None:
-        """UsageError if something would be overwritten, or would lie among what a root consists of."""
+        """UsageError if the target exists, or lies in a folder of a root."""
         root = self.source.store.root if isinstance(self.source.store, LocalStore) else None
         inside = os.path.relpath(self.target, root).split(os.sep)[0] if root is not None else ""
         if inside in FOLDERS:
@@ -360,14 +360,14 @@ class _Conversion:
             )
 
     def _clear(self, files: Sequence[Outfile]) -> None:
-        """Delete all but these: what a killed process was writing, or another conversion."""
+        """Delete all other files: leftovers of a killed process or another conversion."""
         mine = {os.path.join(self.work.root, f.path) for f in files}
         for path in list(walk(self.partial.root)):
             if path not in mine:
                 unlink_below(path, self.partial.root)
 
     def _write(self, files: Sequence[Outfile]) -> int:
-        """Write what is missing, and read all back; return the number of files that were there."""
+        """Write missing files, and read all files back; return the number of files that existed."""
         missing, work = (
             self._missing(files),
             self.work if self.bucket is None else self.bucket.store,
@@ -387,8 +387,8 @@ class _Conversion:
         return len(there)
 
     def _check_sums(self, ranks: Ranks, origin: Store) -> None:
-        """Check the CRC-32 of foreign files, which reading ranges of them does not: each rank some of them,
-        before anything is written."""
+        """Check the CRC-32 of foreign files before anything is written, as reading ranges does not; each
+        rank checks some files."""
         from holdfast.formats.read.verifying import archives_of, check_sums
 
         archived = [Outfile(file, origin.size(file), (), ()) for file in archives_of(self.source)]
@@ -416,7 +416,7 @@ class _Conversion:
         return lambda done: told(phase, done, total)
 
     def _end(self, plan: Planned | Consolidation, files: Sequence[Outfile]) -> None:
-        """Make the result exist, unless it does; then nothing of the work is left."""
+        """Move the result into place, unless it is there, and remove the partial folder."""
         if self.bucket is not None:
             self._check_source(partial(self.bucket.clear, files))
             self.bucket.end(plan, files)
@@ -430,9 +430,9 @@ class _Conversion:
         self._remove_partial()
 
     def _check_end(self, files: Sequence[Outfile]) -> None:
-        """Check what must hold for the whole, whoever has written which part."""
+        """Check that all files are written and the source is unchanged."""
         self._check_target()
-        list(walk(self.partial.root))  # NFS: what was missing a while ago is looked up anew
+        list(walk(self.partial.root))  # NFS: refreshes cached lookups of missing files
         missing = next((f.path for f in files if not self._is_written(f)), None)
         if missing is not None:
             raise HoldfastError(f"{missing} was not written", hint="convert again: it goes on")
@@ -447,7 +447,7 @@ class _Conversion:
             )
 
     def _is_written(self, file: Outfile) -> bool:
-        """True if the file is written, also if an interrupted end has moved it already."""
+        """True if the file is written, even if an interrupted `_end` has moved it already."""
         moved = self.to == "universal" and _has(LocalStore(self.target), file)
         return moved or _has(self.work, file)
 
@@ -459,7 +459,7 @@ class _Conversion:
             os.rename(os.path.join(self.work.root, os.path.basename(self.target)), self.target)
         else:
             if os.path.isdir(self.target):
-                os.rmdir(self.target)  # it was found empty
+                os.rmdir(self.target)  # an empty folder
             os.rename(self.work.root, self.target)
         fsync_directory(os.path.dirname(self.target))
 
@@ -492,16 +492,16 @@ def _has(store: LocalStore, file: Outfile) -> bool:
 def _identity(
     source: Checkpoint, target: str, to: str, options: WriteOptions, *, is_stamped: bool
 ) -> str:
-    """Return a digest of the source's state and what is asked: a begun conversion with it is this one; what
-    that writes into the source's folder does not count.  `is_stamped`: also of the times and numbers that
-    files have on this host."""
+    """Return a digest of the source's state and the arguments, by which a begun conversion is recognised.
+    Its own output in the source's folder does not count.  `is_stamped`: include the times and inode numbers
+    of files on this host."""
     manifest = hexdigest(encode_manifest(source.manifest))
     files: list[Any] = []
-    if isinstance(source.store, Sections):  # listed anew: they may have changed since it was opened
+    if isinstance(source.store, Sections):  # list again: files may have changed since
         origin = source.store.origin
         origin = origin.anew() if isinstance(origin, ListedFolder) else origin
         keys = origin.list()
-        if isinstance(origin, OneFile):  # and what it names, if it is an index
+        if isinstance(origin, OneFile):  # and the files that it names, if it is an index
             origin = origin.inner
             keys = sorted({*keys, *map(file_key, source.manifest.files)})
         inner = origin.inner if isinstance(origin, ListedFolder) else origin
@@ -517,7 +517,7 @@ def _identity(
 
 
 def _stamp(store: Store, key: str) -> tuple[int, ...]:
-    """Return numbers that stay the same as long as a file is the one that it was."""
+    """Return numbers that change when a file is replaced or rewritten."""
     if not isinstance(store, LocalStore):
         return (store.size(key),)
     path = os.path.join(store.root, key)
@@ -528,7 +528,7 @@ def _stamp(store: Store, key: str) -> tuple[int, ...]:
 
 @contextmanager
 def _locked(directory: str) -> Iterator[None]:
-    """Keep other conversions out; the lock goes with the process.  Where there are no locks, nothing."""
+    """Exclude other conversions until this process ends; does nothing if there are no locks."""
     fd = os.open(directory, os.O_RDONLY)
     try:
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Looking at checkpoints without torch: `holdfast.open` and `holdfast.steps`."""
+"""Reading checkpoints without torch: `holdfast.open` and `holdfast.steps`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def open(
     """Open step `step`, or the newest, of a root for reading.
 
     `verify=False` leaves digests unchecked.  NotFound or NotRecoverable if there is no such step.
-    Foreign checkpoints are opened where they lie, found by what is there or named by a prefix (`dcp:PATH`,
+    Foreign checkpoints are opened in place, recognised by their files or a prefix (`dcp:PATH`,
     `deepspeed:PATH`, `megatron:PATH`, `huggingface:PATH`, `torch_checkpointing:PATH`, `torch:PATH`).
     """
     url, step = path_of(path, "open", "path"), None if step is None else step_of(step, "open")
@@ -42,8 +42,7 @@ def _open(url: str, step: int | None, verify: bool) -> Checkpoint:
 def steps(path: str | os.PathLike[str]) -> list[int]:
     """All committed steps, ascending; empty if there are none.
 
-    HoldfastWarning if the manifest of one cannot be read: of each its beginning is looked at, and all of
-    the newest.
+    HoldfastWarning if a manifest cannot be read; reads the beginning of each, and all of the newest.
     """
     url = path_of(path, "steps", "path")
     return bounded(lambda: _steps(url), "look at", url)

@@ -18,10 +18,9 @@ from typing import Any, TypeAlias
 import xxhash
 from lightning.fabric.utilities.cloud_io import get_filesystem
 
-from holdfast import errors
+from holdfast import errors, store
 from holdfast.extend import give_label, labels_of, run_at_work, saved_in
 from holdfast.integrations.native import run_of
-from holdfast.store import LocalStore
 
 GONE_BACK = "the run had gone back to an earlier step: what the path named is gone, so remove it"
 _MAGIC = b'{"holdfast":'
@@ -41,7 +40,7 @@ def write_pointer(path: str, pointer: Pointer) -> None:
     if "://" not in root:
         root = os.path.relpath(root, folder)  # folders may move together
     text = json.dumps({"holdfast": 1, **pointer, "root": root})
-    LocalStore(folder).put(os.path.basename(path), text.encode())
+    store.LocalStore(folder).put(os.path.basename(path), text.encode())
 
 
 def newest_native(folders: Iterable[Any]) -> tuple[str, int]:

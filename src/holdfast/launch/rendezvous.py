@@ -21,7 +21,6 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 from uuid import uuid4
@@ -43,7 +42,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-from holdfast.base.calls import CallThread, is_done, result_of
+from holdfast.base.calls import CallThread, Promise, is_done, result_of
 from holdfast.base.wire import decode_json
 from holdfast.launch.door import Door, Neighbour
 from holdfast.launch.nodes import EndOfRound, Introduction
@@ -203,6 +202,8 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
     def leave(self) -> None:
         """Leave the rendezvous at once; the others go on, and need not wait for a missing sign of life."""
         self.is_left = True
+        if self._calls.has_ended:
+            return
         if self.round is None:  # the thread waits for others
             self._torchs.give_up_thread(self._calls.thread)
             self._begin()
@@ -324,6 +325,7 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
     # -- the thread -------------------------------------------------------------------------------
 
     def _begin(self) -> None:
+        self._torchs.turned_at = time.monotonic()  # the new thread asks nothing for `pause_s`
         self._calls = CallThread(THREAD, self._between, self._pause_s)
 
     def _end(self) -> None:
@@ -333,11 +335,12 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]
         self._calls.thread.join(SILENT_S)
         self._torchs.renew_heartbeats(begin=False)  # last: the thread may have restarted them
 
-    def _asked(self, work: Callable[[], T]) -> Future[T]:
-        """Have the thread do `work`; the future gets its result or its error."""
+    def _asked(self, work: Callable[[], T]) -> Promise[T]:
+        """Have the thread do `work`, and promise its result."""
 
         def ask() -> T:
             self._torchs.end_if_given_up()
+            self._turned()
             try:
                 return work()
             finally:
@@ -430,7 +433,7 @@ def is_inside() -> bool:
     return any(thread.name.startswith((THREAD, TIMER)) for thread in threading.enumerate())
 
 
-def _awaited(answer: Future[T], check: Callable[[], None] = lambda: None) -> T:
+def _awaited(answer: Promise[T], check: Callable[[], None] = lambda: None) -> T:
     """Wait for the answer in short slices, so that signals reach this thread."""
     while not is_done(answer, SLICE_S):
         check()

@@ -30,7 +30,7 @@ from holdfast.core.checkpoint.recorded import is_recorded, last_recorded
 from holdfast.core.checkpoint.unproved import tell_passed_over
 from holdfast.core.format.manifest import Manifest, decode_manifest
 from holdfast.core.group import Group
-from holdfast.core.store import LocalStore, Store, in_one, open_store, split_prefix
+from holdfast.core.store import LocalStore, Store, as_one_operation, open_store, split_prefix
 from holdfast.live.restore.targets import RestoreOptions
 from holdfast.live.roots import open_shared, patience_s
 from holdfast.live.saving.exactness import BIT_EXACT, REPLICA
@@ -229,7 +229,7 @@ def saved_steps(
         return keys.saved
 
     def look() -> bytes:
-        saved = in_one(store, see, "look at")
+        saved = as_one_operation(store, see, "look at")
         if known is not None:
             known.learn(saved)
         return msgspec.json.encode(saved)

@@ -14,7 +14,7 @@ test of a script and not in its training.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -35,18 +35,17 @@ from holdfast.core.layout import whole
 from holdfast.live.kinds.choosing import kinds_of
 from holdfast.live.kinds.restoring import Restoring
 from holdfast.live.restore.compare import compare_tensors, judge_together
-from holdfast.live.restore.former import under_live_names
 from holdfast.live.restore.materialising import materialise, nan_if_it_fails
 from holdfast.live.restore.mismatches import Mismatch, Problems, differs
 from holdfast.live.restore.one_memory import two_values
 from holdfast.live.restore.optimizer_states import StateChange
 from holdfast.live.restore.overlapping import Aside, read_overlapping
 from holdfast.live.restore.positions import by_order
-from holdfast.live.restore.ranks import with_own
 from holdfast.live.restore.targets import RestoreOptions, entry_of, target_of
 from holdfast.live.sources import Sources
 from holdfast.live.state.devices import devices_in, wait_for
 from holdfast.live.state.named import Prepared
+from holdfast.live.state.optimizers import LiveOptimizer
 from holdfast.live.state.placed import Placed
 from holdfast.live.state.recognising import (
     State,
@@ -60,6 +59,7 @@ from holdfast.live.state.recognising import (
 from holdfast.live.state.several import normalised
 from holdfast.live.state.tensor_kinds import fill_with_nan, writing
 from holdfast.live.state.window import wait_for_copies
+from holdfast.live.state.wrappers import SECOND, has_wrappers
 from holdfast.live.state.writes import count_write
 
 if TYPE_CHECKING:
@@ -180,8 +180,8 @@ def _prepare(checkpoint: Checkpoint, given: State, group: Group, options: Restor
             sources = sources_in(state)
             kinds = kinds_of(state, state, sources)
             optimizers = [one for kind in kinds.values() for one in kind.optimizers(state)]
-            checkpoint = under_live_names(checkpoint, [*modules_in(state)], optimizers)
-            checkpoint = with_own(checkpoint, {one.key for one in optimizers}, group)
+            checkpoint = _under_live_names(checkpoint, state, optimizers)
+            checkpoint = _with_own(checkpoint, optimizers, group)
             checkpoint, unproved = by_order(checkpoint, optimizers, state, options)
             live = Prepared(saved=partial(entry_of, checkpoint))
             restoring = Restoring(checkpoint, state, kinds, live, group, options)
@@ -232,6 +232,32 @@ def _arranged(checkpoint: Checkpoint, state: State) -> State:
         if arrange is not None and key in checkpoint.manifest.extras:
             state = in_order(arrange(value, checkpoint.manifest.extras[key], state))
     return state
+
+
+def _under_live_names(
+    checkpoint: Checkpoint, state: State, optimizers: Sequence[LiveOptimizer]
+) -> Checkpoint:
+    """The checkpoint under the live names, if wrappers may have been part of names when it was saved."""
+    modules = [*modules_in(state)]
+    known = (*checkpoint.manifest.by_name, *checkpoint.manifest.aliases)
+    of_fabric = any(f".{SECOND}." in name for name in known)
+    if not of_fabric and not any(has_wrappers(module) for _, module in modules):
+        return checkpoint
+    from holdfast.live.restore.former import under_live_names
+
+    return under_live_names(checkpoint, modules, optimizers, of_fabric=of_fabric)
+
+
+def _with_own(
+    checkpoint: Checkpoint, optimizers: Sequence[LiveOptimizer], group: Group
+) -> Checkpoint:
+    """The checkpoint with this rank's values of optimizers, if each rank saved its own."""
+    keys = [one.key for one in optimizers if one.key in checkpoint.manifest.per_rank]
+    if not keys:
+        return checkpoint
+    from holdfast.live.restore.ranks import with_own
+
+    return with_own(checkpoint, keys, group)
 
 
 def _read_numbers(

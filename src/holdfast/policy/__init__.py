@@ -1,1 +1,1 @@
-"""Choices of what to protect, how, and how often.  Pure."""
+"""Decisions on redundancy and frequencies, with their models.  No I/O."""

@@ -1,10 +1,10 @@
-"""A job on a cluster, as the simulator assumes it: what saving costs there, and when it fails.
+"""A simulated job on a cluster: its costs of saving, and its failures.
 
 The defaults are assumptions, each with its reason; `holdfast simulate` prints them.
 
-A job of many devices fails when any of them does, at random or as a trace says.  Times between its failures
-are exponential, or Weibull with the same mean: shape < 1 makes them come in bursts, as they do on real
-machines.  What fails, processes alone or a node, is drawn for each by itself.
+A job fails when any of its devices does, at random or as in a trace.  Times between failures are
+exponential, or Weibull with the same mean: shape < 1 makes bursts, as on real machines.  Whether a
+failure takes a node or only processes is drawn independently.
 """
 
 from __future__ import annotations
@@ -23,50 +23,50 @@ from holdfast.policy.wasted import Costs, Rates
 
 HOUR_S = 3600.0
 GROUP = 8
-"""Nodes that protect one another: `redundancy.MAX_GROUP`."""
+"""Nodes that protect one another: `redundancy._MAX_GROUP`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """One job.  Bytes are of one device's share of the state, with no replica of it counted twice."""
+    """One job.  Bytes are per device, each replica of the state counted once."""
 
     devices: int
     devices_per_node: int = 8
     device_mtbf_hours: float = 50_000.0
     """Mean time between failures of one device; the job fails when any does."""
     node_share: float = 0.5
-    """Share of the failures that take a node's memory along."""
+    """Share of the failures that lose a node's memory."""
     step_s: float = 5.0
     state_bytes: float = 2e9
     record_bytes: float = 2e7
-    """1 % of the state: gradients as TopK 1 % leaves them."""
+    """A record of one step: 1 % of the state, as with TopK gradients at 1 %."""
     node_storage_bytes_per_s: float = 2e9
     storage_bytes_per_s: float = 5e11
-    """Limit on what all nodes together have."""
+    """Limit of all nodes together."""
     host_bytes_per_s: float = 5e9
     """From a device to the memory of its host."""
     network_bytes_per_s: float = 2e9
     """Bandwidth of one device, from host to host."""
     stall_s: float = 0.05
-    """Stall by a save or snapshot that is copied beside the next step."""
+    """Stall of a save or snapshot that is copied during the next step."""
     record_stall: float = 0.01
-    """Share of a step by which keeping its record holds it up."""
+    """Stall of recording a step, as a share of the step's time."""
     replay: float = 0.2
-    """Share of a step's time that it takes to replay it."""
+    """Time to replay a step, as a share of the step's time."""
     commit_s: float = 0.1
-    """Seconds that a batch of records takes beside its bytes."""
+    """Seconds to write a batch of records, beyond the time of its bytes."""
     restart_s: float = 180.0
-    """From a failure until state is loaded, where a launcher starts all processes again."""
+    """From a failure until state is loaded, if a launcher restarts all processes."""
     detect_s: float = 15.0
-    """From a failure until survivors know of it, in place: torch's rendezvous strikes a node off after
-    three heartbeats, 5 s apart.  A killed process is known in a tenth of a second."""
+    """From a failure until survivors know of it, in place: torch's rendezvous drops a node after three
+    missed heartbeats, 5 s apart.  A killed process is noticed within 0.1 s."""
     enter_s: float = 30.0
-    """From there until all ranks are in their function again, with new groups: what NCCL takes to make
-    them on 10,000 GPUs (MegaScale, Jiang et al., 2024); 1 s with gloo on 4 ranks."""
+    """From then until all ranks are in the recoverable function again, with new process groups: NCCL takes
+    that long on 10,000 GPUs (MegaScale, Jiang et al., 2024); gloo takes 1 s on 4 ranks."""
     standby_nodes: int = 1
-    """Nodes that wait to take the place of a lost one."""
+    """Nodes that wait to replace a lost node."""
     repair_s: float = 600.0
-    """Until a lost node is replaced (as a standby node, or in the job) and its group protected again."""
+    """From the loss of a node until it is replaced and its group protected again."""
 
     def __post_init__(self) -> None:
         for name in ("devices", "devices_per_node"):
@@ -95,11 +95,11 @@ class Cluster:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second of all nodes to storage, and back."""
+        """Bytes per second of all nodes together, to and from storage."""
         return min(self.num_nodes * self.node_storage_bytes_per_s, self.storage_bytes_per_s)
 
     def beyond(self, group: int) -> float:
-        """Probability that while a lost node is replaced another of its group is lost: one is borne."""
+        """Probability that a second node of a group is lost while the first is replaced."""
         others = min(group, self.num_nodes) - 1
         if others < 1:
             return 1.0
@@ -113,7 +113,7 @@ class Cluster:
         return Rates((1 - share) / self.mtbf_s, share / self.mtbf_s, self.beyond(group))
 
     def costs(self, durable_stall_s: float | None = None) -> Costs:
-        """`durable_stall_s` None: a save is copied beside the next step, and holds up what is after."""
+        """Costs of the tiers; `durable_stall_s` None: a save stalls only if its copy outlasts a step."""
         durable_s = self.devices * self.state_bytes / self.bandwidth
         copy_s = self.state_bytes / self.host_bytes_per_s
         sent_s = self.state_bytes / self.network_bytes_per_s
@@ -139,7 +139,7 @@ class Cluster:
 
 _KINDS = ("process", "node")
 _MOST = 1_000_000
-"""Most failures of one run: more are not simulated."""
+"""Most failures of one simulation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ def at_random(
     node_share: float,
     shape: float = 1.0,
 ) -> list[Failure]:
-    """Failures of a job with that mean between two of them.  UsageError if there are too many."""
+    """Draw the failures of a job until `until_s`.  UsageError if they would be too many."""
     count = until_s / mtbf_s
     if count > _MOST:
         shown = f"{count:,.0f}" if count < 1e15 else f"{count:.3g}"
@@ -182,10 +182,11 @@ def at_random(
 
 
 def from_trace(name: str, text: str, rng: np.random.Generator, num_nodes: int) -> list[Failure]:
-    """Failures of a CSV text with the columns `hours` (since the start) and `kind` (process or node).
+    """Read failures from a CSV text with the columns `hours` (since the start) and `kind` (process or
+    node).
 
-    Which node is lost is drawn, unless there is a column `node` with its number.  UsageError says what of
-    the trace of that name is wrong.
+    An optional column `node` has the number of the lost node; else it is drawn.  UsageError states the
+    error and its place in the trace `name`.
     """
     rows = csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))
     names = [column.strip() for column in rows.fieldnames or ()]

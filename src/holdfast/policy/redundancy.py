@@ -1,6 +1,6 @@
-"""The choice of which ranks protect each other's snapshots, how, and what that costs and bears.  Pure.
+"""Protection groups of ranks: their choice, their memory, and the losses that they survive.
 
-A *group* is a set of ranks on different nodes; the loss of a node takes one member from each of its groups.
+A *group* is a set of ranks on different nodes; losing a node loses one member of each of its groups.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from holdfast.policy.survival import (
 )
 
 _MAX_GROUP = 8
-"""Members of a group: more cost less memory, and are likelier to lose two at once."""
+"""Most members of a group: larger groups need less memory, but lose two members more often."""
 
 RECOMPUTE = "recompute"
-"""A copy whose optimizer states the rank that keeps it redoes from gradients."""
+"""Like `copy`, but the keeper recomputes optimizer states from gradients."""
 _FORMS = ("auto", "none", "copy", "copy(3)", "parity", "rs(2)", RECOMPUTE)
 _CALL = re.compile(r"(copy|rs)\((\d{1,2})\)")
 
@@ -47,8 +47,7 @@ def parse(text: str) -> Scheme | None:
 
 
 def choose(num_nodes: int) -> Scheme:
-    """The scheme that `auto` means: parity with three nodes or more, a copy with two, nothing with
-    one."""
+    """Return the scheme of `auto`: parity for three nodes or more, a copy for two, none for one."""
     if num_nodes < 2:
         return none()
     return copy(2) if num_nodes == 2 else rs(1)
@@ -57,14 +56,16 @@ def choose(num_nodes: int) -> Scheme:
 def parity_groups(
     nodes: Sequence[str], scheme: Scheme, holdings: Sequence[int] | None = None
 ) -> list[tuple[int, ...]]:
-    """Ranks in groups, from the name of each rank's node; every rank is in one.
+    """Return the groups of ranks, each rank in one; `nodes`: the name of each rank's node.
 
-    `holdings`: numbers that ranks share which hold the same state.  Where such ranks are on enough nodes,
-    they are one another's group: each can make what it keeps from its own replica.  Else the i-th ranks of
-    all nodes make up groups.  These are of even size, `_MAX_GROUP` at most.  Where nodes have different
-    numbers of ranks and some would be left over, ranks are dealt to as many groups as the fullest node has
-    ranks.  On a single node, its ranks are a group: that mends damage, not the loss of the node.
-    UsageError if a rank finds too few others.
+    `holdings`: a number per rank, equal for ranks with the same state (replicas).  If replicas are on
+    enough nodes, they form a group, and each computes its guards from its own replica.  Else the i-th
+    ranks of all nodes form groups of nearly equal size, at most `_MAX_GROUP`.  If nodes have different
+    numbers of ranks and some ranks would be left over, ranks are dealt to as many groups as the fullest
+    node has ranks.  The ranks of a single node form one group: that repairs damage, but not the loss of
+    the node.
+
+    UsageError if a group would be too small for the scheme.
     """
     if not scheme.losses:
         return [(rank,) for rank in range(len(nodes))]
@@ -99,7 +100,7 @@ def parity_groups(
 def replicas_apart(
     nodes: Sequence[str], scheme: Scheme, holdings: Sequence[int] | None
 ) -> list[list[int]] | None:
-    """The ranks that hold the same, where they are on enough different nodes for the scheme."""
+    """Return the sets of replicas if each is on different nodes, enough for the scheme; else None."""
     if holdings is None:
         return None
     alike: dict[int, list[int]] = {}
@@ -111,7 +112,7 @@ def replicas_apart(
 
 
 def fitting(scheme: Scheme, nodes: Sequence[str], holdings: Sequence[int] | None = None) -> Scheme:
-    """The scheme, or if there are too few nodes for it, as after a loss, the strongest that there are."""
+    """Return the scheme, or the strongest possible one if there are too few nodes for it."""
     while scheme.losses:
         try:
             parity_groups(nodes, scheme, holdings)
@@ -123,8 +124,8 @@ def fitting(scheme: Scheme, nodes: Sequence[str], holdings: Sequence[int] | None
 
 
 def _dealt(nodes: Sequence[str], least: int, most: int) -> list[tuple[int, ...]]:
-    """Ranks, node by node, dealt to groups as cards are: no two of a node in one, as long as there are as
-    many groups as ranks on a node.  Empty if groups would be too small; no other division has larger ones.
+    """Deal ranks, node by node, to as many groups as the fullest node has ranks, so that no group has two
+    ranks of a node.  Empty if groups would be too small; no other division has larger ones.
     """
     by_node: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):
@@ -138,7 +139,7 @@ def _dealt(nodes: Sequence[str], least: int, most: int) -> list[tuple[int, ...]]
 
 
 def _even(row: list[int], least: int, most: int) -> list[tuple[int, ...]]:
-    """A row in parts as even as can be, of `most` at most, but none smaller than `least`."""
+    """Split a row into nearly equal parts of `least` to `most` members."""
     count = max(1, min(-(-len(row) // most), len(row) // least))
     cuts = [len(row) * i // count for i in range(count + 1)]
     return [tuple(row[a:b]) for a, b in zip(cuts, cuts[1:])]
@@ -148,12 +149,12 @@ def _even(row: list[int], least: int, most: int) -> list[tuple[int, ...]]:
 
 
 _SNAPSHOTS = 2
-"""Snapshots of each rank in memory: the newest complete one, and the one that is being filled."""
+"""Snapshots of each rank in memory: the newest complete one, and one being written."""
 
 
 @dataclass(frozen=True)
 class Protection:
-    """One scheme on a cluster.  Bytes are of host memory, times in seconds."""
+    """A scheme on a cluster: its groups, host memory and survivable losses."""
 
     scheme: Scheme
     nodes: tuple[str, ...]
@@ -163,15 +164,15 @@ class Protection:
     share_bytes: int
     """Bytes of the largest image of a rank."""
     kept_bytes: int
-    """Bytes that a rank keeps for its group, per snapshot, at most."""
+    """Most guard bytes of a rank per snapshot."""
     node_bytes: int
-    """Bytes of both snapshots on the node that holds most."""
+    """Bytes of all snapshots on the fullest node."""
     bears: int
-    """Number of nodes that may be lost, whichever they are."""
+    """Number of nodes, whichever they are, whose loss is survived."""
     fatal: tuple[frozenset[str], ...]
-    """The smallest sets of nodes whose loss is not borne."""
+    """The smallest sets of nodes whose loss is not survived."""
     loss: float
-    """Probability that nodes fail fatally before they are replaced."""
+    """Probability that so many nodes fail before they are replaced."""
     time_to_loss_s: float
 
 
@@ -184,7 +185,8 @@ def protection(
     node_mtbf_s: float,
     repair_s: float,
 ) -> Protection:
-    """A scheme for ranks on these nodes, with images of so many bytes; `holdings` as for `parity_groups`.
+    """Compute the protection by a scheme; `nodes` and `holdings` as for `parity_groups`, `shares`: image
+    bytes.
 
     Nodes fail at a constant rate and are replaced within `repair_s`.  UsageError if the scheme needs more.
     """
@@ -212,6 +214,6 @@ def protection(
 
 
 def _bears(scheme: Scheme, on_nodes: list[tuple[int, ...]]) -> int:
-    """Number of nodes that may be lost, whichever they are."""
+    """Number of nodes, whichever they are, whose loss is survived."""
     apart = all(len(set(group)) == len(group) for group in on_nodes)
     return scheme.losses if apart else 0

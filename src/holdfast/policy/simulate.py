@@ -1,17 +1,16 @@
-"""A job with failures, simulated: which share of its time trained it, by strategy.
+"""Simulation of a job with failures: its effective training time ratio, by strategy.
 
-The clock goes from failure to failure.  Between two, steps are of equal length and stalls come at multiples
-of the periods, so where the job is at any time is counted, not stepped through: months on 100,000 devices
-take milliseconds for each thousand failures.  holdfast's frequencies are those of `tuning.Tuner`, the code
-that a run has; the others have the best fixed frequencies that the model of `wasted` gives them.
+The clock jumps from failure to failure.  Between two failures, steps have equal length and stalls come at
+multiples of the periods, so the job's position at any time is computed, not stepped through: months on
+100,000 devices take milliseconds per thousand failures.  holdfast's frequencies come from `tuning.Tuner`,
+as in a real run; the other strategies have the best fixed frequencies of the model in `wasted`.
 
-A failure strikes recoveries too: they begin anew, and what they recovered from is still there, unless
-lost nodes took it along.
+A failure may strike during a recovery, which then begins anew from the same base, unless a lost node took
+it.
 
-There are as many nodes as the job has, and the standby nodes.  A lost one comes back after the time of its
-repair.  While fewer are left than the job has, it waits for the next; or it shrinks: the same global batch
-takes n / (n - k) of the time on n - k nodes, and a node that is back joins when the next snapshot is
-complete, as if all ranks had been told to leave.
+There are as many nodes as the job needs, and the standby nodes.  A lost node returns after its repair
+time. While nodes are missing, the job waits; or it shrinks: the same global batch takes n / (n - k) of
+the time on n - k nodes, and a returned node joins when the next snapshot is complete.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _RAREST_HOURS = 24.0
 
 
 class Policy(Protocol):
-    """The one that decides how often; told of a failure as soon as the job runs again."""
+    """Decides the frequencies; `after` is called when the job runs again after a failure."""
 
     @property
     def frequencies(self) -> Frequencies: ...
@@ -38,7 +37,7 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """The same frequencies for ever."""
+    """Fixed frequencies."""
 
     frequencies: Frequencies
 
@@ -75,26 +74,25 @@ class Tuned:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """A way to protect a job: its costs, the policy that decides, how many nodes protect one another, and
-    how the job goes on after a failure."""
+    """A way to protect a job: its costs, policy, group size, and what it does after a failure."""
 
     name: str
     costs: Costs
     policy: Policy
     group: int = 1
     in_place: bool = False
-    """Survivors keep their processes; else a launcher starts all of them again."""
+    """True if survivors keep their processes; else a launcher restarts all."""
     shrinks: bool = False
-    """It goes on with the nodes that are left, where no standby node is."""
+    """True if the job continues on fewer nodes when no standby node is left."""
 
 
 def strategies(cluster: Cluster, auto: Auto) -> list[Strategy]:
-    """holdfast and what it is compared with.
+    """Return holdfast's strategies and those it is compared with.
 
     `checkpoint`: the job waits for each durable save.  `async`: it waits for the copy to the host.
     `memory copy`: snapshots copied to another node's memory (as in Gemini), and asynchronous saves, at
-    holdfast's stalls.  holdfast: durable saves, snapshots with parity in groups of 8, and records.  These
-    four are started again by a launcher; `in place` and `shrinking` are holdfast under `holdfast run`.
+    holdfast's stalls.  `holdfast`: durable saves, snapshots with parity in groups of 8, and records.  A
+    launcher restarts these four; `in place` and `shrinking` are holdfast under `holdfast run`.
     """
     copy_s = cluster.state_bytes / cluster.host_bytes_per_s
     plain = cluster.costs()
@@ -122,15 +120,14 @@ def _fixed(costs: Costs, rates: Rates, tiers: tuple[str, ...]) -> Fixed:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a simulated job.  Its time is training, saving, lost, recovering, and what steps took
-    longer on fewer nodes."""
+    """The result of a simulated job: its time by use, and its recoveries."""
 
     wall_s: float
     training_s: float
-    """Steps that count: those that were lost and trained again count once."""
+    """Time of the steps up to the last one, each counted once."""
     saving_s: float
     lost_s: float
-    """Steps trained in vain, with their stalls."""
+    """Time of steps that were lost, with their stalls."""
     recovering_s: float
     """Waiting for nodes, restarting, loading and replaying."""
     fewer_s: float
@@ -161,7 +158,7 @@ def simulate(
 
 
 class _Run:
-    """The steps since a restart: from `first` on, which began at `start_s`."""
+    """The steps since a restart, from step `first`, which began at `start_s`."""
 
     def __init__(self, start_s: float, first: int, c: Costs, f: Frequencies) -> None:
         self.start_s, self.first, self.costs, self.f = start_s, first, c, f
@@ -177,7 +174,7 @@ class _Run:
         ]
 
     def done_s(self, step: int) -> float:
-        """Time at which a step is complete, with the stalls of those before it."""
+        """Time at which a step is complete, with all stalls before it."""
         done_s = self.start_s + (step - self.first) * self._each_s
         for period, stall_s in self._stalls:
             done_s += max(0, (step - 1) // period - self.first // period) * stall_s
@@ -195,7 +192,7 @@ class _Run:
         return low
 
     def newest(self, period: int | None, took_s: float, time_s: float) -> int | None:
-        """The last step of a period whose save, which takes so long, is complete."""
+        """The newest step of a period whose save, which takes `took_s`, is complete; None if none is."""
         if not period:
             return None
         step = self.at(time_s - took_s) // period * period
@@ -204,7 +201,7 @@ class _Run:
 
 @dataclass(slots=True)
 class _SimulatedJob:
-    """A job in the course of a simulation."""
+    """The state of a simulated job."""
 
     strategy: Strategy
     cluster: Cluster
@@ -215,13 +212,13 @@ class _SimulatedJob:
     memory: int | None = None
     """The newest bases.  Step 0 can always be made again."""
     log: tuple[int, int] = (0, 0)
-    """(since, to): there is a record of each step after `since`, up to `to`."""
+    """(since, to): steps `since + 1` to `to` are recorded."""
     lost_nodes: dict[int, float] = field(default_factory=dict)
-    """Seconds at which each node was last lost; only nodes that were."""
+    """Time in seconds of each node's last loss, for nodes that were lost."""
     away: list[float] = field(default_factory=list)
-    """Seconds at which lost nodes come back; only those that are not."""
+    """Times in seconds at which lost nodes return."""
     nodes: int = field(init=False)
-    """Nodes that train."""
+    """Number of nodes that train."""
     trained: int = 0
     """Steps since the last failure."""
     saving_s: float = 0.0
@@ -243,10 +240,10 @@ class _SimulatedJob:
         return _Run(self.resume_s, self.step, c, self.strategy.policy.frequencies)
 
     def train(self, until_s: float) -> _Run:
-        """Train until something fails, or the simulation ends; nothing fails before."""
+        """Train without a failure until `until_s`."""
         run = self._run()
         if until_s <= self.resume_s:
-            self.recovering_s -= self.resume_s - until_s  # it begins anew
+            self.recovering_s -= self.resume_s - until_s  # it is counted anew
             return run
         c, f = run.costs, run.f
         self.step = run.at(until_s)
@@ -260,7 +257,7 @@ class _SimulatedJob:
         return run
 
     def fail(self, failure: Failure) -> None:
-        """Count what a failure costs, and set when training goes on."""
+        """Count the costs of a failure, and set the time at which training continues."""
         self._grow(failure.time_s)
         run = self.train(failure.time_s)
         self._cut_log(run, failure)
@@ -303,7 +300,7 @@ class _SimulatedJob:
         return in_memory
 
     def _grow(self, until_s: float) -> None:
-        """Let nodes that are back join, each time that a snapshot is complete which began after that."""
+        """Let returned nodes join when the first snapshot that began after their return is complete."""
         while self.nodes < self.cluster.num_nodes:
             run = self._run()
             time_s = max(self.resume_s, self._back_s(self.nodes + 1))
@@ -316,18 +313,17 @@ class _SimulatedJob:
             self._go_on(run, time_s, self.cluster.enter_s)
 
     def _nodes_at(self, time_s: float) -> int:
-        """Nodes that there are at a time, with those that stand by."""
+        """Number of nodes at a time, standby nodes included."""
         there = self.cluster.num_nodes + self.cluster.standby_nodes
         return there - sum(back_s > time_s for back_s in self.away)
 
     def _back_s(self, count: int) -> float:
-        """Time from which on there are so many nodes, if no other is lost."""
+        """Time from which there are `count` nodes, if no other is lost."""
         over = self.cluster.num_nodes + self.cluster.standby_nodes - count
         return sorted(self.away)[-1 - over] if len(self.away) > over else 0.0
 
     def _cut_log(self, run: _Run, failure: Failure) -> None:
-        """Cut the log to what is left of it: all that was recorded, or where a node is lost, what
-        was written."""
+        """Cut the log to the records that are left: all, or the written ones if a node is lost."""
         since, to = self.log
         if run.f.batch is None:
             self.log = (since, min(to, run.first))
@@ -341,7 +337,7 @@ class _SimulatedJob:
             self.log = (since, run.newest(run.f.batch, write_s, failure.time_s) or run.first)
 
     def _reach(self, base: int) -> int:
-        """The newest step that can be had from a base."""
+        """The newest step that replay from a base reaches."""
         since, to = self.log
         return to if since <= base < to else base
 

@@ -1,17 +1,18 @@
 """The probability that a snapshot in host memory survives the loss of nodes.
 
-A snapshot is lost when some group's shares cannot be rebuilt from what the nodes left hold; that processes
-fail does no harm, because an agent holds the memory.  p = 1 - q is the probability that a node outlives the
-interval.  For members on nodes of their own (after REFT, Wang et al., 2023):
+A snapshot is lost when a group's shares cannot be rebuilt from the remaining nodes.  Process failures do
+no harm, as an agent holds the memory.  p = 1 - q is the probability that a node survives the interval.
+Probability of survival, for members on nodes of their own (after REFT, Wang et al., 2023):
 
     none        p^n
     rs(m)       sum over j <= m of C(n, j) p^(n - j) q^j           parity is rs(1)
     copy(r)     no r neighbours in the ring all fail: a circular run of failures is shorter than r
     G groups    the product over groups that share no node
 
-Here the other side is computed, the probability of loss, as a sum of positive terms: a loss of 1e-20 is not
-rounded to none, and times to a loss come out.  Nodes may fail with different probabilities.  Groups that
-share nodes, and members of one group that do, fail together: counted exactly, set by set of nodes.
+This module computes the probability of loss instead, as a sum of positive terms: a loss of 1e-20 is not
+rounded to 0, so times to a loss are finite.  Nodes may fail with different probabilities.  Groups that
+share nodes, and members of a group that share a node, fail together: they are counted exactly, by sets of
+lost nodes.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from typing import Literal
 from holdfast.base.errors import UsageError
 
 Nodes = tuple[int, ...]
-"""The node of each member of a sharding group, in the order of the ring."""
+"""The node of each member of a group, in the order of the ring."""
 
 _MOST_SETS = 200_000
-"""Sets of lost nodes that `loss` looks at before it gives up: seconds."""
+"""Most sets of lost nodes that `loss` enumerates, which takes seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +46,18 @@ class Lifetime:
         return self.scale_s * math.gamma(1 + 1 / self.shape)
 
     def failure(self, interval_s: float, age_s: float = 0.0) -> float:
-        """Probability that a node of that age fails within the interval: 1 - S(age + t) / S(age)."""
+        """Probability that a node of age `age_s` fails within the interval: 1 - S(age + t) / S(age)."""
         hazard = ((age_s + interval_s) / self.scale_s) ** self.shape
         return -math.expm1((age_s / self.scale_s) ** self.shape - hazard)
 
 
 def exponential(mtbf_s: float) -> Lifetime:
-    """Failures at a constant rate, one per `mtbf_s` seconds of a node."""
+    """Lifetime with a constant failure rate, 1 / `mtbf_s`."""
     return Lifetime(mtbf_s)
 
 
 def weibull(mtbf_s: float, shape: float) -> Lifetime:
-    """Failures that grow rarer with age (shape < 1) or more frequent (shape > 1), with that mean."""
+    """Lifetime of mean `mtbf_s` whose failure rate falls (shape < 1) or grows (shape > 1) with age."""
     return Lifetime(mtbf_s / math.gamma(1 + 1 / shape), shape)
 
 
@@ -64,8 +65,8 @@ def weibull(mtbf_s: float, shape: float) -> Lifetime:
 class Scheme:
     """A redundancy scheme and the losses per group that it always survives.
 
-    `rs` survives any `losses` members, and no more; `copy` any in which no `losses + 1` neighbours are.
-    `none` is rs(0).
+    `rs` survives the loss of any `losses` members, and no more; `copy` survives any loss without `losses
+    + 1` neighbours.  `none` is rs(0).
     """
 
     kind: Literal["copy", "rs"]
@@ -79,36 +80,36 @@ class Scheme:
         return "parity" if self.losses == 1 else f"rs({self.losses})"
 
     def blocks(self, num_members: int) -> tuple[int, int]:
-        """(data, parity) blocks of a stripe in a group of so many; see `codec.stripes`."""
+        """(data, parity) blocks of a stripe in a group of `num_members`; see `codec.stripes`."""
         if self.kind == "copy" or not self.losses:
             return 1, self.losses
         return num_members - self.losses, self.losses
 
     def survives(self, lost: Sequence[bool]) -> bool:
-        """True if a group survives the loss of these of its members, in the order of the ring."""
+        """True if a group survives these losses; one flag per member, in the order of the ring."""
         self.check(len(lost))
         if self.kind == "rs":
             return sum(lost) <= self.losses
         return _longest_run(lost) <= self.losses
 
     def check(self, num_members: int) -> None:
-        """UsageError if a group of so many cannot have this scheme: something must be left."""
+        """UsageError if a group of `num_members` is too small for this scheme."""
         if not 0 <= self.losses < num_members:
             raise UsageError(f"a group of {num_members} cannot survive {self.losses} losses")
 
 
 def none() -> Scheme:
-    """Each share once."""
+    """No redundancy."""
     return Scheme("rs", 0)
 
 
 def copy(copies: int) -> Scheme:
-    """Each share on its member and the `copies - 1` after it."""
+    """Each share on its member and the next `copies - 1` members."""
     return Scheme("copy", copies - 1)
 
 
 def rs(losses: int) -> Scheme:
-    """Shares in stripes with `losses` parity blocks; any `losses` members may be lost."""
+    """Stripes with `losses` parity blocks: any `losses` members may be lost."""
     return Scheme("rs", losses)
 
 
@@ -128,13 +129,13 @@ def _longest_run(lost: Sequence[bool]) -> int:
 
 
 def group_loss(scheme: Scheme, failures: Sequence[float]) -> float:
-    """Probability that a group is lost, if member i fails with `failures[i]`, each by itself."""
+    """Probability that a group is lost; member i fails independently with probability `failures[i]`."""
     scheme.check(len(failures))
     return (_count_loss if scheme.kind == "rs" else _ring_loss)(failures, scheme.losses)
 
 
 def _count_loss(failures: Sequence[float], losses: int) -> float:
-    """More than `losses` of them fail: the tail of a Poisson binomial distribution."""
+    """Probability of more than `losses` failures: the tail of a Poisson binomial distribution."""
     by_count, lost = [1.0] + [0.0] * losses, 0.0
     for q in failures:
         lost += by_count[-1] * q
@@ -144,7 +145,8 @@ def _count_loss(failures: Sequence[float], losses: int) -> float:
 
 
 def _ring_loss(failures: Sequence[float], losses: int) -> float:
-    """A circular run of more than `losses` fails: by the length of the run that the ring begins with."""
+    """Probability of a circular run of more than `losses` failures: a sum over the length of its first
+    run."""
     total, begins = 0.0, 1.0
     for first in range(losses + 1):
         rest = failures[first + 1 :]
@@ -154,7 +156,7 @@ def _ring_loss(failures: Sequence[float], losses: int) -> float:
 
 
 def _line_loss(failures: Sequence[float], losses: int, joined: int) -> float:
-    """A run of more than `losses` fails, in a line whose end is joined to `joined` failures more."""
+    """Probability of a run of more than `losses` failures in a line that `joined` failures follow."""
     by_run, lost = [1.0] + [0.0] * losses, 0.0
     for q in failures:
         lost += by_run[-1] * q
@@ -171,7 +173,7 @@ def survives(scheme: Scheme, groups: Collection[Nodes], lost: Collection[int]) -
 
 
 def fatal_sets(scheme: Scheme, groups: Collection[Nodes], largest: int) -> list[frozenset[int]]:
-    """The sets of up to `largest` nodes whose loss is not survived while that of any part of them is."""
+    """The minimal fatal sets of up to `largest` nodes: the loss of any proper subset is survived."""
     found = {some for group in set(groups) for some in _fatal_to(scheme, group, largest)}
     return sorted((s for s in found if not any(other < s for other in found)), key=sorted)
 
@@ -186,9 +188,9 @@ def _fatal_to(scheme: Scheme, group: Nodes, largest: int) -> list[frozenset[int]
 
 
 def loss(scheme: Scheme, groups: Collection[Nodes], failures: float | Mapping[int, float]) -> float:
-    """Probability that some group is lost, if nodes fail with `failures` (of each, or of all).
+    """Exact probability that a group is lost; `failures`: that of a node's failure, one for all or by node.
 
-    Exact.  UsageError where too many nodes hang together through shared groups to go through their sets.
+    UsageError if too many nodes are connected through shared groups to enumerate sets of losses.
     """
     survival = 0.0  # its logarithm
     for part in _independent(set(groups)):
@@ -209,17 +211,17 @@ def survival(
 
 
 def time_to_loss(loss_per_interval: float, interval_s: float) -> float:
-    """Expected seconds until a snapshot is lost: a geometric number of intervals, interval / loss.
+    """Expected seconds until a snapshot is lost, interval / loss (a geometric number of intervals).
 
-    An interval ends with every lost node replaced and protection restored, so each begins anew: the time
-    that this takes, or the time between snapshots if that is longer.  The result takes the MTBF's place in
-    Young's and Daly's interval of persisted checkpoints.
+    An interval is the time to replace every lost node and restore protection, or the time between snapshots
+    if that is longer; intervals are independent.  In Young's and Daly's formulas for the interval of
+    durable checkpoints, the result replaces the MTBF.
     """
     return interval_s / loss_per_interval if loss_per_interval else math.inf
 
 
 def _independent(groups: set[Nodes]) -> list[list[Nodes]]:
-    """Groups put together with those that they share nodes with, directly or through others."""
+    """Connected components of groups, where groups that share a node are connected."""
     parts: list[tuple[set[int], list[Nodes]]] = []
     for group in sorted(groups):
         nodes, members = set(group), [group]
@@ -239,12 +241,12 @@ def _part_loss(scheme: Scheme, groups: list[Nodes], failures: Mapping[int, float
 
 
 def _loss_by_sets(scheme: Scheme, groups: list[Nodes], failures: Mapping[int, float]) -> float:
-    """Sum over the sets of lost nodes, node by node; one that is fatal is not extended."""
+    """Sum over the sets of lost nodes, built node by node; a fatal set is not extended."""
     nodes = sorted({node for group in groups for node in group})
     groups_of = {node: [g for g in groups if node in g] for node in nodes}
     total, num_sets = 0.0, 0
     undecided: list[tuple[int, frozenset[int], float]] = [(0, frozenset(), 1.0)]
-    while undecided:  # these are lost of the first `at` nodes, with this probability
+    while undecided:  # sets of lost nodes among the first `at`, with probabilities
         at, lost, probability = undecided.pop()
         for i in range(at, len(nodes)):
             more, failed = lost | {nodes[i]}, probability * failures[nodes[i]]

@@ -1,13 +1,13 @@
 """Frequencies that tune themselves: costs and failures in, changes out.
 
     tuner = Tuner(Auto(overhead=0.03), tiers=("memory", "delta"))
-    tuner.ran(1, 0.41)                          # each step, without what held it up
-    tuner.measured("durable_stall", 0.02)       # as they happen
+    tuner.ran(1, 0.41)                          # each step, without stalls
+    tuner.measured("durable_stall", 0.02)       # each cost as it occurs
     tuner.failed("process")                     # after a restart
-    retuned = tuner.decide(step)                # now and then a `Retuned`; tuner.frequencies is in force
+    retuned = tuner.decide(step)                # a `Retuned` or None; tuner.frequencies is in force
 
-A tuner has no clock and asks nobody: the same calls give the same decisions, in a run and in the
-simulator.  Ranks measure differently, so one of them decides and tells the others.
+A tuner has no clock and does no I/O: the same calls give the same decisions, in a run and in the simulator.
+Ranks measure different times, so one rank decides for all.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ START = Frequencies(durable=100, memory=10, delta=1, batch=10)
 """Frequencies until costs are known."""
 _KNOBS = ("durable", "memory", "delta", "batch")
 _LOOK_EVERY = 100
-"""Steps between two looks: a look takes a few milliseconds."""
+"""Steps between two decisions; a decision takes a few milliseconds."""
 _RECENT = 16
 _PRIOR_HOURS = 24.0
-"""Hours assumed between failures, before any was seen.  It weighs as much as one failure."""
+"""Prior of the hours between failures; it weighs as much as one failure."""
 _REPLAY = 0.2
-"""Share of a step's time that it takes to replay it, until it is measured."""
+"""Time to replay a step, as a share of the step's time, until it is measured."""
 
 _COSTS = tuple(f.name[:-2] for f in fields(Costs) if f.name != "step_s")
 
@@ -52,10 +52,10 @@ _COSTS = tuple(f.name[:-2] for f in fields(Costs) if f.name != "step_s")
 class Auto:
     """Frequencies by measured costs and expected failures.
 
-    `mtbf_hours`: mean time between failures of the job; None: estimated from the failures that it has.
-    `overhead`: the share of training time that saving may take, at most.  `node_share`: how many of the
-    failures take a node's memory with them, where that is not estimated.  `gain`: the share of the
-    wasted time that a change must promise to save.  `rarest_hours`: a durable save is never rarer.
+    `mtbf_hours`: mean time between failures of the job; None: estimated from its failures.  `overhead`:
+    the largest share of training time for saving.  `node_share`: the share of failures that lose a node's
+    memory, if it is not estimated.  `gain`: the share of the wasted time that a change must be expected
+    to save. `rarest_hours`: the longest time between durable saves.
     """
 
     mtbf_hours: float | None = None
@@ -81,7 +81,7 @@ class Auto:
 
 @dataclass(frozen=True, slots=True)
 class Retuned:
-    """One knob was turned: what it was, what it is, and why."""
+    """A change of one frequency: its values before and after, and the reason."""
 
     step: int
     knob: str
@@ -95,14 +95,14 @@ class Retuned:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The failures of a run so far, and the time it trained; to be kept with its checkpoints."""
+    """The failures of a run so far and its training time; kept with its checkpoints."""
 
     trained_s: float = 0.0
     failures: Mapping[FailureKind, int] = field(default_factory=lambda: {"process": 0, "node": 0})
 
     def rates(self, auto: Auto, beyond: float) -> Rates:
-        """Failures per second.  With a prior of Gamma(1, 1 / p), n failures in T make it
-        (1 + n) / (1 / p + T)."""
+        """Failures per second: with a prior of Gamma(1, 1 / p), n failures in T give (1 + n) / (1 / p +
+        T)."""
         share = {"process": 1 - auto.node_share, "node": auto.node_share}
         if auto.mtbf_hours is not None:
             found = {kind: part / (auto.mtbf_hours * 3600) for kind, part in share.items()}
@@ -118,8 +118,8 @@ class History:
 class Tuner:
     """Chooses how often each tier acts.
 
-    `tiers`: those of `memory` and `delta` that there are; the durable tier always is.  `beyond`: the
-    probability that a lost node takes snapshots in memory with it, by `policy.survival`.
+    `tiers`: `memory` and `delta`, if the run has them; it always has the durable tier.  `beyond`: the
+    probability that the loss of a node loses the snapshots in memory (`policy.survival`).
     """
 
     def __init__(
@@ -133,8 +133,8 @@ class Tuner:
         start: Frequencies = START,
         known: Mapping[str, float] | None = None,
     ) -> None:
-        """`start`: the frequencies until costs are known.  `known`: costs as an earlier run learned them,
-        good until there are measurements of this one."""
+        """`start`: frequencies until costs are known.  `known`: costs that an earlier run measured, used
+        until this run has measured its own."""
         for tier in tiers:
             if tier not in ("memory", "delta"):
                 raise UsageError(f"{tier!r} is no tier to tune: there are memory and delta")
@@ -143,7 +143,7 @@ class Tuner:
         self.history = history or History()
         self.frequencies = _used(start, self.tiers)
         self.most_batch = MAX_BATCH
-        """Most records of a batch: as many as memory holds at a time."""
+        """Most records of a batch: as many as memory holds."""
         self._known = {what: s for what, s in (known or {}).items() if what in _COSTS}
         self.beyond = beyond
         self._look_every = look_every
@@ -152,22 +152,21 @@ class Tuner:
         self._step_s: deque[tuple[int, float]] = deque(maxlen=_RECENT)
         self._recent: dict[str, deque[float]] = {}
 
-    # -- what is told ------------------------------------------------------------------------------
+    # -- inputs -----------------------------------------------------------------------------------
 
     def ran(self, num_steps: int, seconds: float) -> None:
-        """Note that so many steps took so long, saves and records left out."""
+        """Add the time of `num_steps` steps, without stalls of saves and records."""
         self._step_s.append((num_steps, seconds))
         self.history = replace(self.history, trained_s=self.history.trained_s + seconds)
 
     def measured(self, what: str, seconds: float) -> None:
-        """Note a cost, once it is known: a field of `Costs` without its `_s`, other than `step`."""
+        """Add a measured cost; `what`: a field of `Costs` without its `_s`, other than `step`."""
         if what not in _COSTS:
             raise UsageError(f"{what!r} is no cost", hint=did_you_mean(what, _COSTS))
         self._recent.setdefault(what, deque(maxlen=_RECENT)).append(seconds)
 
     def failed(self, kind: FailureKind, count: int = 1) -> None:
-        """Note failures of a kind since the last call; a negative `count` if some prove to be of
-        another kind."""
+        """Add `count` failures of a kind; a negative `count` takes back failures of another kind."""
         failures = {
             **self.history.failures,
             kind: max(self.history.failures[kind] + count, 0),
@@ -175,13 +174,13 @@ class Tuner:
         self.history = replace(self.history, failures=failures)
         self._next_look = 0
 
-    # -- what follows ------------------------------------------------------------------------------
+    # -- decisions ---------------------------------------------------------------------------------
 
     @property
     def costs(self) -> Costs | None:
-        """Means of what was measured lately; None while something is unknown that there is no guess for.
+        """Means of recent measurements; None while a cost without a guess is unknown.
 
-        To load is taken to be as fast as to save, and to open a batch as to write one beside its bytes.
+        Guesses: loading takes as long as saving, and opening a batch as long as writing an empty one.
         """
         needed = ["durable_stall", "durable"]
         needed += ["memory_stall"] if "memory" in self.tiers else []
@@ -200,8 +199,10 @@ class Tuner:
 
     @property
     def learned(self) -> dict[str, float]:
-        """Costs as far as they are known."""
-        recent = {what: list(r) for what, r in list(self._recent.items())}  # others may add to it
+        """The known costs, by name."""
+        recent = {
+            what: list(r) for what, r in list(self._recent.items())
+        }  # copies: other threads may add
         few = {what: r[0] for what, r in recent.items() if len(r) == 1}
         many = {what: _mean(r) for what, r in recent.items() if len(r) > 1}
         return {**few, **self._known, **many}
@@ -216,7 +217,7 @@ class Tuner:
         return None if costs is None else wasted(costs, self.rates, self.frequencies)
 
     def decide(self, step: int) -> Retuned | None:
-        """Turn one knob, if that is worth it; at most every so many steps, or after a failure."""
+        """Change one frequency if that is worth it, at most every `look_every` steps or after a failure."""
         costs = self.costs
         if step < self._next_look or costs is None:
             return None
@@ -235,7 +236,7 @@ class Tuner:
         return Retuned(step, knob, before, self.frequencies, f"{why}; {self._failures()}")
 
     def _cannot_stay(self, costs: Costs, now: Waste, then: Waste) -> str:
-        """Why the frequencies in force must change, whatever is gained; empty if they need not."""
+        """Reason why the frequencies in force must change, whatever the gain; empty if there is none."""
         if now.saving > self.auto.overhead + 1e-9 and then.saving < now.saving:
             return f"saving takes {now.saving:.2%} of the time, {self.auto.overhead:.2%} is allowed"
         f = self.frequencies
@@ -249,7 +250,7 @@ class Tuner:
         return ""
 
     def _target(self, costs: Costs) -> tuple[Frequencies, str]:
-        """The best frequencies; if none are within the overhead, the rarest saves, and why these."""
+        """The best frequencies and the reason; the rarest saves if none are within the overhead."""
         rarest = max(1, int(self.auto.rarest_hours * 3600 / costs.step_s))
         key = (costs, self.rates, self.most_batch)
         if self._chosen[0] != key:
@@ -266,8 +267,8 @@ class Tuner:
         return Frequencies(durable=rarest), why + f"more than the {self.auto.overhead:.2%} allowed"
 
     def _first_towards(self, target: Frequencies, costs: Costs) -> str:
-        """The knob to turn first: the one that saves most overhead, so that it is never above what
-        is allowed on the way; where none saves any, the one that wastes least."""
+        """The frequency to change first: the one that saves most overhead, so that the overhead stays
+        within its limit on the way; if none saves any, the one that then wastes least."""
         ways = {
             knob: way
             for knob in _KNOBS
@@ -288,8 +289,7 @@ class Tuner:
 
 
 def _used(start: Frequencies, tiers: Collection[str]) -> Frequencies:
-    """The frequencies of these tiers alone; a batch is not longer than the time between two
-    bases."""
+    """The frequencies without absent tiers, and with no batch longer than the steps between two bases."""
     memory = start.memory if "memory" in tiers else None
     if "delta" not in tiers or start.batch is None:
         return Frequencies(start.durable, memory)
@@ -298,5 +298,5 @@ def _used(start: Frequencies, tiers: Collection[str]) -> Frequencies:
 
 
 def _mean(recent: list[float]) -> float:
-    """The mean without the first, which touched its memory for the first time."""
+    """The mean without the first value, which includes page faults of fresh memory."""
     return sum(recent[1:]) / len(recent[1:])

@@ -1,26 +1,26 @@
 """The wasted-time model: what frequencies cost, in seconds per second of training.
 
-Training is held up by saves and by records; a failure costs loading a base, replaying records onto it, and
-the steps that nothing recorded.  With one kind of failure, a full save every 1/f seconds and a batch of
-records every b seconds (after LowDiff, Yao et al., 2025; M is the job's mean time between failures, C what
-a full save holds up, L to load one, R to replay a batch):
+Saves and records stall training; a failure costs loading a base, replaying records, and training the
+steps again that were not recorded.  With one kind of failure, a full save every 1/f seconds and a batch
+of records every b seconds (after LowDiff, Yao et al., 2025; M is the job's mean time between failures, C
+the stall of a full save, L the time to load it, R to replay a batch):
 
     T_w / T = (b/2 + L + R/2 (1/(f b) - 1)) / M + C f
     f* = (R / (4 C^2 M^2))^(1/3)        b* = (2 C R M)^(1/3)        so that f* b*^2 = R
 
 (`one_base`, `one_base_optimum`.)  holdfast has two bases and replays step by step, so in `wasted`:
 
-* A failure recovers from the newest base that outlives it: the memory tier, or storage where a node is
-  lost that the memory does not bear.
-* To replay a batch of b records takes open + b * replay, not the same whatever b is.
-* A record survives the processes as soon as it is in the queue, and a node once its batch is written.
+* A failure recovers from the newest base that survives it: in memory, or in storage if a lost node loses
+  the snapshots in memory.
+* Replaying a batch of b records takes open + b * replay, not a constant.
+* A record survives process failures once it is in the queue, and node losses once its batch is written.
 
-Failures are taken to be rare: recoveries that fail in turn are not counted; the simulator counts them.
+Failures are assumed to be rare: failures during recoveries are ignored here; the simulator counts them.
 
-`choose_frequencies` finds what wastes least, in whole steps, within the overhead that is allowed.  Batch
-and memory periods are searched on a grid: every number of steps up to 16, then 10 % apart, which is within
-half a per cent of the best because waste is flat there.  The durable period that goes with them is in
-closed form.  Each period is at least so long that saves do not overtake one another.
+`choose_frequencies` minimises the waste over whole steps, within the allowed overhead.  It searches batch
+and memory periods on a grid: every number of steps up to 16, then 10 % apart, which is within 0.5 % of
+the best because waste is flat there.  The durable period follows in closed form.  Each period is at least
+so long that one save ends before the next begins.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Frequencies:
-    """Steps between two of each; None: never.  `delta` is 1 or None: a log with gaps cannot be replayed."""
+    """Periods in steps; None: never.  `delta` is 1 or None: a log with gaps cannot be replayed."""
 
     durable: int | None = None
     memory: int | None = None
     delta: int | None = None
     batch: int | None = None
-    """Records that are written together."""
+    """Records per batch."""
 
     def __str__(self) -> str:
         named = [(f.name, getattr(self, f.name)) for f in fields(self)]
@@ -49,7 +49,8 @@ class Frequencies:
 
     @property
     def valid(self) -> bool:
-        """A batch lies between two bases (f b <= 1), and there are batches only of records."""
+        """True if a batch fits between two bases (f b <= 1), and batches are set if and only if records
+        are."""
         bases = [n for n in (self.durable, self.memory) if n is not None]
         if (self.delta is None) != (self.batch is None):
             return False
@@ -58,8 +59,7 @@ class Frequencies:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """The time that things take, in seconds.  A stall holds up training, the rest is in the
-    background."""
+    """Costs in seconds.  Training waits for stalls; the other costs are in the background."""
 
     step_s: float
     """A training step by itself."""
@@ -73,9 +73,9 @@ class Costs:
     memory_load_s: float = 0.0
     record_stall_s: float = 0.0
     record_s: float = 0.0
-    """A record's share of the write of its batch: bytes by bandwidth."""
+    """To write a record's bytes with its batch."""
     batch_s: float = 0.0
-    """Seconds that a batch takes beyond its records' shares: opening, fsync."""
+    """To write a batch, beyond its records' bytes: open and fsync."""
     batch_stall_s: float = 0.0
     replay_s: float = 0.0
     """To replay one step."""
@@ -90,12 +90,12 @@ class Rates:
     process: float
     node: float
     beyond: float = 1.0
-    """The share of node losses that snapshots in memory do not survive."""
+    """Share of node losses that snapshots in memory do not survive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """One way in which failures end: how often, from which base, and whether the queue is lost."""
+    """A class of failures: its rate, the base that it recovers from, and whether the queue is lost."""
 
     rate: float
     in_memory: bool
@@ -104,10 +104,10 @@ class Recovery:
 
 @dataclass(frozen=True, slots=True)
 class Waste:
-    """Seconds per second of training."""
+    """Wasted seconds per second of training."""
 
     saving: float
-    """The overhead: what stalls take, with or without failures."""
+    """The overhead: stalls, with or without failures."""
     lost: float
     """Steps that are trained again."""
     replaying: float
@@ -119,8 +119,8 @@ class Waste:
 
 
 def recoveries(rates: Rates, in_memory: bool) -> tuple[Recovery, Recovery, Recovery]:
-    """The recoveries after each case: processes die; a node is lost and memory bears it; or does
-    not bear it."""
+    """The recoveries if processes die; if snapshots in memory survive the loss of a node; and if they do
+    not."""
     return (
         Recovery(rates.process, in_memory, False),
         Recovery(rates.node * (1 - rates.beyond), in_memory, True),
@@ -129,8 +129,7 @@ def recoveries(rates: Rates, in_memory: bool) -> tuple[Recovery, Recovery, Recov
 
 
 def wasted(costs: Costs, rates: Rates, f: Frequencies) -> Waste:
-    """The waste of these frequencies.  Without a durable period (inf) losses that memory does not
-    bear are infinite."""
+    """The waste of these frequencies; infinite without a durable period, if memory can be lost."""
     assert f.valid, f
     return Waste(*map(float, terms(costs, rates, f.durable or inf, f.memory, f.batch)))
 
@@ -162,11 +161,10 @@ def terms(c: Costs, rates: Rates, durable: Any, memory: Any, batch: Any) -> tupl
 
 
 def best_period(stall_s: float, step_s: float, rate: float, step_of_age_s: Any) -> Any:
-    """Steps between bases that waste least, the rest given.
+    """The number of steps P between bases that minimises stall / (P step) + rate * P/2 * step_of_age.
 
     A base that is one step older costs `step_of_age_s` more at a failure: the step itself, or its replay.
-    So stall / (P step) + rate * P/2 * step_of_age is smallest at this P; with step_of_age = step it is
-    Young's sqrt(2 C M).
+    For step_of_age = step this is Young's sqrt(2 C M).
     """
     return (2 * stall_s / (step_s * rate * step_of_age_s)) ** 0.5
 
@@ -177,7 +175,7 @@ def best_period(stall_s: float, step_s: float, rate: float, step_of_age_s: Any) 
 def one_base(
     f: float, b: float, *, mtbf_s: float, save_s: float, load_s: float, batch_s: float
 ) -> float:
-    """T_w / T at f saves per second and a batch every b seconds; `batch_s` to replay one, of any size."""
+    """T_w / T at f saves per second and a batch every b seconds; replaying one takes `batch_s`."""
     return (b / 2 + load_s + batch_s / 2 * (1 / (f * b) - 1)) / mtbf_s + save_s * f
 
 
@@ -188,7 +186,7 @@ def one_base_optimum(*, mtbf_s: float, save_s: float, batch_s: float) -> tuple[f
 
 
 def with_knob(f: Frequencies, knob: str, to: Frequencies) -> Frequencies:
-    """`f` with one knob as in `to`.  Records and their batches come and go together."""
+    """`f` with one frequency as in `to`; `delta` and `batch` change together."""
     if knob in ("delta", "batch") and f.delta != to.delta:
         return replace(f, delta=to.delta, batch=to.batch)
     return replace(f, **{knob: getattr(to, knob)})
@@ -211,11 +209,10 @@ def choose_frequencies(
     rarest: int,
     most_batch: int = MAX_BATCH,
 ) -> Frequencies | None:
-    """The best of these tiers, and how often; None if not even a durable save every `rarest` steps
-    is allowed.
+    """The best frequencies; None if even a durable save every `rarest` steps exceeds the overhead.
 
-    `tiers`: of `memory` and `delta`; they are used if that wastes less.  The durable tier always
-    is.  `most_batch`: the number of records that memory holds.
+    `tiers`: `memory` and `delta`, used if that wastes less; the durable tier is always used.  `most_batch`:
+    the number of records that memory holds.
     """
     best, least = None, np.inf
     for memory in (False, True)[: 1 + ("memory" in tiers)]:
@@ -227,9 +224,9 @@ def choose_frequencies(
 
 
 def floors(costs: Costs) -> tuple[int, int, int]:
-    """The shortest durable and memory periods and batch: one is done before the next is due.
+    """The shortest durable period, memory period and batch for which one ends before the next begins.
 
-    A batch of b is written within b steps; records that storage cannot keep up with give MAX_BATCH + 1.
+    A batch of b must be written within b steps; MAX_BATCH + 1 if storage is too slow for the records.
     """
     spare = costs.step_s - costs.record_s
     batch = max(1, ceil(costs.batch_s / spare)) if spare > 0 else MAX_BATCH + 1
@@ -243,8 +240,7 @@ def _steps(seconds: float, step_s: float) -> int:
 def _with(
     c: Costs, rates: Rates, memory: bool, delta: bool, overhead: float, rarest: int, most_batch: int
 ) -> Iterator[tuple[float, Frequencies]]:
-    """Total waste and frequencies that are best with just these tiers; nothing if none are
-    allowed."""
+    """Yield the least waste and its frequencies with exactly these tiers; nothing if none are allowed."""
     least_d, least_m, least_b = floors(c)
     periods = _grid(least_m, max(least_m, rarest)) if memory else np.array([np.nan])
     largest = min(MAX_BATCH, most_batch, max(least_d, rarest))
@@ -276,10 +272,10 @@ def _with(
 
 
 def _shortest(c: Costs, spare: Any) -> Any:
-    """The shortest durable periods whose stalls take no more than what is spare of the overhead."""
+    """The shortest durable periods whose stalls fit into the `spare` overhead."""
     with np.errstate(divide="ignore", invalid="ignore"):
         allowed = c.durable_stall_s / c.step_s / np.maximum(spare, 0)
-    allowed = np.nan_to_num(allowed, nan=1.0, posinf=np.inf)  # 0 / 0: durable saves do not stall
+    allowed = np.nan_to_num(allowed, nan=1.0, posinf=np.inf)  # 0 / 0: durable saves have no stall
     return np.ceil(allowed - 1e-9)
 
 

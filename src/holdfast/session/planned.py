@@ -187,7 +187,7 @@ class PlannedSaves:
             instance_of(keep, Keep, "PlannedSaves", "keep", "a holdfast.Keep(...), or None")
         self.keep = keep
         self._keys: dict[str, str] = {}
-        """On the coordinator: the keys by which attempts are handed to other ranks, by attempt name."""
+        """On the coordinator: the name of the attempt that was last handed to other ranks, by key."""
         self._is_behind = False
         """True in a process beside the training's, which does not wait for this one."""
 
@@ -221,7 +221,8 @@ class PlannedSaves:
         store = open_store(self.root)
         sweep_host(store)
         attempt = under_way(os.getpid()).begin(store, step)
-        key = self._keys[attempt.name] = self._key(step)
+        key = self._key(step)
+        self._keys[key] = attempt.name
         hand(key, msgspec.msgpack.encode(attempt))
         return attempt
 
@@ -271,8 +272,11 @@ class PlannedSaves:
         line = () if self.keep is None else under_way(os.getpid()).line(store.url)
         replaced = commit(store, readable(_manifest(attempt, written, extras, line, by)))
         others = under_way(os.getpid()).end(store, attempt)
-        with suppress(AgentError, KeyError):  # the step is there; the next save puts another value
-            take_away(self._keys.pop(attempt.name))
+        for key in self._key(attempt.step), self._key(None):
+            if self._keys.get(key) == attempt.name:
+                del self._keys[key]
+                with suppress(AgentError):  # the step is there; the next save puts another value
+                    take_away(key)
         emit("save.committed", step=attempt.step, seconds=round(time.perf_counter() - began, 3))
         if replaced is None and self.keep is None:
             return attempt.step

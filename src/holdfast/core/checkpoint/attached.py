@@ -2,9 +2,9 @@
 
     steps/0000000100/0001-000003/attached.pack     holdfast|config.json|tokenizer.json|digest table
 
-One object, however many files there are: a save costs one request more, and what copies, uploads, verifies
-or deletes a step treats it as one more image.  The manifest names each file with its place, length and
-digest, so they are there when the step is, all of them.
+One object holds all files: a save costs one more request, and code that copies, uploads, verifies or
+deletes a step treats it as one more image.  The manifest names each file with its place, length and
+digest, so a committed step has all of them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Attachments(Mapping[str, bytes]):
         self._files = {f.name: f for f in found.files} if found is not None else {}
 
     def __getitem__(self, name: str) -> bytes:
-        """Return the bytes of a file.  Corrupt if they differ from the attached file; KeyError."""
+        """Read a file.  Corrupt if its digest is wrong; KeyError."""
         entry, images = self._files[name], self._images
         object = images.manifest.objects[-1]
         size = images.manifest.chunk_bytes

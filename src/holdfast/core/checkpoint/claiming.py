@@ -29,7 +29,7 @@ _CLAIM = re.compile(r"claims/(\d{10})\.json")
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """The process that took a root, with the facts that tell whether it still runs."""
+    """The process that took a root, with facts by which to tell whether it still runs."""
 
     run: int
     host: str
@@ -40,8 +40,8 @@ class Claim(msgspec.Struct, frozen=True):
     created: str
 
     def alive_elsewhere(self) -> bool:
-        """True if the claimant is known to run now, and is neither this process nor a rank of an attempt
-        before of this run, whose processes may live on, as other ranks."""
+        """True if the claimant is known to run now, and is neither this process nor a rank of an earlier
+        attempt of this run, whose process may still serve as another rank."""
         is_of_this_run = int(os.environ.get("HOLDFAST_ATTEMPT", "1")) > 1 and is_sibling(self.pid)
         return self._fate() == "runs" and self.pid != os.getpid() and not is_of_this_run
 
@@ -66,15 +66,15 @@ def claim(store: Store) -> Claim:
 
 
 def take_root(store: Store, keys: RootKeys, above: int = 0) -> tuple[Claim, Claim | None]:
-    """Take a root: the next run number, for this process, which is also beyond `above`.  Return also the
-    claim that was there.  `keys`: those of the `CLAIMED_PARTS` root.
+    """Take a root for this process, with the next run number above `above`.  Return the new claim and the
+    newest one before it.  `keys`: a listing of the root's `CLAIMED_PARTS`.
 
-    These may be old.  Another run that has claimed since has put the number that is next, or deleted the
-    claim that was the newest, which is read here; then claims are listed anew, as if there were none.
+    The listing may be old.  Another run that has claimed since has taken the next number, or deleted the
+    newest claim, which is read here; then claims are listed again.
 
-    UsageError if the process that holds it is alive on this host.  A run on another host cannot be
-    seen; it finds itself superseded at its next commit.  The numbers of the runs of full steps and of
-    records are taken, whatever became of the claims.
+    UsageError if the holder of the root is alive on this host.  A run on another host cannot be checked; it
+    finds its claim superseded at its next commit.  Run numbers of existing steps and records are never used
+    again, even if their claims are gone.
     """
     taken, claims = _last_saved(store, keys), keys.below("claims/") or None
     while True:
@@ -116,8 +116,8 @@ def _last_saved(store: Store, keys: RootKeys) -> int:
 
 
 def runs_of_steps(store: Store, keys: RootKeys) -> Iterator[int]:
-    """The runs of full steps.  An attempt has the number of its run in its name; of a step with others the
-    manifest says it."""
+    """The runs of full steps, from the names of their attempts, or from the manifest of a step without a
+    numbered attempt."""
     for step, key in keys.manifests.items():
         named = [parse_attempt(attempt) for attempt in keys.attempts.get(step, ())]
         yield from (numbers[0] for numbers in named if numbers)
@@ -127,7 +127,7 @@ def runs_of_steps(store: Store, keys: RootKeys) -> Iterator[int]:
 
 
 def newest_claim(store: Store, claims: list[str] | None = None) -> Claim | None:
-    """The newest claim of a root; `claims`: their keys, if these have just been listed."""
+    """The newest claim of a root; `claims`: the keys of claims, if just listed."""
     for key in reversed(store.list("claims/") if claims is None else claims):
         match = _CLAIM.fullmatch(key)
         if match is None:
@@ -135,9 +135,9 @@ def newest_claim(store: Store, claims: list[str] | None = None) -> Claim | None:
         try:
             found = decode_json(get_small(store, key), Claim)
         except NotFound:
-            if key not in store.list(key):  # superseded since it was listed: there is a newer one
+            if key not in store.list(key):  # superseded since the listing
                 return newest_claim(store)
-            found = None  # a link that leads nowhere
+            found = None  # a link without a target
         except (Corrupt, msgspec.DecodeError):
             found = None
         run = int(match[1])
@@ -147,13 +147,13 @@ def newest_claim(store: Store, claims: list[str] | None = None) -> Claim | None:
 
 
 def is_newest(store: Store, mine: Claim) -> bool:
-    """True if no run has taken the root since, by the names of the claims: one request."""
+    """True if no other run has taken the root since; one request, for the keys of claims."""
     runs = (_CLAIM.fullmatch(key) for key in store.list("claims/"))
     return max((int(match[1]) for match in runs if match), default=-1) == mine.run
 
 
 def check_claim(store: Store, mine: Claim) -> None:
-    """UsageError if another run has taken the root since, or the root is gone."""
+    """UsageError if another run has taken the root since, or the claim is gone."""
     if is_newest(store, mine):
         return
     held = newest_claim(store)
@@ -171,9 +171,9 @@ def check_claim(store: Store, mine: Claim) -> None:
 
 
 def release(store: Store, mine: Claim) -> None:
-    """Let go of the root of a run that is closed.  Its number stays taken through its manifests.
+    """Release the root when a run closes.  The run's number stays taken, as its manifests have it.
 
-    A claim that another run has removed meanwhile stays away.
+    A claim that another run has removed is not written again.
     """
     key = claim_key(mine.run)
     if is_newest(store, mine):
@@ -186,9 +186,9 @@ _ONCE = re.compile(r"once-([0-9a-f]{16})-(\d+)-(\d+)-[0-9a-f]{8}")
 
 
 def once_attempt() -> str:
-    """The attempt of a save that takes no claim: unique, and tells whether its process still runs.
+    """Return a unique attempt for a save without a claim; its name tells whether its process still runs.
 
-    To be made by the process that will commit it.
+    Must be called in the process that will commit.
     """
     where, pid = host_id(), os.getpid()
     since = start_time(pid) if where else None
@@ -196,7 +196,7 @@ def once_attempt() -> str:
 
 
 def is_abandoned(attempt: str) -> bool:
-    """True if an attempt is by a process that took no claim, ran in this place, and is gone."""
+    """True if an attempt without a claim is by a process of this boot of this host that is gone."""
     match, where = _ONCE.fullmatch(attempt), host_id()
     if match is None or where is None:
         return False

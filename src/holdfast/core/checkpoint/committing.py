@@ -1,8 +1,8 @@
 """Committing: the one write that makes a step exist.
 
-A step is many files of many ranks, and each of these may die at any time.  So the files come first, in a
-folder of this attempt alone, where no reader looks.  The manifest names every file, with its length and
-digests.  When all files are durable, rank 0 puts the manifest, and a store shows that whole or not at all:
+A step is many files of many ranks, each of which may die at any time.  So ranks first write the files, to
+a folder of this attempt, where no reader looks.  Once all files are durable, rank 0 puts the manifest,
+which names every file with its length and digests, and which a store shows whole or not at all:
 
     ranks     steps/0000000005/0002-000007/r00000.safetensors    a crash from here on leaves files
               steps/0000000005/0002-000007/r00001.safetensors    that no manifest names: the next
@@ -11,8 +11,8 @@ digests.  When all files are durable, rank 0 puts the manifest, and a store show
               steps/0000000005/manifest.json                     from here on the step exists
               delete the attempt that was there before           a crash here costs nothing but space
 
-The order is all that protects a step: there is no lock that a dead process could hold.  Two processes that
-save one step at once are told apart by the last put, which asks that the manifest be as it was seen first.
+Only this order protects a step: there is no lock that a dead process could hold.  If two processes save one
+step at once, one wins: the put of the manifest is conditional on the manifest read at the beginning.
 
 Invariants (docs/reference/format.md states them for other implementations):
 
@@ -39,12 +39,12 @@ _CHECK_THREADS = 8
 def commit(
     store: Store, manifest: Manifest, mine: Claim | None = None, data: bytes | None = None
 ) -> str | None:
-    """Make a step exist.  Everything that the manifest names must be durable already.  Return the attempt
-    that was the step before; None if there was none that can be read.  `data`: the bytes of the manifest,
-    where there are such already, in another home of the step.
+    """Make a step exist.  All files that the manifest names must be durable already.  Return the attempt of
+    the step that this replaces; None if there is none or it cannot be read.  `data`: the bytes of the
+    manifest, if another home of the step has them already.
 
-    StoreError if a file cannot be seen from here or has another length, UsageError if another process has
-    saved, or deleted, this step meanwhile: then nothing is committed.
+    Commits nothing on StoreError (a file is not visible here, or has another length) and on UsageError
+    (another process has saved or deleted this step meanwhile).
     """
     key = manifest_key(manifest.step)
     data = encode_manifest(manifest) if data is None else data
@@ -56,7 +56,7 @@ def commit(
         _put(store, key, data, seen)
     except (Exists, NotFound):
         now = _present(store, key)
-        if now is None and key in store.list(key):  # a link that leads nowhere takes the name
+        if now is None and key in store.list(key):  # a link without a target takes the name
             store.put(key, data)
         elif now == data:  # the same commit, by another process: durable when this returns
             _put(store, key, data, now)
@@ -68,7 +68,7 @@ def commit(
 
 
 def _present(store: Store, key: str) -> bytes | None:
-    """The manifest that is there, sound or not."""
+    """The bytes of the present manifest, sound or not; None if there is none."""
     try:
         return store.get(key)
     except NotFound:
@@ -93,10 +93,10 @@ def _overtaken(store: Store, step: int, now: bytes | None) -> UsageError:
 
 
 def check_lengths(store: Store, manifest: Manifest) -> None:
-    """StoreError unless every file of a manifest is there, with its length."""
+    """StoreError unless every file of a manifest exists at its length."""
     prefix = step_prefix(manifest.step)
     there: dict[str, int] = {}
-    if not isinstance(store, LocalStore):  # which would look at one file after the other
+    if not isinstance(store, LocalStore):  # one listing instead of a request per file
         there = dict(store.entries(f"{prefix}{manifest.attempt}/"))
 
     def check(file: FileEntry) -> None:

@@ -1,15 +1,15 @@
-"""Consolidating: a step rewritten with every tensor whole in one file, for tools that know no meshes.
+"""Consolidating: a step rewritten with every tensor whole in one file, for tools without meshes.
 
 The result is an ordinary step.  Its mesh has one axis, `file`, and each tensor lies on one coordinate of
-it.  Weights lie in files whose headers leave out the key in front of their names, and beside the manifest
-is the index that Hugging Face's loaders look for, so that they read the weights where they lie:
+it. Files of weights have headers without the key in front of names, and an index beside the manifest, so
+that Hugging Face's loaders can read them in place:
 
     steps/0000001000/manifest.json
     steps/0000001000/model.safetensors.index.json
     steps/0000001000/<attempt>/model-00001-of-00002.safetensors
     steps/0000001000/<attempt>/optim-00001-of-00001.safetensors
 
-It is planned here; `holdfast.core.checkpoint.outfiles` writes the files, in bounded memory.
+This module plans; `holdfast.core.checkpoint.outfiles` writes the files in bounded memory.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ WEIGHT_KINDS = ("param", "buffer")
 
 @dataclass
 class _File:
-    """A file to be: tensor numbers of the source, the prefix that names lose, the key it is for."""
+    """A planned file: its key, the prefix to strip from names, and tensor numbers of the source."""
 
     key: str
     strip: str
@@ -62,22 +62,22 @@ class _File:
 
 @dataclass(frozen=True)
 class Consolidation:
-    """A consolidated step, planned: its files, and what makes it exist once they are written."""
+    """The plan of a consolidated step: its files, and the commit."""
 
     draft: Manifest
-    """The manifest, without entries of files."""
+    """The manifest, without its files."""
     files: tuple[_File, ...]
     planned: tuple[_Planned, ...]
     left_out: tuple[str, ...]
     attached: Mapping[str, bytes]
-    """Files that are kept beside the step."""
+    """Files attached to the step, by name."""
 
     @property
     def outfiles(self) -> list[Outfile]:
         return [p.out for p in self.planned]
 
     def commit(self, target: Store) -> None:
-        """Make the step exist in `target`, where its files are; the indexes are there before it."""
+        """Commit the step to `target`, which has its files; writes the indexes first."""
         entries = tuple(p.entry(target) for p in self.planned)
         _write_indexes(target, self.draft, self.files)
         entry = None
@@ -102,7 +102,7 @@ def plan_consolidation(
 
 
 def _assign(manifest: Manifest, max_file_bytes: int) -> list[_File]:
-    """Tensors to files, in order: weights apart from the rest, a new file where one is full."""
+    """Assign tensors to files in order, weights apart from other tensors, at most `max_file_bytes` each."""
     with_weights = {_key(t.name) for t in manifest.tensors if t.state in WEIGHT_KINDS}
     last: dict[tuple[str, bool], _File] = {}
     files: list[_File] = []
@@ -134,7 +134,7 @@ def _key(name: str) -> str:
 def _draft(
     source: Checkpoint, store: Store, files: list[_File], attempt: str, extras: dict[str, Any]
 ) -> Manifest:
-    """The new manifest, but for files."""
+    """The new manifest, without its files."""
     old = source.manifest
     home = {number: i for i, file in enumerate(files) for number in file.tensors}
     tensors = tuple(
@@ -163,8 +163,8 @@ def _draft(
 
 
 def keep_extras(source: Checkpoint) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Encoded extras of all ranks, with those of rank 0 where its rule says that they stand for all; and
-    the keys of those that cannot be kept."""
+    """Return the encoded extras that all ranks share, with rank 0's where the rule makes them stand for
+    all, and the keys of the extras that cannot be kept."""
     m = source.manifest
     kept = {k for k, rule in m.per_rank.items() if rule in ("rank0", "same")}
     first = source.rank_extras(0) if kept else {}
@@ -215,7 +215,7 @@ class _Planned:
 
 
 class _TableSeal:
-    """Puts the table of digests behind the data."""
+    """A seal that writes the digest table after the data."""
 
     def __init__(self, image: Image) -> None:
         self._start = image.table_start

@@ -1,8 +1,8 @@
-"""Comparing two checkpoints, whatever layouts they were saved under, in bounded memory.
+"""Comparison of two checkpoints of any layouts, in bounded memory.
 
-Tensors of both are read in the same batches of at most `COMPARED_BYTES`: many small tensors at once, and
-large ones in blocks of rows.  Values are first compared bit for bit; only what differs is looked at as
-numbers.  NaN equals NaN; 0.0 and -0.0 differ in bits but by nothing in value.
+Both are read in batches of at most `COMPARED_BYTES`: many small tensors at once, and large ones in blocks
+of rows.  Values are compared bit for bit first, and differing ones as numbers.  NaN equals NaN; 0.0 and
+-0.0 differ in bits but not in value.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from holdfast.core.layout import Box, flat_range
 
 COMPARED_BYTES = 64 << 20
 _SLICE = 1 << 20
-"""Elements converted to numbers at a time; bounds the memory of the float64 copies."""
+"""Elements converted at a time, to bound the memory of float64 copies."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class ValueDifferences:
 
 @dataclass
 class Difference:
-    """The differences between checkpoints a and b; `num_equal` tensors are bit-identical."""
+    """Differences between checkpoints a and b; `num_equal` tensors are equal bit for bit."""
 
     only_a: list[str] = field(default_factory=list)
     only_b: list[str] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Difference:
     extras: list[tuple[str, str, str]] = field(default_factory=list)
     """(path, value in a, in b)"""
     notes: list[str] = field(default_factory=list)
-    """Notes on what was not compared, and why."""
+    """What was not compared, and why."""
     num_equal: int = 0
     bytes: int = 0
 
@@ -82,7 +82,7 @@ def compare_checkpoints(
 ) -> Difference:
     """Compare tensors and extras; `only`: a pattern for names of tensors and paths of extras.
 
-    `progress` is told the bytes just compared.  UsageError for a pattern that matches nothing in either;
+    `progress` is called with the bytes just compared.  UsageError if the pattern matches nothing in either;
     Corrupt if either checkpoint is damaged.
     """
     found = Difference()
@@ -103,7 +103,7 @@ def compare_checkpoints(
 
 
 def _check_pattern(a: Checkpoint, b: Checkpoint, only: str) -> None:
-    """UsageError for a pattern that matches nothing, lest "nothing compared" read as "equal"."""
+    """UsageError for a pattern that matches nothing, which would otherwise report no difference."""
     names = [*a.names(), *b.names()]
     if not matching_nothing([only], names):
         return
@@ -117,7 +117,7 @@ def _check_pattern(a: Checkpoint, b: Checkpoint, only: str) -> None:
 
 
 def _extras_paths(checkpoint: Checkpoint) -> Iterator[str]:
-    """Paths of all extras, as differences between them are named: of containers and of what they hold."""
+    """Paths of all extras, of containers and of their items, as in differences."""
     yield from _paths("", checkpoint.extras)
     if checkpoint.manifest.per_rank:
         for rank in sorted(checkpoint.manifest.file_of):
@@ -156,7 +156,7 @@ def _match_names(
         t, u = ours[name], theirs[name]
         if (t.dtype, t.shape) != (u.dtype, u.shape):
             found.kinds.append((name, _kind(t), _kind(u)))
-        elif name in (t.name, u.name):  # further names of tensors that are tied in both add nothing
+        elif name in (t.name, u.name):  # skip aliases that are tied in both
             same.append(t if t.name == name else msgspec.structs.replace(t, name=name))
     found.kinds.sort()
     return sorted(same, key=lambda t: a.index(t.name))
@@ -167,7 +167,7 @@ def _kind(t: TensorEntry) -> str:
 
 
 def batches(tensors: list[TensorEntry], limit: int = COMPARED_BYTES) -> Iterator[list[_Part]]:
-    """Boxes that cover every tensor in order, in groups of at most `limit` bytes."""
+    """Boxes that cover every tensor in order, in batches of at most `limit` bytes."""
     batch: list[_Part] = []
     size = 0
     for t in tensors:
@@ -184,7 +184,7 @@ def batches(tensors: list[TensorEntry], limit: int = COMPARED_BYTES) -> Iterator
 
 
 def blocks(shape: tuple[int, ...], most: int) -> Iterator[Box]:
-    """Boxes of at most `most` elements that cover an array in order: whole rows where one fits."""
+    """Boxes of at most `most` elements that cover an array in order, of whole rows if one fits."""
     size = math.prod(shape)
     row = math.prod(shape[1:])
     step = most // row * row if 0 < row <= most else most
@@ -203,7 +203,7 @@ def _read(checkpoint: Checkpoint, batch: list[_Part]) -> list[Array]:
 
 
 def _compare_values(into: ValueDifferences, dtype: str, a: Array, b: Array) -> None:
-    """Add what differs between two runs of raw elements."""
+    """Add the differences between two arrays of raw elements."""
     if np.array_equal(a.view("u1"), b.view("u1")):
         return
     for start in range(0, a.size, _SLICE):
@@ -253,7 +253,7 @@ def _compare_extras(a: Checkpoint, b: Checkpoint, only: str | None, found: Diffe
 def _compare_rank_extras(
     a: Checkpoint, b: Checkpoint, found: Difference
 ) -> Iterator[tuple[str, str, str]]:
-    """Extras that each rank keeps for itself: comparable only between equal numbers of ranks."""
+    """Differences of per-rank extras, which are comparable only for equal numbers of ranks."""
     x, y = a.manifest, b.manifest
     if x.layout.world != y.layout.world:
         keys = ", ".join(sorted(x.per_rank.keys() | y.per_rank.keys()))

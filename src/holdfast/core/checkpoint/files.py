@@ -1,6 +1,6 @@
-"""A step's files: byte ranges that are verified by their digests before they are returned.
+"""A step's files: byte ranges, verified by their digests before they are returned.
 
-Their readers stay open from one read to the next: a file system then reads ahead.
+Readers stay open between reads, so that a file system reads ahead.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ class _Open:
 
 
 class OpenReaders:
-    """The objects of a store that are being read.  Thread-safe.
+    """Open readers of a store's objects.  Thread-safe.
 
-    Inside a `kept` block up to `MOST_OPEN` of them, and those in use, stay open.
+    Inside a `kept` block, readers in use and up to `MOST_OPEN` readers in all stay open.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._lock = threading.Lock()
         self._open: dict[str, _Open] = {}
-        """Open readers by key, in order of use: the one used last comes last."""
+        """Open readers by key, least recently used first."""
         self._num_keepers = 0
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Keep objects open until all `kept` blocks have ended."""
+        """Keep objects open until the last `kept` block ends."""
         with self._lock:
             self._num_keepers += 1
         try:
@@ -60,7 +60,7 @@ class OpenReaders:
             try:
                 found.reader.read(offset, into)
                 return
-            except (Unavailable, NotFound):  # it may have been replaced (NFS: ESTALE)
+            except (Unavailable, NotFound):  # the object may have been replaced (NFS: ESTALE)
                 self._forget(key, found)
             finally:
                 self._release(key, found)
@@ -91,8 +91,7 @@ class OpenReaders:
             return self._store.open(key)
 
     def _add(self, key: str, reader: Reader) -> _Open:
-        """Two threads may open one object at once: the first reader is kept, the other closed when
-        it was used."""
+        """Add a reader; if another thread has added one for the key, this one is closed after its use."""
         found = _Open(reader, 1)
         with self._lock:
             self._open.setdefault(key, found)
@@ -112,7 +111,7 @@ class OpenReaders:
         self._close_idle(MOST_OPEN)
 
     def _close_idle(self, most: int) -> None:
-        """While more than `most` readers are open, close unused ones, least recently used first."""
+        """Close unused readers, least recently used first, until at most `most` are open."""
         with self._lock:
             if not self._num_keepers:
                 most = 0
@@ -128,21 +127,21 @@ def _close(reader: Reader) -> None:
 
 
 TABLES_BYTES = 32 << 20
-"""Most bytes of digest tables to keep: those of a terabyte."""
+"""Most bytes of cached digest tables: enough for 1 TB."""
 
 
 class BlockMemory(Protocol):
-    """Memory that blocks of files are read into, and copied out of to where their bytes go."""
+    """Buffers that blocks of files are read into, before their bytes are copied to the targets."""
 
     def block(self, size: int) -> AbstractContextManager[memoryview]:
-        """A context with at least `size` bytes of the calling thread, which hold anything."""
+        """A context with at least `size` uninitialised bytes for the calling thread."""
 
     def finish(self) -> None:
-        """Block until all has been copied out."""
+        """Block until all copies are complete."""
 
 
 class Files:
-    """Verified ranges of a step's files.  Thread-safe; the digest tables used last are kept."""
+    """Verified ranges of a step's files.  Thread-safe; recently used digest tables are cached."""
 
     def __init__(self, store: Store, prefix: str, manifest: Manifest, *, verify: bool) -> None:
         self.store = store
@@ -152,9 +151,9 @@ class Files:
         self.readers = OpenReaders(store)
         self.store_reads = reads_of(store)
         self.block_memory: Callable[[], BlockMemory] | None = None
-        """Makes what blocks are read into, where they go on to devices."""
+        """Makes the buffers for blocks whose targets are on devices; else None."""
         self._tables: dict[str, DigestTable] = {}
-        """Tables by file path, in order of use: the one used last comes last."""
+        """Tables by file path, least recently used first."""
         self._reading: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
 
@@ -162,7 +161,7 @@ class Files:
         return self.prefix + file.path
 
     def begin(self, file: FileEntry) -> None:
-        """Open a file that is to be read.  NotFound, or Corrupt if it is cut short or its table damaged."""
+        """Open a file for reading.  NotFound; Corrupt if its length or digest table is wrong."""
         if self.verify:
             self.table(file)
         try:
@@ -172,7 +171,7 @@ class Files:
             raise
 
     def table(self, file: FileEntry) -> DigestTable:
-        """The digest of every chunk; Corrupt if the table itself is damaged."""
+        """The digests of a file's chunks.  Corrupt if the table is damaged."""
         with self._lock:
             found = self._kept(file)
             reading = self._reading.setdefault(file.path, threading.Lock())
@@ -209,7 +208,7 @@ class Files:
             raise
 
     def check_size(self, file: FileEntry) -> None:
-        """Corrupt unless the file is as long as stated; before memory is set aside for it."""
+        """Corrupt unless the file has the stated length; called before memory is allocated for it."""
         try:
             size = self.store.size(self.key(file))
         except HoldfastError as error:
@@ -235,12 +234,12 @@ class Files:
         count("read.bytes", len(into))
 
     def span(self, file: FileEntry, first: int, stop: int) -> tuple[int, int]:
-        """Byte range of chunks first..stop."""
+        """Byte range of chunks `first..stop`."""
         size = self.manifest.chunk_bytes
         return first * size, min(stop * size, file.table)
 
     def chunks(self, file: FileEntry, first: int, stop: int, into: memoryview) -> memoryview:
-        """Read and verify chunks first..stop into the head of `into`; returns that head."""
+        """Read and verify chunks `first..stop` into the head of `into`; return that head."""
         a, b = self.span(file, first, stop)
         view = into[: b - a]
         self._read(file, a, view)
@@ -248,7 +247,7 @@ class Files:
         return view
 
     def check(self, file: FileEntry, first: int, view: memoryview) -> None:
-        """Corrupt if the chunks in `view`, beginning with chunk `first`, are not what was written."""
+        """Corrupt if a chunk of `view`, which begins with chunk `first`, differs from its digest."""
         if not self.verify:
             return
         table = self.table(file)
@@ -259,5 +258,5 @@ class Files:
             raise
 
     def _say_where(self, error: Corrupt, file: FileEntry) -> None:
-        """Add the file and the step that an error is of."""
+        """Add the file and the step to an error."""
         error.key, error.step = self.key(file), self.manifest.step

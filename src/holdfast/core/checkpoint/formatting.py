@@ -9,7 +9,7 @@ import numpy as np
 
 
 def format_value(value: Any, width: int = 60) -> str:
-    """A value on one short line."""
+    """Format a value on one line of about `width` characters."""
     if isinstance(value, np.ndarray):
         if value.size == 1:
             return f"{value.dtype} {value.reshape(-1)[0]}"

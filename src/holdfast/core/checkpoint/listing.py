@@ -1,6 +1,6 @@
-"""Contents of a root: every committed step and whether it is complete, what crashes left behind.
+"""Contents of a root: its committed steps, whether each is complete, and leftovers of crashes.
 
-Looks at manifests and at the lengths of files, not at their bytes (`verifying` does that).
+Checks manifests and the lengths of files; `verifying` checks the bytes.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from holdfast.core.checkpoint.names import (
     verified_attempt,
 )
 from holdfast.core.format.manifest import MANIFEST_HEAD_BYTES, FileEntry, Manifest
-from holdfast.core.store import Store, at_a_time
+from holdfast.core.store import Store, num_threads_for
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A committed step; `problem` says why it is not complete; `manifest` is None if unreadable."""
+    """A committed step; `problem`: why it is incomplete, else None; `manifest` is None if unreadable."""
 
     step: int
     run: int
@@ -39,7 +39,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Files of a save that no manifest names: a crash, or a save that is under way."""
+    """Files of a save that no manifest names, after a crash or during a save."""
 
     step: int
     name: str
@@ -61,7 +61,7 @@ class Listing:
 
 
 def stated_attempt(store: Store, step: int) -> str | None:
-    """The attempt that the beginning of a step's manifest states; not verified.  None if it states none."""
+    """The attempt in the beginning of a step's manifest, not verified; None if there is none."""
     data = bytearray(MANIFEST_HEAD_BYTES + 128)
     try:
         store.read(manifest_key(step), 0, memoryview(data))
@@ -72,8 +72,8 @@ def stated_attempt(store: Store, step: int) -> str | None:
 
 
 def came_later(attempt: str, than: str) -> bool:
-    """True if `attempt` is newer than `than`, of one run and step: one by a process without a claim
-    beats numbered ones; otherwise the higher number wins."""
+    """True if `attempt` is newer than `than`, of the same run and step: an attempt without a claim is newer
+    than a numbered one; of two numbered ones the higher number is."""
     mine, other = parse_attempt(attempt), parse_attempt(than)
     if mine is None or other is None:
         return mine is None and other is not None
@@ -81,7 +81,7 @@ def came_later(attempt: str, than: str) -> bool:
 
 
 def attempt_of(store: Store, step: int) -> str | None:
-    """The attempt that a step's manifest names; None if there is no (readable) one."""
+    """The attempt of a step's manifest; None if there is no readable manifest."""
     try:
         return verified_attempt(store, step)
     except HoldfastError:
@@ -99,7 +99,7 @@ def survey_root(store: Store) -> Listing:
         except HoldfastError as error:
             read[step] = error
 
-    in_threads(look, list(keys.manifests), at_a_time(store))
+    in_threads(look, list(keys.manifests), num_threads_for(store))
     sound = [one for one in read.values() if isinstance(one, Manifest)]
     keys.known.learn(Saved(manifest.run, manifest.step) for manifest in sound)
     steps = tuple(_judge(store, saved, read[saved.step], sizes) for saved in keys.saved)
@@ -120,7 +120,7 @@ def _judge(
 
 
 def wrong_size(store: Store, manifest: Manifest, file: FileEntry) -> str | None:
-    """Describe the fault of a file's length; None if the file exists with the stated length."""
+    """Describe what is wrong with a file; None if it exists with the stated length."""
     try:
         found = store.size(step_prefix(manifest.step) + file.path)
     except NotFound:

@@ -1,18 +1,18 @@
-"""Keys of a root: where a step's manifest and images lie, and which steps there are.
+"""Keys of a root: its manifests, images, records, claims and notes, and the steps that exist.
 
 ```
 steps/0000001000/manifest.json                       the commit
 steps/0000001000/<run>-<attempt>/r00003.safetensors  images of one try of one save
 steps/notes.json                                     labels, and metrics of later evaluations (`notes`)
 claims/0000000007.json                               run 7 took the root
-log/0000000007/...                                   records of run 7 (`delta`)
+log/0000000007/...                                   records of run 7 (`tiers.records`)
 ```
-A step exists if and only if its manifest does.  Steps are ordered by (run, step): a run that went back
-to step 50 and saved step 60 has made the older run's step 100 history, not the newest state.
+A step exists if and only if its manifest does.  Steps are ordered by (run, step): if a run went back to
+step 50 and saved step 60, that step is newer than the older run's step 100.
 
-On object storage each look is a request that is paid and waited for.  So one listing serves all that is
-done at one time (`RootKeys`), what is to be deleted goes by one request, and the beginning of a manifest,
-which has its run, is read once (`Known`):
+On object storage each look-up is a request that costs time and money.  So one listing serves all uses at
+one time (`RootKeys`), deletions are collected into one request, and the beginning of each manifest, which
+states its run, is read once (`Known`):
 
     known = Known()                        # of a run: what it has read and committed
     with RootKeys(store, known, AND_LOG) as keys:            # one request: steps/ and log/
@@ -45,21 +45,20 @@ from holdfast.core.format.manifest import (
     decode_manifest,
     verified,
 )
-from holdfast.core.store import Store, at_a_time, delete_many, keys_below
+from holdfast.core.store import Store, delete_many, keys_below, num_threads_for
 
 AND_LOG = ("log/", "steps/")
-"""The parts that a restart looks at, and a run with records that tidies up."""
+"""The parts of a root that a restart, and tidying with records, list."""
 CLAIMED_PARTS = ("claims/", *AND_LOG)
-"""The parts that a claim looks at."""
+"""The parts of a root that a claim lists."""
 FOLDERS = ("steps", "claims", "log")
-"""The folders of a root.  They hold files of holdfast only."""
+"""The folders of a root, which hold only holdfast's files."""
 TOP_NAMES = frozenset({*FOLDERS, "job.json", "tuning.json"})
-"""All that holdfast keeps directly below a root."""
+"""All names that holdfast uses directly below a root."""
 STEP = r"(\d{10}|[1-9]\d{10,14})"
-"""A step in a key: 10 digits, or as many as it has.  So keys are in the order of their steps only up to
-9,999,999,999: whoever needs an order sorts the numbers."""
+"""A step in a key: 10 digits or more, so keys sort like their steps only up to 9,999,999,999."""
 _MANIFEST = re.compile(rf"steps/{STEP}(?:/manifest\.json)?")
-"""The key of a step's manifest, or of a step that is a link which leads nowhere."""
+"""Matches the key of a step's manifest, or a step that is a link without a target."""
 _IMAGE = re.compile(rf"steps/{STEP}/([^/]+)/[^/]+")
 _NUMBERED = re.compile(r"(\d{4,})-(\d{6,})")
 _LOG = re.compile(
@@ -76,14 +75,14 @@ class Saved:
     """A committed step; ordered oldest to newest."""
 
     run: int
-    """Number of the run; -1 if the step is not proved: then it is older than all that are."""
+    """Number of the run; -1 if the step is not proved, which makes it older than all proved steps."""
     step: int
     problem: str | None = field(default=None, compare=False)
-    """The fault in the beginning of its manifest, which says where in time the step stands."""
+    """What is wrong with the beginning of the manifest, which states the step's order; None if sound."""
 
     @property
     def is_proved(self) -> bool:
-        """True if the manifest's beginning is sound.  `read_manifest` tells if all of it is."""
+        """True if the manifest's beginning is sound; `read_manifest` checks all of it."""
         return self.run >= 0
 
 
@@ -98,46 +97,45 @@ def manifest_key(step: int) -> str:
 
 
 def parse_attempt(attempt: str) -> tuple[int, int] | None:
-    """Return the run and the number of an attempt; None if it is by a process that took no claim."""
+    """Return the run and the number of an attempt; None if it was made without a claim."""
     match = _NUMBERED.fullmatch(attempt)
     return None if match is None else (int(match[1]), int(match[2]))
 
 
 def run_of_log(key: str) -> int | None:
-    """The run that a file below `log/` belongs to; None if it is none of ours (a script's log)."""
+    """The run of a file below `log/`; None if it is not holdfast's (a script's log)."""
     match = _LOG.fullmatch(key)
     return None if match is None else int(match[1])
 
 
 class Known:
-    """The steps that a process has seen or committed, whose manifests' beginnings need not be read again.
+    """Cache of the steps that a process has seen or committed.
 
-    A manifest is replaced by another, and never changed.  While a run's claim is the newest, that run alone
-    replaces any; if another process does all the same, what is known of the step is old.  So it only orders
-    steps: whoever deletes a step, or restores it, reads its manifest anew.
+    Only the run with the newest claim should replace manifests, but another process may do so all the same.
+    So the cache only orders steps: read the manifest again before deleting or restoring a step.
     """
 
     def __init__(self) -> None:
         self.last: tuple[int, set[str]] = (-1, set())
-        """The step that was committed last, and the keys of its files."""
+        """The last committed step, and the keys of its files."""
         self.save_bytes = 0
-        """Bytes of a full step, as the last one had; 0 if that is not known."""
+        """Bytes of the last full step; 0 if unknown."""
         self.has_notes = False
-        """True if this process has noted anything of the steps, or seen that there are notes."""
+        """True if this process has written or seen notes."""
         self.stated: dict[int, tuple[int, object]] = {}
-        """What `pruning` has read in manifests, by step, with its run."""
+        """Run and facts from manifests that `pruning` has read, by step."""
         self._saved: dict[int, Saved] = {}
         self._unsure: set[int] = set()
-        """Steps whose commit is under way, or has ended nobody knows how."""
+        """Steps whose commit is under way, or has an unknown result."""
 
     def begin(self, step: int) -> None:
-        """Say that the manifest of a step may be replaced from now on."""
+        """Record that a commit of a step begins."""
         self._unsure.add(step)
         self._saved.pop(step, None)
         self.stated.pop(step, None)
 
     def add(self, manifest: Manifest) -> None:
-        """Say that a manifest has been committed."""
+        """Record that a manifest was committed."""
         prefix = step_prefix(manifest.step)
         self.last = manifest.step, {prefix + file.path for file in manifest.objects}
         self.save_bytes = manifest.total_bytes
@@ -145,13 +143,13 @@ class Known:
         self._unsure.discard(manifest.step)
 
     def learn(self, saved: Iterable[Saved]) -> None:
-        """Remember steps whose manifests have been read."""
+        """Add steps whose manifests were read."""
         for one in saved:
             if one.is_proved and one.step not in self._unsure:
                 self._saved.setdefault(one.step, one)
 
     def among(self, steps: Iterable[int]) -> dict[int, Saved]:
-        """Return the known steps among `steps`, and forget all others: another process deleted them."""
+        """Return the known steps among `steps`; forget all other steps, which were deleted."""
         there, known = set(steps), dict(self._saved)
         for step in known.keys() - there:
             self._saved.pop(step, None)
@@ -159,10 +157,10 @@ class Known:
 
 
 class RootKeys:
-    """The keys of steps, as one listing has shown them, and what they say.
+    """The keys of a root from one listing, of the prefixes `below`.
 
-    `below`: what else the listing is to show.  At the end of a block with them, what was marked is deleted:
-    nothing that a manifest names.
+    As a context manager it deletes the marked keys at the end of the block; mark no key that a manifest
+    names.
     """
 
     def __init__(
@@ -171,21 +169,21 @@ class RootKeys:
         self.store = store
         self.known = known or Known()
         self.sizes = keys_below(store, below)
-        """Length of each object, or -1 where it is not known."""
+        """Length of each object by key; -1 if unknown."""
         self.keys = [*self.sizes]
         self.marked: list[str] = []
         """Keys to delete at the end of the block."""
         matches = ((key, _MANIFEST.fullmatch(key)) for key in self.keys)
         self.manifests = {int(match[1]): key for key, match in matches if match}
-        """Key of the manifest of each step."""
+        """Key of each step's manifest, by step."""
         self._saved: list[Saved] | None = None
 
     @property
     def saved(self) -> list[Saved]:
-        """Every committed step, oldest to newest.  One whose manifest's head is damaged counts as the
-        oldest of all: it is not proved.  One of a newer format has its place, so that it is noticed.
+        """Every committed step, oldest to newest.  Steps with a damaged beginning of the manifest are not
+        proved, and come first.  Steps of a newer format have their place.
 
-        Reads them once.  No `cached_property`: before Python 3.12 that holds a lock of all roots meanwhile.
+        Reads manifests once.  Not a `cached_property`, which before Python 3.12 locks across all roots.
         """
         if self._saved is None:
             self._saved = self._read()
@@ -198,14 +196,14 @@ class RootKeys:
             found[step] = read_head(self.store, step, self.manifests[step])
 
         unknown = [step for step in self.manifests if step not in found]
-        in_threads(look, unknown, at_a_time(self.store))
+        in_threads(look, unknown, num_threads_for(self.store))
         saved = sorted(filter(None, found.values()))
         self.known.learn(saved)
         return saved
 
     @cached_property
     def attempts(self) -> dict[int, dict[str, list[str]]]:
-        """The keys of the images of each step, by the attempt that they are of."""
+        """Keys of images by step and attempt."""
         found: dict[int, dict[str, list[str]]] = {}
         for key in self.keys:
             if match := _IMAGE.fullmatch(key):
@@ -223,26 +221,26 @@ class RootKeys:
         return [key for key in self.keys if key.startswith(prefix)]
 
     def mark_below(self, prefix: str) -> None:
-        """Mark what lies in the folder `prefix`, which is listed anew if it is not among the keys; nothing
-        in folders within."""
+        """Mark the files of the folder `prefix`, but not of folders within it.  Lists the folder if it is
+        not among the keys."""
         found = self.below(prefix) or self.store.list(prefix)
         self.mark(key for key in found if "/" not in key.removeprefix(prefix))
 
     def mark(self, keys: Iterable[str]) -> None:
-        """Mark keys for deletion; from now on they count as gone."""
+        """Mark keys for deletion; from now on they count as deleted."""
         gone = set(keys)
         self.marked += sorted(gone)
         self.keys = [key for key in self.keys if key not in gone]
 
 
 MOST_TRIES = 10
-"""Attempts to read a root whose steps are deleted between the listing and the read."""
+"""Most attempts to read a root whose steps are deleted between listing and reading."""
 
 
 def seen(
     store: Store, known: Known | None = None, below: Collection[str] = ("steps/",)
 ) -> RootKeys:
-    """The keys of a root.  Listed anew while there were steps and all are gone when they are looked at: a
+    """List the keys of a root.  Lists again if all listed steps are gone when their manifests are read: a
     run that keeps one step has saved another."""
     keys = RootKeys(store, known, below)
     for _ in range(MOST_TRIES):
@@ -258,12 +256,12 @@ def committed(store: Store) -> list[Saved]:
 
 
 def step_numbers(store: Store) -> list[int]:
-    """The numbers of all committed steps, ascending, by the names of their manifests."""
+    """The numbers of all committed steps, ascending, from the keys of manifests."""
     return sorted(RootKeys(store).manifests)
 
 
 def read_head(store: Store, step: int, key: str) -> Saved | None:
-    """Read run and step from the beginning of a manifest; None if the manifest was deleted meanwhile."""
+    """Read run and step from the beginning of a manifest; None if it was deleted meanwhile."""
     data = bytearray(MANIFEST_HEAD_BYTES)
     try:
         store.read(key, 0, memoryview(data))
@@ -279,7 +277,7 @@ def read_head(store: Store, step: int, key: str) -> Saved | None:
 
 
 def _fault(store: Store, key: str) -> str | None:
-    """Describe the fault of a manifest with a damaged beginning; None if it was deleted meanwhile."""
+    """Describe what is wrong with a manifest's beginning; None if it was deleted meanwhile."""
     try:
         size = store.size(key)
     except NotFound:
@@ -292,19 +290,19 @@ def _fault(store: Store, key: str) -> str | None:
 
 
 def verified_attempt(store: Store, step: int) -> str | None:
-    """The attempt that a step's manifest names, which is verified but not parsed: it may name very many
-    tensors.  NotFound, Corrupt or FormatError as `read_manifest`."""
+    """The attempt of a step's manifest, which is verified but not parsed, as it may be large.  NotFound,
+    Corrupt or FormatError as `read_manifest`."""
     return attempt_in(store.get(manifest_key(step)), step)
 
 
 def attempt_in(data: bytes, step: int) -> str | None:
-    """The attempt that the manifest with these bytes names, as `verified_attempt`."""
+    """The attempt in the bytes of a manifest, as `verified_attempt`."""
     match = ATTEMPT_RE.match(verified(data, manifest_key(step)))
     return match[1].decode() if match else None
 
 
 def read_manifest(store: Store, step: int) -> Manifest:
-    """The manifest of a step.  NotFound with what there is; Corrupt or FormatError if unsound."""
+    """Read the manifest of a step.  NotFound lists the steps that exist; Corrupt or FormatError."""
     key = manifest_key(step)
     try:
         manifest = decode_manifest(store.get(key), key)
@@ -323,7 +321,7 @@ def read_manifest(store: Store, step: int) -> Manifest:
 
 
 def check_step(manifest: Manifest, step: int) -> None:
-    """Corrupt if a manifest lies under another step's key: somebody has copied a folder."""
+    """Corrupt if a manifest lies under another step's key, as in a copied folder."""
     if manifest.step != step:
         key = manifest_key(step)
         raise Corrupt(f"manifest is of step {manifest.step}, not {step}", key=key, step=step)

@@ -1,22 +1,20 @@
-"""The notes on a root's steps, made after they were committed: labels that keep steps, and metrics.
+"""The notes of a root: labels and metrics given to steps after their commit.
 
     steps/notes.json    {"holdfast":1,"labels":{"best":100},"metrics":{"100":{"run":1,"values":...}},...}
 
-A manifest is never changed, so what is learned of a step later lies here, in one object for the root.  It
-is replaced only while it is the one that was read (`Store.put(replacing=)`): of two writers one reads anew
-and writes once more, so neither loses the other's labels.  It lies below `steps/` for the listing of steps
-to show it: where nothing is noted, it costs no request.
+A manifest never changes, so later facts on steps are in this one object per root.  It is replaced only if
+it is still the object that was read (`Store.put(replacing=)`): of two writers one reads and writes again,
+so neither loses the other's labels.  The listing of `steps/` shows whether it exists, without a request.
 
-* *must*: a step that a label names is not deleted, and nothing is deleted while the notes cannot be read;
-* *must*: metrics are noted with the run of the step: another run's step of that number has not got them.
-
+* *must*: a labelled step is not deleted, and no step is deleted while the notes cannot be read;
+* *must*: metrics are stored with the run of the step: another run's step of that number has none of them;
 * *must*: a label is not written before its step is committed: `live.saving.labels` keeps it until then.
 
-A label that was taken away stays as null, so that it goes in the home behind the root, too.
+A removed label stays as null, so that it is also removed from the home behind the root.
 
 Earlier versions wrote a label before its step was committed, and kept the step before by a second label,
-`{"best":200,"best (before 200)":100}`.  Where a process died and left them so, both are as any other label:
-the second one keeps its step, and the first one goes if another save of step 200 is committed.
+`{"best":200,"best (before 200)":100}`.  If a process died in between, both count as ordinary labels: the
+second one keeps its step, and the first one is removed if another save of step 200 is committed.
 """
 
 from __future__ import annotations
@@ -48,18 +46,18 @@ from holdfast.core.store.contract import SMALL_FILE_BYTES
 _MOST_CHARS = 100
 """Most characters of a label, and of the name of a metric."""
 _TRIES = 100
-"""Attempts to replace the notes before a writer gives up, each lost to another writer."""
+"""Attempts to replace the notes before a writer gives up."""
 SECOND_LOOK_S = 1.0
 _HINT = (
     f"nothing is deleted until then: put it back, or delete {NOTES_KEY}, and label the steps anew"
 )
 
 Metrics = dict[str, float | None]
-"""Metrics by name; None is not a number."""
+"""Metrics by name; None for values that are not finite."""
 
 
 class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Metrics that were noted of a step of one run."""
+    """Metrics of a step of one run."""
 
     run: int
     values: Metrics
@@ -74,19 +72,19 @@ class Notes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def live_labels(self) -> dict[str, int]:
-        """The steps that labels name."""
+        """The step of each label."""
         return {label: step for label, step in self.labels.items() if step is not None}
 
     @property
     def pinned(self) -> dict[int, list[str]]:
-        """The labels of each step that has any."""
+        """The labels of each labelled step."""
         found: dict[int, list[str]] = {}
         for label, step in sorted(self.live_labels.items()):
             found.setdefault(step, []).append(label)
         return found
 
     def values(self, run: int, step: int) -> Metrics:
-        """The metrics that were noted of that run's step."""
+        """The metrics noted for a step of a run."""
         noted = self.metrics.get(step)
         return noted.values if noted is not None and noted.run == run else {}
 
@@ -101,7 +99,7 @@ def read_notes(store: Store) -> Notes:
 
 
 def notes_among(keys: RootKeys) -> Notes:
-    """The notes of a root whose keys were listed."""
+    """Read the notes of a root, if its listed keys include them."""
     is_there = NOTES_KEY in keys.keys or keys.known.has_notes
     return read_notes(keys.store) if is_there else Notes()
 
@@ -111,7 +109,7 @@ def encode_notes(notes: Notes) -> bytes:
 
 
 def decode_notes(data: bytes) -> Notes:
-    """Parse notes.  Corrupt or FormatError if they are not what was written."""
+    """Parse notes.  Corrupt or FormatError."""
     body, expected = without_seal(data)
     if len(data) > SMALL_FILE_BYTES or hexdigest(body) != expected:
         raise Corrupt("the notes of steps are damaged", key=NOTES_KEY, hint=_HINT)
@@ -136,8 +134,8 @@ def _present(store: Store) -> bytes | None:
 
 
 def change(store: Store, edit: Callable[[Notes], Notes]) -> None:
-    """Write the notes as `edit` makes them of those that are there.  Blocks; it may be called again, of
-    notes that another process has written meanwhile."""
+    """Replace the notes by `edit(notes)`.  Blocks; calls `edit` again if another process has replaced the
+    notes meanwhile."""
     for _ in range(_TRIES):
         seen = _present(store)
         old = Notes() if seen is None else decode_notes(seen)
@@ -159,7 +157,7 @@ def change(store: Store, edit: Callable[[Notes], Notes]) -> None:
 
 
 def label_of(value: Any, call: str) -> str:
-    """A label: a short text in one line."""
+    """Return a label.  UsageError unless it is a short text of one line."""
     return _short_text(value, call, "label", "a label such as 'best'")
 
 
@@ -173,10 +171,10 @@ def _short_text(value: Any, call: str, name: str, what: str) -> str:
 
 
 def pin(store: Store, step: int, label: str, *, second_look_s: float = 0.0) -> None:
-    """Let `label` name a committed step, and no other one.  NotFound if there is no such step.
+    """Move `label` to a committed step.  NotFound if there is no such step.
 
-    Called while nobody deletes steps in this process.  `second_look_s`: of other processes nobody knows
-    what they are deleting, so look once more after that time.
+    Call only while this process deletes no steps.  Other processes may be deleting the step, so this checks
+    again after `second_look_s`.
     """
     _check_committed(store, step)
     change(store, lambda n: with_labels(n, {label: step}))
@@ -190,7 +188,7 @@ def pin(store: Store, step: int, label: str, *, second_look_s: float = 0.0) -> N
 
 
 def unpin(store: Store, label: str) -> bool:
-    """Take a label away; False if there was none of that name."""
+    """Remove a label; False if there is none of that name."""
     if label not in read_notes(store).live_labels:
         return False
     change(store, lambda n: with_labels(n, {label: None}))
@@ -200,8 +198,8 @@ def unpin(store: Store, label: str) -> bool:
 def name_committed(
     store: Store, step: int, given: Collection[str], stale: Collection[str] | None
 ) -> list[str]:
-    """Let the labels `given` name a step that has just been committed.  Take the `stale` ones away, which
-    named another state of its number; None: all others that name it.  Return those taken away."""
+    """Move the labels `given` to a step that was just committed.  Remove the `stale` labels, which
+    belonged to another state of that number (None: all its other labels).  Return the removed labels."""
     taken: list[str] = []
 
     def edit(notes: Notes) -> Notes:
@@ -214,12 +212,12 @@ def name_committed(
 
 
 def with_labels(notes: Notes, labels: Mapping[str, int | None]) -> Notes:
-    """The notes with some labels changed."""
+    """Return the notes with changed labels; None removes a label."""
     return msgspec.structs.replace(notes, labels={**notes.labels, **labels})
 
 
 def _check_committed(store: Store, step: int) -> None:
-    """NotFound, with the steps that there are, unless a step is committed."""
+    """NotFound, with the steps that exist, unless a step is committed."""
     key = manifest_key(step)
     try:
         store.size(key)
@@ -261,8 +259,8 @@ def _is_nan(value: Any) -> bool:
 
 
 def measure(store: Store, step: int, values: Metrics, *, coming: Mapping[int, int]) -> None:
-    """Note metrics of a step, beside those that it has.  NotFound if there is no such step, and it is not
-    `coming`, which gives the run by step.  What is noted of steps that are gone is dropped."""
+    """Add metrics to a step.  NotFound if there is no such step and it is not `coming` (runs by step).
+    Drops metrics of steps that are gone."""
     there = set(RootKeys(store).manifests) | set(coming)
     run = coming.get(step)
     if run is None:
@@ -284,10 +282,10 @@ def measure(store: Store, step: int, values: Metrics, *, coming: Mapping[int, in
 def carry(
     source: Notes, target: Store, steps: Collection[int], *, replace: bool
 ) -> tuple[list[str], list[str]]:
-    """Note in another root what was noted of `steps`, which are there now.  Return the labels that name
-    one of them there, and those that name another step there, which they still do unless `replace`.
+    """Copy the notes of `steps` to another root, which has these steps now.  Return the labels of these
+    steps there, and the labels that name another step there, which keep it unless `replace`.
 
-    With `replace` labels that were taken away go there as well: it is the same run's other home.
+    With `replace`, for another home of the same run, removed labels are removed there as well.
     """
     wanted = {label: step for label, step in source.labels.items() if step in steps}
     gone = {label for label, step in source.labels.items() if step is None} if replace else set()

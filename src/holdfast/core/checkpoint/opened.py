@@ -40,7 +40,7 @@ _Range = slice | tuple[int, int] | None
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Facts of the manifest on one tensor.  `shape` is the whole tensor's, `dtype` torch's name."""
+    """A tensor in the manifest.  `shape`: of the whole tensor; `dtype`: torch's name."""
 
     name: str
     dtype: str
@@ -52,7 +52,7 @@ class TensorInfo:
 
 
 class Checkpoint:
-    """One committed step of a root.  Reads on demand; nothing is cached but digest tables."""
+    """One committed step of a root.  Reads on demand; caches only digest tables."""
 
     def __init__(self, store: Store, manifest: Manifest, *, verify: bool = True) -> None:
         self.store = store
@@ -61,9 +61,9 @@ class Checkpoint:
         self.format = "holdfast"
         """The prefix that names a foreign checkpoint's format (`dcp`, ...); else `holdfast`."""
         self.others: tuple[Checkpoint, ...] = ()
-        """Further copies of a foreign checkpoint's replicated tensors, which ought to be equal."""
+        """Further copies of a foreign checkpoint's replicated tensors, which should be equal."""
         self.refused: dict[str, str] = {}
-        """Reasons, by key, why what a foreign checkpoint holds is not offered, and what to do."""
+        """By key of a foreign checkpoint that cannot be read: the reason and what to do."""
 
     @staticmethod
     def open(
@@ -71,7 +71,7 @@ class Checkpoint:
     ) -> Checkpoint:
         """Open step `step`, or the newest.  NotFound or NotRecoverable if there is none.
 
-        HoldfastWarning if there is a step whose manifest is damaged, which may be the newest.
+        HoldfastWarning if another step, with a damaged manifest, may be the newest.
         """
         call = "Checkpoint.open"
         step = None if step is None else step_of(step, call)
@@ -82,14 +82,14 @@ class Checkpoint:
 
     @cached_property
     def files(self) -> Mapping[str, bytes]:
-        """The files kept beside the step, by name.  Each is read, and proved, when it is asked for."""
+        """The files kept beside the step, by name; read and verified on access."""
         from holdfast.core.checkpoint.attached import Attachments
 
         return Attachments(self.images)
 
     @cached_property
     def metrics(self) -> dict[str, float]:
-        """Metrics by name, given with the save or noted later.  NaN for what was not finite."""
+        """Metrics by name, given with the save or noted later; NaN for values that were not finite."""
         from holdfast.core.checkpoint.notes import read_notes
 
         m = self.manifest
@@ -108,7 +108,7 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Nothing is held open; for `with` and symmetry."""
+        """Do nothing, as no file stays open; for `with`."""
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.store.url} step {self.step}, {len(self.names())} tensors>"
@@ -120,11 +120,11 @@ class Checkpoint:
 
     @property
     def mesh(self) -> str:
-        """The mesh that it was saved under, in words."""
+        """The mesh of the save, in words."""
         return str(self.manifest.layout)
 
     def names(self) -> list[str]:
-        """All tensors, in the order in which they were saved; then further names of tied ones."""
+        """Names of all tensors in the order of the save, then aliases of tied ones."""
         return [t.name for t in self.manifest.tensors] + list(self.manifest.aliases)
 
     def index(self, name: str) -> int:
@@ -149,9 +149,9 @@ class Checkpoint:
         return TensorInfo(name, t.dtype, t.shape, t.state, t.replica, sharding, size)
 
     def read(self, name: str, box: Sequence[_Range] | Box | None = None) -> Array:
-        """A tensor, or the part of it that `box` says, as a new array of its own dtype.
+        """Read and verify a tensor, or its part `box`, as a new array of the tensor's dtype.  Blocks.
 
-        `box` gives (start, stop), a slice or None per dim.  Blocks while it reads; verified.
+        `box`: (start, stop), a slice or None per dim.  UsageError; Corrupt.
         """
         index = self.index(name)
         t = self.manifest.tensors[index]
@@ -167,13 +167,13 @@ class Checkpoint:
 
     @cached_property
     def extras(self) -> dict[str, Any]:
-        """Non-tensor state that all ranks share, by key, in plain Python (tensors as arrays)."""
+        """Extras that all ranks share, by key, in plain Python (tensors as arrays)."""
         return {k: decode(v, plain_tensor) for k, v in self.manifest.extras.items()}
 
     @cached_property
     def left_out(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Dtype and shape of the parameters that were frozen and are not in this step, by name
-        (`holdfast.trainable_only`).  FormatError."""
+        """Dtype and shape of frozen parameters that were not saved (`trainable_only`), by name.
+        FormatError."""
         trees = [e for e in self.manifest.extras.items() if e[0].endswith(f".{FROZEN}")]
         for name in (n for n in self.manifest.per_rank if n.endswith(f".{FROZEN}")):
             every = map(self.rank_extras, sorted(self.manifest.file_of))
@@ -189,7 +189,7 @@ class Checkpoint:
 
     @cached_property
     def object_tensors(self) -> set[str]:
-        """Tensors that belong to the state_dict of an object: extras refer to them by name."""
+        """Names of tensors in the state_dict of an object, which extras refer to."""
         found: set[str] = set()
 
         def walk(tree: Any) -> None:
@@ -206,13 +206,13 @@ class Checkpoint:
         return found
 
     def rank_extras(self, rank: int) -> dict[str, Any]:
-        """Encoded extras that were saved by one rank for itself (RNG, data loader)."""
+        """Encoded per-rank extras of one rank (RNG, data loader)."""
         rank = count_of(rank, "Checkpoint.rank_extras", "rank", least=0)
         file = self.manifest.file_of.get(rank)
         return self.file_extras(file) if file is not None else {}
 
     def file_extras(self, file: FileEntry) -> dict[str, Any]:
-        """Like `rank_extras`, for the rank of `file`.  Verified."""
+        """`rank_extras` of the rank of `file`.  Verified."""
         if file.extras == file.table:
             return {}
         size = self.manifest.chunk_bytes
@@ -227,7 +227,7 @@ class Checkpoint:
 
 
 def plain_tensor(tag: str, body: Any) -> Any:
-    """Extras that refer to tensors, in plain Python: small ones as arrays, large ones by name."""
+    """Decode a tensor in extras: a small one as an array, a large one as its name."""
     match tag:
         case "$tensor":
             dtype, shape, data = body
@@ -248,7 +248,7 @@ def plain_tensor(tag: str, body: Any) -> Any:
 
 
 def to_box(box: Sequence[_Range] | Box | None, shape: tuple[int, ...], name: str) -> Box:
-    """A Box from what a user may write; UsageError if it does not lie in `shape`."""
+    """Convert a user's box to a Box.  UsageError if it does not lie in `shape`."""
     if box is None:
         return whole(shape)
     try:
@@ -269,7 +269,7 @@ def to_box(box: Sequence[_Range] | Box | None, shape: tuple[int, ...], name: str
 
 
 def _range(r: _Range, n: int) -> tuple[int, int]:
-    """Start and stop, also of other libraries' integers.  TypeError or ValueError for no range."""
+    """Start and stop of a range; any integer type.  TypeError or ValueError if it is no range."""
     if r is None:
         return 0, n
     if isinstance(r, slice):

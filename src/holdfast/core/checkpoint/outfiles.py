@@ -1,9 +1,9 @@
-"""Writing files out of a checkpoint's tensors, whatever their format.
+"""Writing files of any format from a checkpoint's tensors.
 
-A file is planned whole before its first byte is read: literal bytes (headers), and spans of tensors
-between them.  Then blocks of all files are filled straight from the source, several side by side, so
-memory is a few blocks however large the files are.  What depends on the data itself (a table of digests, a
-CRC) is put in by the file's *seal*, which sees the blocks of a file in order, each before it is written.
+A file is planned completely before any byte is read: literal bytes (headers), and spans of tensors between
+them.  Then blocks of all files are filled directly from the source, several in parallel, so memory is a few
+blocks however large the files are.  Bytes that depend on the data (a digest table, a CRC) are added by the
+file's *seal*, which gets the blocks of a file in order, each before it is written.
 
     span = Span(len(header), tensor=0, first=0, last=10, dtype="float32")
     file = Outfile("model.safetensors", len(header) + 40, (Literal(0, header),), (span,))
@@ -44,12 +44,12 @@ MIN_MEMORY_BYTES = _MIN_BLOCK_BYTES + _CAST_BYTES + _READ_BYTES
 
 Progress = Callable[[int], object]
 _Seal = Callable[[int, memoryview], None]
-"""Called with each block's first byte and the block, in order; may change the block."""
+"""Called in order with each block's offset and the block, which it may change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Literal:
-    """Bytes that are known beforehand, at byte `start` of a file."""
+    """Constant bytes, at byte `start` of a file."""
 
     start: int
     data: bytes
@@ -86,12 +86,12 @@ class Outfile:
     literals: tuple[Literal, ...]
     spans: tuple[ElementSpan, ...]
     seal: Callable[[], _Seal] | None = None
-    """Makes the seal of one writing of the file."""
+    """Returns a new seal for each time that the file is written."""
 
 
 @dataclass(frozen=True)
 class FileDigests:
-    """Digests of the blocks that a file must hold."""
+    """Digests of a file's blocks."""
 
     path: str
     bytes: int
@@ -109,8 +109,8 @@ def write_files(
 ) -> list[FileDigests]:
     """Write all files, large ones first.  Blocks; the first error stops all, and no torn file appears.
 
-    `memory_bytes` bounds buffers; `progress` is told the bytes just written.  Without a store nothing is
-    written: the digests say what a file that is there already ought to hold.
+    `memory_bytes` bounds the buffers; `progress` is called with the bytes just written.  Without a store
+    nothing is written: the returned digests are for `read_back` of existing files.
     """
     threads, block_bytes = _shares(memory_bytes)
     jobs = [
@@ -136,7 +136,7 @@ def write_files(
         with source.images.readers.kept():
             in_threads(one, blocks, threads)
     except BaseException:
-        if errors:  # the others only gave up because of it
+        if errors:  # other errors only follow from the first
             raise errors[0] from None
         raise
     finally:
@@ -148,7 +148,7 @@ def write_files(
 def read_back(
     store: Store, files: Sequence[FileDigests], *, progress: Progress | None = None
 ) -> None:
-    """Read files back from storage.  Corrupt, with the first range that differs from the written bytes."""
+    """Read files from storage.  Corrupt states the first range that differs from the digests."""
     tell = progress or (lambda _: None)
     buffers = ThreadPages()
 
@@ -171,7 +171,7 @@ def read_back(
 
 
 def _shares(memory_bytes: int) -> tuple[int, int]:
-    """Number of threads, and bytes of the block of each, within `memory_bytes`."""
+    """Number of threads and bytes of a block, within `memory_bytes`."""
     if memory_bytes < MIN_MEMORY_BYTES:
         raise UsageError(f"memory_bytes={memory_bytes}: at least {MIN_MEMORY_BYTES} are needed")
     cores = max(1, (os.cpu_count() or 2) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -210,10 +210,8 @@ class _UnfinishedFile:
         return range(0, max(self._file.bytes, 1), self._block_bytes)
 
     def write(self, start: int, buffer: memoryview) -> int:
-        """Fill, seal and write one block; returns the number of its bytes.
-
-        The block that is written last ends the file.
-        """
+        """Fill, seal and write one block; return its number of bytes.  The last block written finishes the
+        file."""
         block = buffer[: min(self._block_bytes, self._file.bytes - start)]
         self._fill(start, block)
         with self._in_order(start):
@@ -256,13 +254,13 @@ class _UnfinishedFile:
             self._turn.notify_all()
 
     def fail(self) -> None:
-        """Wake the threads that wait for a block which will not come."""
+        """Wake the threads that wait for a block that will not come."""
         with self._turn:
             self._failed = True
             self._turn.notify_all()
 
     def abort(self) -> None:
-        """Leave nothing of a file that is not finished."""
+        """Discard the file unless it is finished."""
         if self._writer is not None:
             self._writer.abort()
 
@@ -283,7 +281,8 @@ class _UnfinishedFile:
         read_alone(self._source.images, wants, threads=1)
 
     def _wants(self, span: ElementSpan, at: int, into: memoryview) -> list[Want]:
-        """Wants that fill `into`, the span's bytes from file byte `at` on; casts are done now."""
+        """Wants that fill `into`, the span's bytes from file byte `at` on; spans with a cast are filled
+        now."""
         tensor = self._source.manifest.tensors[span.tensor]
         itemsize = DTYPES[span.dtype].bytes
         first = span.first + (at - span.start) // itemsize
@@ -314,7 +313,7 @@ class _UnfinishedFile:
 
 
 def _lost(values: Any, cast: Any) -> Any:
-    """Mask floats that a cast has made infinite, or NaN, or finite; None if there are none."""
+    """Mask of floats whose cast changed finite to infinite or NaN, or back; None if there are none."""
     if np.isfinite(cast).all():
         return None
     lost = np.isfinite(values) & ~np.isfinite(cast)

@@ -1,4 +1,4 @@
-"""Calls between ranks that load together, and how an error of one rank becomes an error of all."""
+"""Calls between ranks that load together, and raising the error of one rank on all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class SharedWindow(Protocol):
 
     mine: memoryview
     theirs: dict[int, memoryview]
-    """Windows of other ranks on this host; a rank that is not here must be sent its bytes."""
+    """Windows of other ranks on this host; ranks without a window here must be sent bytes."""
 
     def close(self) -> None: ...
 
@@ -27,30 +27,30 @@ class Peers(Protocol):
     size: int
 
     def exchange(self, payloads: Sequence[bytes]) -> list[memoryview]:
-        """Send `payloads[r]` to each rank r; returns what each sent to this one."""
+        """Send `payloads[r]` to each rank r; return what each rank sent to this one, by rank."""
 
     def exchange_parts(self, parts: Sequence[Sequence[bytes | memoryview]]) -> list[memoryview]:
-        """The same, for payloads in parts."""
+        """`exchange` of payloads in parts."""
 
     def all_gather(self, data: bytes) -> list[bytes]:
         """Return every rank's bytes."""
 
     def any(self, flag: bool) -> bool:
-        """True if any rank says so; returns when all have said."""
+        """True if `flag` is true on any rank; blocks until all have called."""
 
     def all_max(self, number: int) -> int:
-        """The largest number that any rank says."""
+        """The largest `number` of any rank."""
 
     def window(self, size: int) -> SharedWindow:
-        """Memory that is shared within the host."""
+        """Return `size` bytes of memory that the host's ranks share."""
 
 
 _SAME = (Corrupt, Unavailable, NotFound, FormatError)
-"""Errors by which a caller decides whether an older step may be tried: the first of these counts."""
+"""Errors after which a caller may try an older step; they are raised as they are."""
 
 
 def of_the_step(failed: dict[int, WireError]) -> tuple[int, WireError] | None:
-    """Return the first rank whose error blames the step, with that error; None if there is none."""
+    """Return the first rank with an error of the step's data, and that error; None if there is none."""
     for kind in _SAME:
         for rank, one in failed.items():
             if one.kind == kind.__name__:
@@ -59,8 +59,8 @@ def of_the_step(failed: dict[int, WireError]) -> tuple[int, WireError] | None:
 
 
 def raise_together(peers: Peers, error: BaseException | None, step: int | None) -> None:
-    """Raise on every rank if any rank has an error: the same error if its class matters to callers, else
-    RankErrors."""
+    """Raise on every rank if any rank has an error: an error of the step's data as it is, else RankErrors.
+    Collective."""
     if not peers.any(error is not None):
         return
     answers = peers.all_gather(b"" if error is None else encode_error(error))
@@ -73,7 +73,7 @@ def raise_together(peers: Peers, error: BaseException | None, step: int | None) 
 
 @contextmanager
 def raise_on_all(peers: Peers, step: int) -> Iterator[None]:
-    """Make what fails in this block on one rank fail on all.  Collective."""
+    """Raise an error of one rank in this block on all ranks.  Collective."""
     error: Exception | None = None
     try:
         yield

@@ -1,7 +1,8 @@
-"""Deleting steps that need not stay: which ones, by the rules of a `Keep`, and how one goes.
+"""Deleting steps: the choice by the rules of a `Keep`, and the deletion of one step.
 
-All who delete steps do it here: a run after a save, the upload behind a home, `holdfast prune`.  Rules only
-keep.  What none of them keeps goes, unless it is pinned, needed, or a rule cannot read what it asks for.
+Every deletion of steps uses this module: a run after a save, the upload to a home, `holdfast prune`.
+Rules only keep steps.  A step that no rule keeps is deleted, unless it is pinned, needed, or unreadable
+for a rule.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from holdfast.core.checkpoint.names import (
 from holdfast.core.checkpoint.notes import Metrics, Notes, notes_among, read_notes
 from holdfast.core.checkpoint.tidying import INDEX, Keep, Lock, marking
 from holdfast.core.format.manifest import verified
-from holdfast.core.store import LocalStore, Store, at_a_time
+from holdfast.core.store import LocalStore, Store, num_threads_for
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([smhd])")
@@ -42,7 +43,7 @@ _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([smhd])")
 
 
 def check_rules(best: Any, newer: Any) -> tuple[str, int, str] | None:
-    """Return `best` with its direction.  UsageError unless `Keep` can have these rules."""
+    """Return `best` with its direction.  UsageError for invalid rules."""
     if newer is not None:
         seconds_in(newer)
     if best is None:
@@ -56,7 +57,7 @@ def check_rules(best: Any, newer: Any) -> tuple[str, int, str] | None:
 
 
 def seconds_in(newer: Any, call: str = "Keep", name: str = "newer") -> float:
-    """The seconds that a text such as `2d` says."""
+    """Parse a time such as `2d` to seconds.  UsageError."""
     what = "a time such as '36h' or '2d' (s, m, h, d)"
     match = _TIME.fullmatch(text_of(newer, call, name, what))
     if match is None:
@@ -76,12 +77,12 @@ def prune(
     lock: Lock | None = None,
     keys: RootKeys | None = None,
 ) -> list[int]:
-    """Delete what `keep` does not keep; returns the steps deleted.  Steps that the caller does not own
-    stay, and are not counted.
+    """Delete the steps that `keep` does not keep; return the deleted steps.  Steps for which `owns` is
+    false stay, and rules do not count them.
 
-    A damaged newest step does not count: the newest good step always stays.  So do steps to `spare`,
-    which are being saved anew or lead to the newest state by records; `lock` keeps commits away while a
-    manifest is deleted.  All files are deleted after all manifests; with `keys` they are only marked.
+    The newest good step always stays, even if a damaged one is newer.  So do the steps in `spare`, which
+    are being saved again or are bases of the newest records.  `lock` excludes commits while a manifest is
+    deleted.  All files are deleted after all manifests; with `keys` they are only marked.
     """
     with marking(store, keys) as keys:
         due = prunable(store, keep, spare, keys, owns)
@@ -98,8 +99,7 @@ def prunable(
     keys: RootKeys | None = None,
     owns: Callable[[Saved], bool] = lambda _: True,
 ) -> list[int]:
-    """The steps that `prune` would delete, oldest first.  Corrupt or FormatError if it cannot be known, for
-    the notes of steps are damaged."""
+    """The steps that `prune` would delete, oldest first.  Corrupt or FormatError for damaged notes."""
     if keep.keeps_all:
         return []
     keys = keys or RootKeys(store)
@@ -147,20 +147,20 @@ def _kept_as_newer(keys: RootKeys, keep: Keep, doubtful: list[Saved]) -> set[int
 
 
 class Stated(msgspec.Struct, frozen=True):
-    """The statements of a manifest on its step that rules ask for."""
+    """Facts of a manifest that rules use."""
 
     created: str
     metrics: Metrics = {}
 
 
 def _all_stated(keys: RootKeys, saved: list[Saved]) -> dict[int, Stated | None]:
-    """Return what each step states; None if that cannot be read.  A process reads each manifest once."""
+    """Return the facts of each step; None if its manifest is unreadable.  Reads each manifest once."""
     found: dict[int, Stated | None] = {}
 
     def look(one: Saved) -> None:
         found[one.step] = _stated(keys, one)
 
-    in_threads(look, saved, at_a_time(keys.store))
+    in_threads(look, saved, num_threads_for(keys.store))
     return found
 
 
@@ -179,7 +179,7 @@ def _stated(keys: RootKeys, saved: Saved) -> Stated | None:
 
 
 def _time_of(facts: Stated | None) -> float:
-    """Return the time of a save, in seconds since the epoch; infinite if it is unknown."""
+    """Return the time of a save in seconds since the epoch; infinite if unknown."""
     try:
         return calendar.timegm(time.strptime(facts.created if facts else "", "%Y-%m-%dT%H:%M:%SZ"))
     except ValueError:
@@ -189,7 +189,7 @@ def _time_of(facts: Stated | None) -> float:
 def _sound(keys: RootKeys, step: int) -> bool:
     """True if a step's manifest is readable and every file has its length.
 
-    That was so of the step that this process has just committed: it is if its files are still listed.
+    For the step that this process has just committed, only checks that its files are still listed.
     """
     last, named = keys.known.last
     if last == step and named <= set(keys.keys):
@@ -207,15 +207,14 @@ def _sound(keys: RootKeys, step: int) -> bool:
 def delete_step(
     store: Store, step: int, lock: Lock | None = None, keys: RootKeys | None = None
 ) -> bool:
-    """Delete the manifest first: from then on the step does not exist, whatever stops us.  The files are
-    marked among `keys`, if given.
+    """Delete a step: first its manifest, after which the step does not exist, then its files.  With `keys`,
+    the files are only marked there.
 
-    `lock` is held from reading the manifest to deleting it, so that it is no newer one that goes, and none
-    that was pinned meanwhile.
+    `lock` is held from reading the manifest to deleting it, so that no newer or newly pinned step is
+    deleted. Only files that the manifest names are deleted: another rank may be saving this step again.
 
-    They are those that it named, and no others: another rank may be writing this very step anew.
-    A step that is pinned stays (False).  So does one of a newer format: its files are not known here; and
-    one whose manifest's beginning was damaged since it was read.
+    Return False, and delete nothing, if the step is pinned, has a newer format (its files are unknown), or
+    the beginning of its manifest is damaged.
     """
     manifest, key, prefix = None, manifest_key(step), step_prefix(step)
     with lock or nullcontext():

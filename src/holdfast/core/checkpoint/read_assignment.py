@@ -1,11 +1,11 @@
-"""Dealing: which rank reads which chunks, decided together and without a list of all of them anywhere.
+"""Assignment of chunks to the ranks that read them, without a list of all chunks on any rank.
 
-1. Each rank tells, for each file, the chunks that it needs to the file's coordinator (files are dealt to
-   ranks in turn, so no rank sees everything).
-2. The coordinator gives each chunk to one of the ranks that need it, evenly, and tells these readers.
-3. Each reader tells the others where among its chunks their own come.
+1. For each file, each rank sends the chunks that it needs to the file's coordinator (files are assigned to
+   coordinators round-robin).
+2. The coordinator assigns each chunk to one of the ranks that need it, evenly, and tells these readers.
+3. Each reader tells the other ranks the positions of their chunks among the chunks that it reads.
 
-Few claims are told to everybody, and then 2 and 3 need no messages.
+If there are few claims, all ranks get all of them, and steps 2 and 3 need no messages.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from holdfast.core.checkpoint.peers import Peers
 from holdfast.core.checkpoint.rows import Interval
 
 _OPEN_CLAIMS = 1000
-"""Up to this many claims are told to all ranks instead of to coordinators: fewer round trips."""
+"""Up to this many claims are sent to all ranks instead of coordinators, which saves round trips."""
 _AGAIN = 0.01
-"""Every rank reads for itself if that reads at most this fraction of the bytes again."""
+"""Ranks read for themselves if that reads at most this fraction of the bytes more than once."""
 
 
 @dataclass
 class ReadAssignment:
-    """Chunks that one rank reads for others and gets from others, as (file, first, stop, ...)."""
+    """Chunks that a rank reads for others and gets from others, as (file, first, stop, ...)."""
 
     alone: dict[int, list[Interval]] = field(default_factory=dict)
     read: list[tuple[int, int, int]] = field(default_factory=list)
-    """Runs that this rank reads for several, in the order in which it does."""
+    """Runs of shared chunks that this rank reads, in order."""
     to: list[tuple[int, int, int, int]] = field(default_factory=list)
-    """(file, first, stop, recipient): who needs which of them."""
+    """(file, first, stop, recipient) of each run that another rank needs."""
     get: dict[int, list[tuple[int, int, int, int]]] = field(default_factory=dict)
-    """(file, first, stop, position of first among all chunks that the reader reads), by reader."""
+    """By reader: (file, first, stop, position of `first` among all chunks that the reader reads)."""
 
 
 def assign(
     claims: list[tuple[int, int, int]], load: dict[int, int]
 ) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
-    """Give each chunk to one of the ranks that claim it.
+    """Assign each chunk to one of the ranks that claim it.
 
-    From (rank, first, stop) to (first, stop, reader, all that need it); `load` counts the chunks that
-    each rank reads so far and is kept even.
+    `claims`: (rank, first, stop).  Yields (first, stop, reader, ranks that need it).  `load`: the number of
+    chunks that each rank reads so far, which is kept even and updated.
     """
     edges = sorted({e for _, a, b in claims for e in (a, b)})
     starts: dict[int, list[tuple[int, int]]] = {}
@@ -59,7 +59,7 @@ def assign(
         needers = tuple(sorted(active))
         order = sorted(needers, key=lambda r: (load.get(r, 0), r))
         for i, reader in enumerate(order):
-            # rounded up, so that what is left over goes to those who have read the least
+            # rounded up, so that the remainder goes to the ranks with the least load
             lo, hi = (a - (a - b) * k // len(order) for k in (i, i + 1))
             if hi > lo:
                 load[reader] = load.get(reader, 0) + hi - lo
@@ -75,7 +75,7 @@ def _unpack(data: bytes | memoryview, width: int) -> list[tuple[int, ...]]:
 
 
 def assign_reads(peers: Peers, needed: dict[int, list[Interval]]) -> ReadAssignment:
-    """Agree who reads what.  `needed`: chunks by file number."""
+    """Agree which rank reads which chunks.  `needed`: chunks by file number.  Collective."""
     mine = [(file, a, b) for file, intervals in needed.items() for a, b in intervals]
     if peers.all_max(len(mine)) * peers.size <= _OPEN_CLAIMS:
         return _deal_openly(peers, needed, peers.all_gather(_pack(mine)))
@@ -87,7 +87,7 @@ def assign_reads(peers: Peers, needed: dict[int, list[Interval]]) -> ReadAssignm
 
 
 def _claims(packed: Sequence[bytes | memoryview]) -> dict[int, list[tuple[int, int, int]]]:
-    """The chunks that each rank needs: (rank, first, stop), by file."""
+    """Decode the chunks that each rank needs: (rank, first, stop), by file."""
     claims: dict[int, list[tuple[int, int, int]]] = {}
     for rank, data in enumerate(packed):
         for file, a, b in _unpack(data, 3):
@@ -98,7 +98,7 @@ def _claims(packed: Sequence[bytes | memoryview]) -> dict[int, list[tuple[int, i
 def _deal_openly(
     peers: Peers, needed: dict[int, list[Interval]], packed: list[bytes]
 ) -> ReadAssignment:
-    """Every rank knows all claims and decides the same."""
+    """Assign on every rank from all claims, with the same result."""
     claims, load = _claims(packed), dict[int, int]()
     orders = [(file, *order) for file in sorted(claims) for order in assign(claims[file], load)]
     again = sum((b - a) * (len(needers) - 1) for _, a, b, _, needers in orders)
@@ -123,7 +123,7 @@ def _deal_openly(
 def _orders(
     peers: Peers, claims: dict[int, list[tuple[int, int, int]]]
 ) -> list[tuple[int, int, int, int]]:
-    """Decide as coordinator, learn as reader: (file, first, stop, recipient), own copies too."""
+    """Assign as coordinator; return what to read: (file, first, stop, recipient), also for this rank."""
     load: dict[int, int] = {}
     out: list[list[tuple[int, ...]]] = [[] for _ in range(peers.size)]
     for file in sorted(claims):
@@ -134,7 +134,7 @@ def _orders(
 
 
 def _spread(peers: Peers, orders: list[tuple[int, int, int, int]]) -> ReadAssignment:
-    """Number the shared chunks that this rank reads and tell each recipient where its own come."""
+    """Number the shared chunks that this rank reads, and send each recipient the positions of its own."""
     result = ReadAssignment()
     runs: dict[tuple[int, int, int], list[int]] = {}
     for file, a, b, rank in orders:

@@ -1,12 +1,12 @@
 """Reading: from wanted boxes to verified bytes in their places.
 
-1. *plan*: `holdfast.core.checkpoint.rows` says which bytes of which files are wanted, and where they go.
-2. *chunks*: the digest chunks that the rows touch, merged, are read in blocks, each chunk verified
-   before anything uses it.  A block that lies inside one contiguous row goes straight into the
-   target's memory; any other is read into scratch and copied out.  All files are opened before.
+1. *plan*: `holdfast.core.checkpoint.rows` maps wanted boxes to bytes of files and their targets.
+2. *chunks*: the digest chunks that the rows touch are merged and read in blocks, each chunk verified before
+   use.  A block inside one contiguous row is read directly into the target's memory; any other into scratch
+   memory and copied.  All files are opened first.
 3. *sharing* (`holdfast.core.checkpoint.sharing`): chunks that several ranks need are read by one of them.
 
-Threads do blocks side by side.  Extra memory: one block per thread.
+Threads read blocks in parallel.  Extra memory: one block per thread.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from holdfast.core.checkpoint.peers import Peers
 
 BLOCK_CHUNKS = 8
-"""Chunks that are read at once, unless the store states more (`Store.read_bytes`)."""
+"""Chunks read at once, unless the store asks for more (`read_bytes`)."""
 
 
 def cores_here() -> int:
-    """The host's cores, shared among its ranks; at most 4."""
+    """Cores per rank of this host; at most 4."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return min(4, max(1, (os.cpu_count() or 2) // ranks))
 
@@ -44,18 +44,18 @@ def threads_here() -> int:
 
 
 def block_chunks(files: Files) -> int:
-    """Chunks of a file that are read at once."""
+    """Number of chunks of a file to read at once."""
     return max(BLOCK_CHUNKS, files.store_reads.num_bytes // files.manifest.chunk_bytes)
 
 
 def threads_for(files: Files) -> int:
-    """Threads for reading files: the more, the longer the store takes to begin to answer."""
+    """Threads for reading files; more for a store with a high latency."""
     return files.store_reads.threads or threads_here()
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Consecutive chunks to read at once; straight into `memory` if given."""
+    """Consecutive chunks to read at once; directly into `memory` if given."""
 
     file: FileEntry
     first: int
@@ -66,8 +66,8 @@ class Block:
 def plan_blocks(
     file: FileEntry, intervals: list[Interval], index: RowIndex, chunk_bytes: int, most: int
 ) -> list[Block]:
-    """Cut intervals of chunks into blocks of at most `most`, direct ones wherever a lone row has its own
-    memory."""
+    """Cut intervals of chunks into blocks of at most `most` chunks, direct ones if a single row covers them
+    in contiguous memory."""
     blocks: list[Block] = []
     for first, stop in intervals:
         at = first
@@ -104,19 +104,19 @@ def _cut(
 
 
 class Scratch(threading.local):
-    """One block of memory per thread, which is used again."""
+    """One reusable buffer per thread."""
 
     view: memoryview | None = None
 
     def get(self, size: int) -> memoryview:
-        """Return at least `size` bytes, which hold anything."""
+        """Return at least `size` uninitialised bytes."""
         if self.view is None or len(self.view) < size:
             self.view = memoryview(bytearray(size))
         return self.view
 
 
 class _HostBlocks:
-    """Blocks that are copied out of before the next one is read."""
+    """`BlockMemory` on the host: blocks are copied to their targets before the next read."""
 
     def __init__(self) -> None:
         self._scratch = Scratch()
@@ -132,7 +132,7 @@ class _HostBlocks:
 def run_blocks(
     files: Files, blocks: list[Block], indexes: dict[str, RowIndex], threads: int
 ) -> None:
-    """Read, verify and place every block; the first error ends it."""
+    """Read, verify and place every block; stops at the first error."""
     size = files.manifest.chunk_bytes
     most = block_chunks(files) * size
     blocks_of = files.block_memory() if files.block_memory is not None else _HostBlocks()
@@ -154,21 +154,20 @@ def run_blocks(
 
 
 def read_together(files: Files, wants: list[Want], peers: Peers | None) -> None:
-    """Fill every rank's wants; the store is read about once for all.  Collective.
+    """Fill every rank's wants, reading the store about once in all.  Collective; blocks.
 
-    Any rank's failure is raised on every rank, after which targets may be partly overwritten.
+    An error of any rank is raised on every rank; targets may then be partly overwritten.
     """
     with files.readers.kept():
         plan_together(files, wants, peers)()
 
 
 def plan_together(files: Files, wants: list[Want], peers: Peers | None) -> Callable[[], None]:
-    """Return what fills every rank's wants.  The files that it reads are there, and their tables sound, so
-    what can be known to fail has failed here, before any target is overwritten.  Collective, as what is
-    returned.
+    """Return a function that fills every rank's wants.  Both are collective.
 
-    Call both inside one `kept` block of `files.readers`: what is open can be read to its end, whoever
-    deletes it meanwhile.
+    This opens all files and verifies their digest tables, so foreseeable errors are raised before any
+    target is overwritten.  Make both calls inside one `kept` block of `files.readers`: open files stay
+    readable even if they are deleted.
     """
     if peers is None or peers.size == 1:
         return plan_alone(files, wants)
@@ -178,13 +177,13 @@ def plan_together(files: Files, wants: list[Want], peers: Peers | None) -> Calla
 
 
 def read_alone(files: Files, wants: list[Want], threads: int | None = None) -> None:
-    """Fill every want from the store, with no help from other ranks."""
+    """Fill every want from the store, without other ranks.  Blocks."""
     with files.readers.kept():
         plan_alone(files, wants, threads)()
 
 
 def plan_alone(files: Files, wants: list[Want], threads: int | None = None) -> Callable[[], None]:
-    """Return what fills every want, as `plan_together` does."""
+    """Return a function that fills every want, without other ranks, as `plan_together`."""
     threads = threads or threads_for(files)
     with uncollected():
         indexes = group_rows(plan_rows(files.manifest, wants))
@@ -198,7 +197,7 @@ def plan_alone(files: Files, wants: list[Want], threads: int | None = None) -> C
 
 
 def open_all(files: Files, wanted: list[FileEntry], threads: int) -> None:
-    """Open files that are to be read, as many as are kept open, and see that they are whole."""
+    """Open files, up to `MOST_OPEN`, and check their lengths and digest tables."""
     tables = sum(f.bytes - f.table for f in wanted)
     if len(wanted) <= MOST_OPEN or (files.verify and tables <= TABLES_BYTES):
         in_threads(files.begin, wanted, threads)

@@ -1,14 +1,14 @@
-"""Forecast of what a restore on another mesh would read, before there is such a mesh.
+"""Forecast of the reads of a restore on another mesh.
 
-A model's own sharding plan is unknown here, so each axis of the new mesh is given a meaning, and the
-meaning is stated:
+The model's sharding plan on that mesh is unknown, so each of its axes gets an assumed meaning, which is
+stated:
 
-* an axis that the saved mesh has too: tensors are cut over it as they were saved;
-* else, one with a data-parallel name (`dp`, `fsdp`, ...): every tensor is cut along dim 0 over it,
+* an axis of the saved mesh: tensors are cut over it as they were saved;
+* another axis with a data-parallel name (`dp`, `fsdp`, ...): every tensor is cut along dim 0 over it,
   after all other cuts;
-* else: every rank along it reads the same.
+* any other axis: every rank along it reads the same.
 
-Then what a rank wants is a box per tensor, and `Placement.locate` says which files hold it.
+A rank then wants a box per tensor, and `Placement.locate` gives the files that hold it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SHARDED = (
 
 @dataclass(frozen=True)
 class Reading:
-    """The reads of one rank: bytes it wants, by file (rank of the file -> bytes) and by state."""
+    """The bytes that one rank wants, by file (rank of the file -> bytes) and by state."""
 
     rank: int
     num_tensors: int
@@ -40,15 +40,15 @@ class Reading:
     by_file: dict[int, int]
     by_state: dict[str, int]
     file_bytes: int
-    """Total length of the files touched."""
+    """Total length of these files."""
 
 
 _MAX_DIGITS = 8
-"""Most digits in the size of an axis that is typed."""
+"""Most digits of an axis's size."""
 
 
 def parse_mesh(text: str) -> Mesh:
-    """`dp=4,tp=2`: axes from the outermost to the innermost.  UsageError if it is not that."""
+    """Parse `dp=4,tp=2`, axes from the outermost to the innermost.  UsageError."""
     axes = []
     for part in text.split(","):
         name, _, size = part.strip().partition("=")
@@ -70,7 +70,7 @@ def is_data_parallel(axis: str) -> bool:
 
 @dataclass(frozen=True)
 class Reshape:
-    """A restore of `manifest` on `mesh`; `assumed` says in words what each axis was taken to mean."""
+    """A restore of `manifest` on `mesh`; `assumed`: the meaning of each axis in words."""
 
     manifest: Manifest
     mesh: Mesh
@@ -79,7 +79,7 @@ class Reshape:
 
     @staticmethod
     def onto(manifest: Manifest, mesh: Mesh) -> Reshape:
-        """The assumptions written out as one new sharding for each saved one."""
+        """Plan a restore: one new sharding for each saved one, by the assumptions."""
         saved = manifest.layout.sizes
         new_dp = tuple(a for a in mesh.sizes if a not in saved and is_data_parallel(a))
         old = manifest.placement.table.shardings
@@ -91,7 +91,7 @@ class Reshape:
         return self.manifest.placement.table
 
     def boxes(self, rank: int) -> tuple[Ints, Ints]:
-        """Boxes that a rank wants: start and stop per tensor, padded; empty where it wants none."""
+        """Boxes that a rank wants: padded starts and stops, a row per tensor; empty boxes for none."""
         stop = self.table.shape.copy()
         start = np.zeros_like(stop)
         for number, sharding in enumerate(self.shardings):
@@ -109,7 +109,7 @@ class Reshape:
         return start, stop
 
     def holdings(self) -> list[int]:
-        """A number for each rank: ranks that share it want the same of every tensor."""
+        """A number per rank, equal for ranks that want the same parts of all tensors."""
         largest = [
             int(self.table.ndim[self.table.sharding == i].max(initial=-1))
             for i in range(len(self.shardings))
@@ -144,14 +144,14 @@ class Reshape:
 
 
 def _part(mesh: Mesh, rank: int, sharding: Sharding, ndim: int) -> tuple[int, ...] | None:
-    """Parts, one per cut, that a rank has of tensors of up to `ndim` dims; None if it has none."""
+    """A rank's part per cut, for tensors of up to `ndim` dims; None if it holds none."""
     if any(mesh.coordinate(rank, a) not in coords for a, coords in sharding.on):
         return None
     return tuple(part_of(mesh, rank, cut.axes) for cut in sharding.cuts if cut.dim < ndim)
 
 
 def _sums(keys: NDArray[Any], size: Ints) -> list[tuple[Any, int]]:
-    """(key, sum of the sizes that have it), by key."""
+    """(key, sum of its sizes), by key."""
     names, index = np.unique(keys, return_inverse=True)
     sums = np.zeros(len(names), np.int64)
     np.add.at(sums, index.reshape(-1), size)

@@ -1,8 +1,8 @@
-"""Space on a disk for one more full save: recording stops before it uses up that space, and unneeded steps
-are deleted for it.
+"""Disk space reserved for one full save: recording stops before it uses that space, and unneeded steps are
+deleted for it.
 
-Without that space a full disk stays full.  Old steps and their records are deleted only after a newer full
-save is complete, and that save finds no space.
+Without the reserve a full disk would stay full: old steps and records are deleted only after a newer full
+save is complete, and that save would find no space.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def room_for(save_bytes: int) -> int:
 
 
 def missing_bytes(store: Store, save_bytes: int, marked: Iterable[str] = ()) -> int:
-    """Return the bytes that a full save would lack on a local disk once the `marked` keys are deleted; 0 if
-    none, or if the free space is unknown."""
+    """Return the bytes missing on a local disk for a full save, once the `marked` keys are deleted; 0 if
+    there is enough, or if the free space is unknown."""
     free = store.free_bytes() if save_bytes and isinstance(store, LocalStore) else None
     if free is None or free >= room_for(save_bytes):
         return 0

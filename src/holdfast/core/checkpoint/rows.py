@@ -1,7 +1,7 @@
-"""Rows: which bytes of which files make up the boxes that are wanted.
+"""Rows: the byte ranges of files that make up wanted boxes.
 
-A want is a box of a tensor and a target, the memory that takes it.  `Placement.locate` says which pieces
-hold the box; each common part is a `Row`: bytes of a file, and where in the target they go.
+A want is a box of a tensor and a target, the memory for it.  `Placement.locate` gives the pieces that
+overlap the box; each overlap is a `Row`: bytes of a file, and their place in the target.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _row_major = lru_cache(4096)(row_major)
 """Cached: there are few shapes and many rows."""
 
 RAW = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
-"""Element types by size, for moving bytes about."""
+"""Numpy types by element size, for moving raw elements."""
 
 Array = NDArray[Any]
 _Ints = NDArray[np.int64]
@@ -35,13 +35,13 @@ Interval = tuple[int, int]
 
 
 class Target(Protocol):
-    """Memory that takes a wanted box."""
+    """Memory for a wanted box."""
 
     def memory(self) -> memoryview | None:
-        """The box as writable flat bytes in row-major order, if that is what it is in memory."""
+        """The box as writable flat bytes in row-major order; None if its memory is not so."""
 
     def put(self, at: tuple[slice, ...], values: Array) -> None:
-        """Set elements; `at` counts from the box's start, `values` has a `RAW` type."""
+        """Set elements; `at`: slices relative to the box's start; `values`: of a `RAW` type."""
 
 
 class ArrayTarget(msgspec.Struct, frozen=True, eq=False):
@@ -52,7 +52,7 @@ class ArrayTarget(msgspec.Struct, frozen=True, eq=False):
     def memory(self) -> memoryview | None:
         if not self.array.flags.c_contiguous or not self.array.nbytes:
             return None
-        if self.array.dtype.kind == "c":  # which a memoryview cannot cast
+        if self.array.dtype.kind == "c":  # a memoryview cannot cast complex
             return memoryview(self.array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
         return memoryview(self.array).cast("B")  # type: ignore[arg-type]
 
@@ -61,7 +61,7 @@ class ArrayTarget(msgspec.Struct, frozen=True, eq=False):
 
 
 class Want(msgspec.Struct, frozen=True):
-    """A box of tensor number `tensor` and where it goes."""
+    """A box of tensor number `tensor`, and its target."""
 
     tensor: int
     box: Box
@@ -69,26 +69,26 @@ class Want(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """A wanted part of one piece.  `start..stop`: its span of bytes in the file."""
+    """A wanted part of one piece; `start..stop`: its byte span in the file."""
 
     file: FileEntry
     start: int
     stop: int
     origin: int
-    """Byte of the file at which the piece begins."""
+    """First byte of the piece in the file."""
     piece: Box
     part: Box
     itemsize: int
     solid: bool
     """True if the part is one contiguous range of the file."""
     at: int | None
-    """Byte at which the part begins in the want's box; None unless it is one range there, too."""
+    """First byte of the part in the want's box; None unless it is contiguous there, too."""
     want: Want
     stored: Stored | None = None
-    """Layout of a piece that is not dense: `piece` and `part` are in the order of its array."""
+    """Layout of a piece that is not dense; `piece` and `part` then have the stored array's dim order."""
 
     def place(self, block: memoryview, begin: int) -> None:
-        """Copy what of this row lies in `block`, which begins at byte `begin` of the file."""
+        """Copy this row's bytes in `block`, which begins at byte `begin` of the file, to the target."""
         lo, hi = max(self.start, begin), min(self.stop, begin + len(block))
         if lo >= hi:
             return
@@ -125,16 +125,14 @@ class Row(msgspec.Struct, frozen=True):
         return memory and memory[self.at : self.at + self.stop - self.start]
 
     def intervals(self, chunk_bytes: int) -> list[Interval]:
-        """Chunks that a row which is not solid touches: ranges first..stop."""
+        """Ranges first..stop of the chunks that a row that is not solid touches."""
         starts, length = self._runs(chunk_bytes)
         first = starts // chunk_bytes
         return list(zip(first.tolist(), (-(-(starts + length) // chunk_bytes)).tolist()))
 
     def _runs(self, near: int) -> tuple[_Ints, int]:
-        """Byte offsets of the runs of the part in the file, and their length.
-
-        Runs less than `near` bytes apart count as one, so there are few however tall the part is.
-        """
+        """Byte offsets of the part's runs in the file, and their length; runs less than `near` bytes apart
+        are merged."""
         length, dim, strides = self.itemsize, len(self.part.shape), self._strides()
         while dim:
             stride = strides[dim - 1] * self.itemsize
@@ -150,7 +148,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def _logical(stored: Stored, box: Box, view: Array) -> tuple[Box, Array]:
-    """Put a box of a stored array, and its elements, in the order of the tensor's dims."""
+    """Reorder a box of a stored array, and its elements, to the tensor's dims."""
     places = stored.places()
     if len(stored.shape) > len(places):
         view = view[..., 0]
@@ -165,7 +163,7 @@ def _shifted(box: Box, by: tuple[int, ...]) -> Box:
 
 
 def plan_rows(manifest: Manifest, wants: list[Want]) -> list[Row]:
-    """Return the rows of all wants: which bytes of which files they need."""
+    """Return the rows of all wants.  Corrupt if the manifest lacks or misplaces bytes."""
     if not wants:
         return []
     table = manifest.placement.table
@@ -200,7 +198,7 @@ def plan_rows(manifest: Manifest, wants: list[Want]) -> list[Row]:
 def _pieces_and_parts(
     found: Located, wants: list[Want], start: _Ints, stop: _Ints
 ) -> tuple[list[Box], list[Box]]:
-    """Boxes of pieces and of common parts, by row: the very box wanted where both equal it."""
+    """Boxes of pieces and of overlaps, by row; the want's own box object if both equal it."""
     pieces = [wants[w].box for w in found.want.tolist()]
     parts = pieces.copy()
     other = (found.piece_start != start[found.want]) | (found.piece_stop != stop[found.want])
@@ -215,7 +213,7 @@ def _pieces_and_parts(
 
 
 def _span(piece: Box, part: Box, itemsize: int) -> Interval:
-    """The bytes of a piece from the first to the last of a part."""
+    """The byte range of a piece from the first to the last element of a part."""
     strides = _row_major(piece.shape)
     first = sum((a - o) * s for a, o, s in zip(part.start, piece.start, strides))
     last = sum((b - 1 - o) * s for b, o, s in zip(part.stop, piece.start, strides))
@@ -223,7 +221,7 @@ def _span(piece: Box, part: Box, itemsize: int) -> Interval:
 
 
 def _padded(boxes: list[Box], width: int) -> tuple[_Ints, _Ints]:
-    """Starts and stops with one row per box; dims that a box lacks are 0..1."""
+    """Starts and stops, a row per box; missing dims are 0..1."""
     start = np.zeros((len(boxes), width), np.int64)
     stop = np.ones((len(boxes), width), np.int64)
     for n in {len(b.start) for b in boxes} - {0}:
@@ -236,7 +234,7 @@ def _padded(boxes: list[Box], width: int) -> tuple[_Ints, _Ints]:
 def _spans(
     found: Located, itemsize: _Ints, want_start: _Ints, want_stop: _Ints
 ) -> tuple[NDArray[Any], ...]:
-    """Per row: item size, the span of bytes in the piece, whether it is solid, and `Row.at` or -1."""
+    """Per row: item size, byte span in the piece, whether it is solid, and `Row.at` or -1."""
     piece, part = found.piece_stop - found.piece_start, found.stop - found.start
     want_start, itemsize = want_start[found.want], itemsize[found.want]
     box = want_stop[found.want] - want_start
@@ -256,19 +254,19 @@ def _strides(shape: _Ints) -> _Ints:
 
 def _solid(part: _Ints, shape: _Ints) -> NDArray[np.bool_]:
     """True for each part that is one contiguous run of a row-major array of `shape`."""
-    inside = np.cumsum(part != 1, axis=1) - (part != 1) > 0  # an outer dim has several
+    inside = np.cumsum(part != 1, axis=1) - (part != 1) > 0  # an outer dim has size > 1
     found: NDArray[np.bool_] = np.all(~inside | (part == shape), axis=1)
     return found
 
 
 @dataclass(frozen=True)
 class RowIndex:
-    """Rows of one file, findable by byte range."""
+    """Rows of one file, searchable by byte range."""
 
     rows: list[Row]
     starts: list[int]
     reach: list[int]
-    """Largest stop of rows 0..i: rows may overlap where two wants share bytes."""
+    """Largest stop of rows 0..i, as rows of different wants may overlap."""
 
     @staticmethod
     def of(rows: list[Row]) -> RowIndex:
@@ -307,7 +305,7 @@ def needs(indexes: dict[str, RowIndex], chunk_bytes: int) -> dict[str, list[Inte
 
 
 def _touched(rows: list[Row], chunk_bytes: int) -> set[Interval]:
-    """Ranges of chunks: many small rows touch the same."""
+    """Distinct ranges of chunks that rows touch."""
     touched = {(r.start // chunk_bytes, -(-r.stop // chunk_bytes)) for r in rows if r.solid}
     for row in rows:
         if not row.solid:

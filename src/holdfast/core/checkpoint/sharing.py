@@ -1,11 +1,11 @@
 """Reading together: chunks that several ranks need are read by one of them and passed on.
 
-A cut along another dim touches every chunk of a tensor, and a replicated tensor is wanted whole by all;
-if each rank read for itself, the store would be read once per rank.  Instead the ranks agree who reads
-what (`read_assignment`).  Chunks that one rank alone needs it reads alone, straight into place where it
-can.  The others go round by round: each rank reads and verifies its next chunks into its
-window (shared memory on a host; another host's ranks get the bytes sent), all agree that the round is
-there, and each places what it needs from all windows, while the next round is being read.
+A cut along another dim touches every chunk of a tensor, and all ranks want a replicated tensor; if each
+rank read for itself, the store would be read once per rank.  Instead the ranks agree which rank reads
+which chunks (`read_assignment`).  A chunk for one rank only is read by that rank, directly into place if
+possible.  Shared chunks go round by round: each rank reads and verifies its next chunks into its window
+(shared memory on a host; other hosts are sent the bytes), all ranks agree that the round is complete, and
+each copies its parts from all windows while the next round is being read.
 
 Two windows per rank bound the memory; `raise_together` carries a failure of any rank to all ranks.
 The mechanism is UCP's redundancy-bypassing load (section 4 there), per chunk instead of per file.
@@ -38,15 +38,15 @@ _WINDOW_BYTES = 8 << 20
 """Bytes read per rank and round.  Small windows cost few first touches of fresh pages, which can be
 slow; large ones cost fewer rounds.  bench/claims/load_resharded.py shows the whole."""
 _FAR_WINDOW_BYTES = 32 << 20
-"""The same for a store that takes long to begin to answer."""
+"""The same for a store with a high latency."""
 
 
 _Run = tuple[int, int, int, int]
-"""(file, first, stop, slot): chunks of a file, and where in a reader's window they begin."""
+"""(file, first, stop, slot): chunks of a file, and their first slot in a reader's window."""
 
 
 def by_round(runs: Iterable[_Run], per_round: int) -> dict[int, list[_Run]]:
-    """Cut runs, given with their positions among all chunks of a reader, where its rounds end."""
+    """Cut runs at the ends of rounds; each has its position among all chunks of its reader."""
     out: dict[int, list[_Run]] = {}
     for file, a, b, position in runs:
         while a < b:
@@ -67,12 +67,12 @@ class ExchangeRounds:
     deal: ReadAssignment
     peers: Peers
     threads: int
-    """Number of threads that read, and of those that place: both go on at once."""
+    """Number of reading threads, and of placing threads, which run at the same time."""
 
     def run(self, longest: int) -> BaseException | None:
-        """Pass on up to `longest` chunks of each rank.
+        """Exchange up to `longest` chunks of each rank.
 
-        Returns the error of this rank in the last round, which the other ranks do not know yet.
+        Returns this rank's error in the last round, which the other ranks do not know yet.
         """
         size = self.files.manifest.chunk_bytes
         is_far = self.files.store_reads.threads > 0
@@ -89,7 +89,7 @@ class ExchangeRounds:
             window.close()
 
     def _cut_up(self) -> None:
-        """Work out who reads, gets and sends what in each round."""
+        """Compute what this rank reads, gets and sends in each round."""
         positions = dict(zip(self.deal.read, _positions(self.deal.read)))
         mine = [(*run, position) for run, position in positions.items()]
         self.mine = by_round(mine, self.per_round)
@@ -112,7 +112,7 @@ class ExchangeRounds:
                 try:
                     self._place(window, number, size)
                 except Exception as error:
-                    failed = error  # told at the next chance: the others are not waiting for it
+                    failed = error  # reported in the next round: the others do not wait for it
                 if self.most_remote:
                     failed = self._send(window, number, size) or failed
         return failed
@@ -137,7 +137,7 @@ class ExchangeRounds:
         in_threads(one, blocks, max(self.threads, self.files.store_reads.threads))
 
     def _place(self, window: SharedWindow, number: int, size: int) -> None:
-        """Copy from the windows that can be seen."""
+        """Copy from the windows that this rank has mapped."""
         work = []
         for reader, runs in self.get.items():
             view = window.mine if reader == self.peers.rank else window.theirs.get(reader)
@@ -160,7 +160,7 @@ class ExchangeRounds:
             row.place(view, at)
 
     def _send(self, window: SharedWindow, number: int, size: int) -> Exception | None:
-        """Exchange bytes with the ranks whose memory this rank cannot map, and place what arrives."""
+        """Exchange bytes with ranks whose windows are not mapped, and place the received ones."""
         half = self._half(window.mine, number, size)
         out: list[list[memoryview]] = [[] for _ in range(self.peers.size)]
         for rank, runs in self.to.items():
@@ -189,7 +189,7 @@ def _positions(runs: list[tuple[int, int, int]]) -> list[int]:
 
 
 def plan_shared(files: Files, wants: list[Want], peers: Peers) -> Callable[[], None]:
-    """Return what fills the wants of several ranks (`reading.plan_together`).  Collective."""
+    """Return a function that fills the wants of several ranks (`reading.plan_together`).  Collective."""
     threads = threads_for(files)
     size = files.manifest.chunk_bytes
     by_number = sorted(files.manifest.files, key=lambda f: f.path)
@@ -216,7 +216,7 @@ def plan_shared(files: Files, wants: list[Want], peers: Peers) -> Callable[[], N
 
 
 def _read_shared(rounds: ExchangeRounds, threads: int) -> None:
-    """Read alone what this rank alone needs, then the rest in rounds.  Collective."""
+    """Read chunks that only this rank needs, then shared chunks in rounds.  Collective."""
     files, deal, peers = rounds.files, rounds.deal, rounds.peers
     size, step = files.manifest.chunk_bytes, files.manifest.step
     alone = {rounds.by_number[n].path: sorted(runs) for n, runs in deal.alone.items()}

@@ -1,4 +1,4 @@
-"""Deletes failed attempts and files that crashes left behind.  `pruning` deletes steps.
+"""Deleting failed attempts and files that crashes left; `pruning` deletes steps.
 
 * *must*: a file that a manifest names is never deleted before the manifest;
 * *should*: files that no manifest names are deleted (a crash leaves them; the next save sweeps them).
@@ -25,7 +25,7 @@ from holdfast.core.store import LocalStore, Store
 from holdfast.core.store.local import sweep_temp_files
 
 INDEX = ".safetensors.index.json"
-"""Ending of the indexes beside a consolidated step's manifest, for Hugging Face's loaders."""
+"""Ending of Hugging Face's indexes beside a consolidated step's manifest."""
 
 Lock: TypeAlias = AbstractContextManager[Any]
 _Marking: TypeAlias = AbstractContextManager[RootKeys]
@@ -34,16 +34,16 @@ _DIRECTORY = re.compile(rf"steps/{STEP}/([^/]+)")
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """The steps that stay: the newest `last`, every step that is a multiple of `every`, the `best` by a
-    metric, and those `newer` than a time.  Each rule keeps steps; what none keeps is deleted.
+    """The steps to keep: the newest `last`, multiples of `every`, the `best` by a metric, and those `newer`
+    than a time.  A step that no rule keeps is deleted.
 
-    None keeps all.  The newest step stays in any case, and so does one that is pinned.
+    Without any rule all steps stay.  The newest step and pinned steps always stay.
 
-    `best=("loss", 3)`: the 3 steps with the lowest loss, `("accuracy", 3, "max")`: with the highest.  A
-    value that is not finite is never among them; of equal ones the newest are.  Steps without the metric
-    are left to the other rules; they stay where there is none.
-    `newer="2d"`: steps that were saved within two days (`s`, `m`, `h`, `d`), by the time in the manifest,
-    which is that of rank 0's host, and the clock of the host that deletes.
+    `best=("loss", 3)`: the 3 steps with the lowest loss; `("accuracy", 3, "max")`: the highest.  Values
+    that are not finite never count; of equal values the newer step counts.  Steps without the metric are
+    left to the other rules, and stay if there is no other.
+    `newer="2d"`: steps saved within two days (`s`, `m`, `h`, `d`), by the time in the manifest (rank 0's
+    clock) and the clock of the deleting host.
     """
 
     last: int | None = None
@@ -75,12 +75,12 @@ class Keep:
 
 
 def marking(store: Store, keys: RootKeys | None, below: str = "steps/") -> _Marking:
-    """Return `keys`, whose owner deletes what is marked; else keys that do so at the end of the block."""
+    """Return `keys`, whose owner deletes marked keys; else new keys, deleted at the end of the block."""
     return RootKeys(store, below=[below]) if keys is None else nullcontext(keys)
 
 
 def _named(store: Store, step: int) -> str | None:
-    """The attempt that a step's manifest names: "" if there is none, None if it may be any."""
+    """The attempt of a step's manifest; "" if there is no manifest, None if it cannot be read."""
     try:
         return verified_attempt(store, step)
     except NotFound:
@@ -90,8 +90,7 @@ def _named(store: Store, step: int) -> str | None:
 
 
 def discard(store: Store, step: int, attempt: str | None, keys: RootKeys | None = None) -> None:
-    """Delete the files of an attempt, if there is one, unless the step's manifest names them.  With `keys`
-    they are only marked there."""
+    """Delete the files of an attempt unless the step's manifest names it; with `keys`, only mark them."""
     if attempt is None or _named(store, step) in (attempt, None):
         return
     with marking(store, keys, step_prefix(step)) as keys:
@@ -112,7 +111,7 @@ def sweep(
         for step, theirs in keys.attempts.items():
             old = {a: k for a, k in theirs.items() if _is_old(a, mine, upto) or is_abandoned(a)}
             if not old or (len(theirs) == 1 and step in keys.manifests):
-                continue  # nothing to delete, so nothing to prove
+                continue  # nothing to delete
             named = _named(store, step)
             for attempt, images in old.items():
                 if named not in (attempt, None):

@@ -1,7 +1,7 @@
-"""Copying a step from one store into another, every byte proved on the way.
+"""Copying a step from one store to another, with every byte verified.
 
-A copy is a save whose bytes come from a store: files first, the manifest last, by a put that one of several
-writers wins.  So a copy that stops anywhere leaves no step, or the whole one:
+A copy is a save whose bytes come from a store: files first, the manifest last, by a conditional put.  So
+a copy that stops anywhere leaves no step, or the whole step:
 
     source                               target
     steps/0000000005/manifest.json
@@ -9,14 +9,14 @@ writers wins.  So a copy that stops anywhere leaves no step, or the whole one:
     .../0002-000007/r00001  -----------> .../0002-000007/r00001            chunk by its digest
                                          steps/0000000005/manifest.json    from here on it exists
 
-A part is read, compared with the digests that the manifest vouches for, and only then written: what is
-damaged in the source never arrives.  A file appears whole or not at all, so a copy that is begun again
-takes a file of the right length and digest table for done.
+Each part is read, verified by the digests in the manifest, and then written: damaged bytes are never
+copied.  A file appears whole or not at all, so a copy that is started again skips files of the right
+length and digest table.
 
     transfer(open_store("/scratch/run"), open_store("s3://bucket/run"), 5)
 
-How many parts are under way at once, and how large they are, is for the source to say (`Reads`): a bucket
-takes long to begin to answer.  Memory: a part and two chunks for each thread, and what writers hold.
+The source states how many parts to read at once and their size (`Reads`), as buckets have a high latency.
+Memory: a part and two chunks per thread, and the writers' buffers.
 """
 
 from __future__ import annotations
@@ -54,16 +54,15 @@ from holdfast.core.store import Reader, Store
 from holdfast.core.store.contract import part_bytes, reads_of
 
 COPY_PART_BYTES = 8 << 20
-"""Bytes of a part, unless the source asks for others, or the target takes only larger ones
-(`Writer.block_bytes`)."""
+"""Bytes of a part, unless the source or the target (`Writer.block_bytes`) asks for others."""
 _THREADS = 4
-"""Parts, or files, that are under way at once, unless the source asks for more."""
+"""Parts, or files, copied at once, unless the source asks for more."""
 _MOST_INDEX_BYTES = 64 << 20
 _FILES = 4
-"""Files of several parts that are under way at once."""
+"""Files of several parts copied at once."""
 
 Progress = Callable[[int], object]
-"""Called from any thread with the number of bytes just done; what it raises ends the copy."""
+"""Called from any thread with the number of bytes just copied; an error that it raises ends the copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +72,11 @@ class Transferred:
     step: int
     num_files: int
     num_copied: int
-    """Files that were not there yet."""
+    """Number of copied files."""
     bytes: int
     """Bytes of the copied files."""
     is_new: bool
-    """False if the step was in the target already, with this manifest."""
+    """False if the target already had the step with this manifest."""
 
 
 def transfer(
@@ -90,14 +89,13 @@ def transfer(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Transferred:
-    """Make step `step` of one root exist in another, the same byte for byte.  Blocks.
+    """Copy step `step` of one root to another, byte for byte.  Blocks.
 
-    May be called again after any error: files that have arrived are not copied again.  If the target has
-    another step of that number: Exists, or with `replace` that one gives way when all is there.  NotFound
-    if the source has no such step, Corrupt if it is damaged: then the target's steps are as they were.
-    `progress` is told of `Manifest.total_bytes` in all, the bytes of files that were there included.
-    `dry_run`: nothing is written, and the result says what would be.  `threads`: parts that are read at
-    once, rather than as the source states.
+    After an error, call it again: files that were copied are skipped.  If the target has another step of
+    that number: Exists, or with `replace` it is replaced once all files are copied.  NotFound if the source
+    has no such step, Corrupt if it is damaged; the target's steps are then unchanged.
+    `progress` gets `Manifest.total_bytes` in all, skipped files included.  `dry_run`: write nothing, and
+    return what would be copied.  `threads`: parts to read at once, instead of the source's number.
     """
     threads = threads or threads_of(source)
     key, tell = manifest_key(step), progress or (lambda _: None)
@@ -120,11 +118,11 @@ def transfer(
 
 
 def _manifest(source: Store, step: int) -> tuple[Manifest, bytes]:
-    """The manifest of a step, and its very bytes."""
+    """The manifest of a step, and its bytes."""
     key = manifest_key(step)
     data = _present(source, key)
     if data is None:
-        read_manifest(source, step)  # NotFound, with the steps that there are
+        read_manifest(source, step)  # NotFound, with the steps that exist
         raise NotFound(f"step {step} of {source.url} came and went", step=step, key=key)
     try:
         manifest = decode_manifest(data, key)
@@ -143,7 +141,7 @@ def _present(store: Store, key: str) -> bytes | None:
 
 
 def _attempt(data: bytes, step: int) -> str | None:
-    """The attempt that a manifest names; None if it is damaged."""
+    """The attempt of a manifest; None if it is damaged."""
     try:
         return attempt_in(data, step)
     except HoldfastError:
@@ -151,7 +149,7 @@ def _attempt(data: bytes, step: int) -> str | None:
 
 
 def _check_other(target: Store, manifest: Manifest, seen: bytes, replace: bool) -> None:
-    """Exists if the target's step of that number, which is another, must stay."""
+    """Exists unless the target's other step of that number may be replaced."""
     step, key = manifest.step, manifest_key(manifest.step)
     if not replace:
         raise Exists(
@@ -170,7 +168,7 @@ def _check_other(target: Store, manifest: Manifest, seen: bytes, replace: bool) 
 
 
 def _commit(target: Store, step: int, data: bytes, seen: bytes | None) -> None:
-    """Put the manifest, where the one that was seen, or none, still is."""
+    """Put the manifest if the target's is still `seen` (None: if it still has none)."""
     key, old = manifest_key(step), None if seen is None else _attempt(seen, step)
     try:
         if seen is None:
@@ -190,8 +188,8 @@ def _commit(target: Store, step: int, data: bytes, seen: bytes | None) -> None:
 
 
 def _copy_indexes(source: Store, target: Store, manifest: Manifest) -> None:
-    """Copy what lies beside a consolidated step's manifest for the loaders of others.  No digest proves it,
-    and it may be a link to anything: it has to say what the manifest says, and no more."""
+    """Copy the indexes beside a consolidated step's manifest.  They have no digest, and may be links to any
+    file, so only indexes that agree with the manifest are copied."""
     prefix = step_prefix(manifest.step)
     for key in source.list(prefix):
         if key.endswith(INDEX) and "/" not in key.removeprefix(prefix):
@@ -210,7 +208,7 @@ class _WeightIndex(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def _is_index(text: bytes, manifest: Manifest) -> bool:
-    """True if all that an index says is which files have which tensors, as the manifest does."""
+    """True if an index maps tensors to files as the manifest does, and holds nothing else."""
     try:
         index = decode_json(text, _WeightIndex)
     except msgspec.DecodeError:
@@ -223,7 +221,7 @@ def _is_index(text: bytes, manifest: Manifest) -> bool:
 
 
 def _check_arrived(target: Store, manifest: Manifest) -> None:
-    """StoreError if a file that has arrived is gone again: a run that holds the target may sweep it."""
+    """StoreError if a copied file is gone again: a run on the target may sweep it."""
     prefix = step_prefix(manifest.step)
     there = set(target.list(prefix))
     for file in manifest.objects:
@@ -245,10 +243,10 @@ def transfer_files(
     threads: int,
     progress: Progress | None = None,
 ) -> int:
-    """Copy some files of a step, without its manifest: what one rank does of `transfer`.  Blocks.
+    """Copy some files of a step, without its manifest: one rank's share of `transfer`.  Blocks.
 
-    Returns the bytes copied.  `look`: whether some may have arrived before, which costs a listing and a
-    look at each of them.  NotFound if the source has one no more, Corrupt if it is damaged there.
+    Return the bytes copied.  `look`: check for files that were copied before, which costs a listing and a
+    request for each.  NotFound if a file is gone from the source, Corrupt if it is damaged there.
     """
     there = set(target.list(files.prefix)) if look else set[str]()
     work = _FilesToCopy(files, target, there, proves=True)
@@ -260,14 +258,14 @@ def transfer_files(
 
 @dataclass(frozen=True)
 class _FilesToCopy:
-    """A step's files on their way from one store into another."""
+    """A step's files to copy from one store to another."""
 
     files: Files
     target: Store
     there: set[str]
     """Keys that the target had at the beginning."""
     proves: bool
-    """True if the bytes of what is there are proved as well: a manifest is to vouch for them."""
+    """True to verify the bytes of files that the target has, before a manifest is put."""
 
     def missing(self, threads: int, tell: Progress) -> list[FileEntry]:
         """The files that have to be copied."""
@@ -281,8 +279,8 @@ class _FilesToCopy:
         return [f for f in all_files if f.path in missing]
 
     def is_there(self, file: FileEntry, tell: Progress) -> bool:
-        """True if a file has arrived before: its length and digest table are those of the manifest, and its
-        bytes, if they are to be proved."""
+        """True if the target has a file with the manifest's length and digest table; with `proves`, its
+        bytes are verified, too."""
         key = self.files.key(file)
         if key not in self.there:
             return False
@@ -297,16 +295,16 @@ class _FilesToCopy:
         return True
 
     def copy(self, files: Sequence[FileEntry], threads: int, tell: Progress) -> None:
-        """Copy files side by side, or the parts of one after the other where there are few."""
+        """Copy files in parallel, or the parts of each in parallel if there are few files."""
         side_by_side, in_each = shares([file.bytes for file in files], threads)
 
         def one(file: FileEntry) -> None:
             key = self.files.key(file)
-            if key in self.there:  # and is not what it ought to be
+            if key in self.there:  # but differs from the manifest
                 self.target.delete(key)
             try:
                 copy_object(self.provable(file), self.files.store, self.target, in_each, tell)
-            except Exists:  # another copy of the same step has come first
+            except Exists:  # another copy of the same step was faster
                 if not self._came_first(file):
                     raise
             except HoldfastError as error:
@@ -316,7 +314,7 @@ class _FilesToCopy:
         in_threads(one, sorted(files, key=lambda f: -f.bytes), side_by_side)
 
     def provable(self, file: FileEntry) -> Provable:
-        """A file, by the digest table that the manifest vouches for."""
+        """A file with its verified digest table."""
         table = self.files.table(file)
         known = ((file.table, table.digests.tobytes()),)
         return Provable(self.files.key(file), file.bytes, ((0, table),), known)
@@ -341,14 +339,14 @@ def _prove(files: Files, file: FileEntry) -> None:
 
 @dataclass(frozen=True)
 class Provable:
-    """An object whose bytes can be proved: by digest tables, or because they are known already."""
+    """An object whose bytes can be verified: by digest tables, or because they are known already."""
 
     key: str
     num_bytes: int
     tables: tuple[tuple[int, DigestTable], ...]
     """Digest tables, each with the byte of the object at which its first chunk begins."""
     known: tuple[tuple[int, bytes], ...] = ()
-    """Bytes that were read and proved before, each with its place: they are not taken from the source."""
+    """Verified bytes with their offsets, which are not read from the source."""
 
     @property
     def most_chunk_bytes(self) -> int:
@@ -356,7 +354,7 @@ class Provable:
         return max((table.chunk_bytes for _, table in self.tables), default=0)
 
     def read(self, reader: Reader, start: int, scratch: memoryview, stop: int) -> memoryview:
-        """The bytes start..stop, proved, in `scratch`, which has two chunks to spare.  Corrupt."""
+        """Read and verify bytes start..stop into `scratch`, which needs two more chunks.  Corrupt."""
         first, end = self._whole_chunks(start, stop)
         view = scratch[: end - first]
         reader.read(first, view)
@@ -369,7 +367,7 @@ class Provable:
         return view[start - first : stop - first]
 
     def _whole_chunks(self, start: int, stop: int) -> tuple[int, int]:
-        """The least range that holds start..stop and every chunk that it touches."""
+        """Extend start..stop to whole chunks."""
         first, end = start, stop
         for at, table in self.tables:
             a, b = max(start - at, 0), min(stop - at, table.end)
@@ -380,7 +378,7 @@ class Provable:
         return first, end
 
     def _check(self, table: DigestTable, at: int, first: int, view: memoryview) -> None:
-        """Check those whole chunks of a table that lie in `view`, the bytes from `first` on."""
+        """Verify the whole chunks of a table in `view`, the bytes from `first` on."""
         size, end = table.chunk_bytes, first + len(view)
         a = -(-max(first - at, 0) // size)
         b = table.end if at + table.end <= end else (end - at) // size * size
@@ -402,13 +400,14 @@ def _moved(place: int | None, by: int) -> int | None:
 
 
 def threads_of(source: Store) -> int:
-    """Parts to read at once: the more, the longer a store takes to begin to answer."""
+    """Parts to read at once; more for a store with a high latency."""
     return reads_of(source).threads or _THREADS
 
 
 def shares(sizes: Sequence[int], threads: int) -> tuple[int, int]:
-    """Number of objects to copy side by side, and of threads for each, `threads` at most in all: of objects
-    of one part as many as there are threads, of larger ones, whose writers hold more, at most `_FILES`."""
+    """Number of objects to copy at once, and of threads for each, at most `threads` in all: as many
+    objects as threads if each is one part; at most `_FILES` larger ones, whose writers hold more
+    memory."""
     most = threads if max(sizes, default=0) <= COPY_PART_BYTES else min(threads, _FILES)
     most = max(min(most, len(sizes)), 1)
     numbers = {threads // most, -(-threads // most)}
@@ -417,8 +416,7 @@ def shares(sizes: Sequence[int], threads: int) -> tuple[int, int]:
 
 
 def copy_object(this: Provable, source: Store, target: Store, threads: int, tell: Progress) -> None:
-    """Copy one object, part by part.  Exists if the target has it; the error of either store, or Corrupt:
-    then it does not appear."""
+    """Copy one object, part by part.  Exists if the target has it; after any error it does not appear."""
     writer = target.create(this.key, this.num_bytes)
     try:
         wanted = reads_of(source).num_bytes if threads > 1 else 0

@@ -1,4 +1,4 @@
-"""Warnings about steps with a damaged manifest, wherever another step is used instead.
+"""Warnings about steps with a damaged manifest when another step is used.
 
 The beginning of a manifest states the run and number of its step.  If that is damaged, the order of the
 step is unknown.  It then counts as the oldest step, so that a good step is used.  But it may be the newest,
@@ -19,7 +19,7 @@ _MOST = 5
 
 
 def newest(store: Store) -> int:
-    """The newest committed step.  NotRecoverable if there is none; HoldfastWarning of unproved ones."""
+    """The newest committed step.  NotRecoverable if there is none; HoldfastWarning about unproved ones."""
     saved = committed(store)
     step = newest_step(saved, store.url)
     tell_passed_over(store.url, saved, step)
@@ -27,8 +27,8 @@ def newest(store: Store) -> int:
 
 
 def newest_manifest(store: Store) -> Manifest:
-    """The manifest of the newest committed step; of a newer one if a run that saves meanwhile deletes it.
-    As `newest`, and NotFound if that goes on."""
+    """The manifest of the newest committed step.  Tries again if a saving run deletes that step meanwhile;
+    NotFound after several tries.  Else as `newest`."""
     for _ in range(MOST_TRIES):
         step = newest(store)
         try:
@@ -39,7 +39,7 @@ def newest_manifest(store: Store) -> Manifest:
 
 
 def newest_step(saved: list[Saved], url: str) -> int:
-    """The newest of the steps of a root.  NotRecoverable if there is none."""
+    """The newest of a root's steps.  NotRecoverable if there is none."""
     if not saved:
         raise NotRecoverable(
             f"no checkpoint in {url}", hint="check the path; `holdfast ls` lists steps"
@@ -48,7 +48,7 @@ def newest_step(saved: list[Saved], url: str) -> int:
 
 
 def tell_passed_over(url: str, saved: Iterable[Saved], taken: int) -> None:
-    """HoldfastWarning if steps are not proved, and another one than these is taken."""
+    """HoldfastWarning if steps are not proved, unless one of them is taken."""
     unproved = [s for s in saved if not s.is_proved]
     if unproved and taken not in {s.step for s in unproved}:
         which = "it" if len(unproved) == 1 else "one of them"
@@ -60,7 +60,7 @@ def tell_passed_over(url: str, saved: Iterable[Saved], taken: int) -> None:
 
 
 def tell_unreadable(store: Store, saved: Iterable[Saved]) -> None:
-    """HoldfastWarning of steps that are not proved, and of the newest if its manifest is not sound."""
+    """HoldfastWarning about steps that are not proved, and the newest step if its manifest is damaged."""
     steps = list(saved)
     unproved = [s for s in steps if not s.is_proved]
     if len(unproved) < len(steps):

@@ -1,15 +1,15 @@
-"""Verifying: is a step still, byte for byte, what was saved?  Every problem is reported, not the first.
+"""Verifying that a step is, byte for byte, what was saved.  Reports every problem, not only the first.
 
 A step is good if
 
-* its manifest is readable and its seal holds (this proves that shardings cover every tensor);
+* its manifest is readable and its seal holds (decoding checks that shardings cover every tensor);
 * every rank that must hold bytes has a file, of the stated length;
-* each file's digest table is what the manifest says, and each chunk what the table says;
+* each file's digest table has the digest in the manifest, and each chunk the digest in the table;
 * each file's header is the one that follows from the manifest, so that it is a sound safetensors file;
 * extras can be decoded, and tensors that they refer to exist.
 
-Memory: a block and the header of a file per thread.  Threads do files side by side, or the blocks of
-one file where there are few files.
+Memory: a block and the header of a file per thread.  Threads verify files in parallel, or the blocks of one
+file if there are few files.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _BLOCK_CHUNKS = 32
 """8 MiB at the usual chunk size: large enough for full speed, small enough to report progress."""
 
 Progress = Callable[[int], object]
-"""Called from any thread with the number of bytes just done."""
+"""Called from any thread with the number of bytes just read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong: which file of the store (`key`), and which bytes of it if known."""
+    """A problem, with the file's `key` and, if known, its bytes `start..stop`."""
 
     message: str
     key: str
@@ -58,7 +58,7 @@ class Problem:
 
 @dataclass
 class Report:
-    """The findings of verifying a step.  `bytes`: how many were read."""
+    """The result of verifying a step.  `bytes`: the number read."""
 
     step: int
     quick: bool
@@ -74,7 +74,7 @@ class Report:
 
 
 class Findings:
-    """A report that several threads add to, and the callback for progress."""
+    """A report that several threads add to, with the progress callback."""
 
     def __init__(self, report: Report, progress: Progress | None) -> None:
         self.report = report
@@ -84,17 +84,17 @@ class Findings:
     def add(
         self, message: str, key: str, start: int | None = None, stop: int | None = None
     ) -> None:
-        """Add a problem of bytes start..stop of a file, if they are known."""
+        """Add a problem of a file, or of its bytes start..stop."""
         with self._lock:
             self.report.problems.append(Problem(message, key, start, stop))
 
     def blame(self, error: HoldfastError, key: str) -> None:
-        """Add what an error says; `key`: the file, if the error names none."""
+        """Add an error as a problem; `key`: the file, if the error names none."""
         start, stop = getattr(error, "start", None), getattr(error, "stop", None)
         self.add(error.message, error.key or key, start, stop)
 
     def count(self, num_bytes: int) -> None:
-        """Count bytes that were read."""
+        """Add to the number of bytes read, and report progress."""
         with self._lock:
             self.report.bytes += num_bytes
         self._progress(num_bytes)
@@ -108,9 +108,9 @@ def verify(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Verify a step.  `quick`: lengths, manifest, tables and headers only, not all data.
+    """Verify a step.  `quick`: only the manifest, lengths, tables and headers, not all data.  Blocks.
 
-    Raises nothing for what is wrong with the step: that is in the report.
+    Problems of the step are in the report and raise nothing.
     """
     began = time.perf_counter()
     report = Report(step, quick)
@@ -128,14 +128,14 @@ def verify(
 
 
 def good_before(store: Store, step: int, *, quick: bool = False) -> int | None:
-    """The newest step older than `step` that verifies; None if there is none."""
+    """The newest step before `step` that verifies; None if there is none."""
     order = [s.step for s in committed(store)]
     older = order[: order.index(step)] if step in order else order
     return next((s for s in reversed(older) if verify(store, s, quick=quick).good), None)
 
 
 def planned_image(manifest: Manifest, file: FileEntry, placement: Placement) -> Image:
-    """The image that a file must be, from the manifest alone; FormatError if sizes disagree."""
+    """The image of a file, planned from the manifest.  FormatError if its offsets disagree."""
     image = plan_image(
         manifest.tensors,
         placement.pieces(file.rank),
@@ -151,7 +151,7 @@ def planned_image(manifest: Manifest, file: FileEntry, placement: Placement) -> 
 
 
 class _Verification:
-    """One step being verified; problems go into the report."""
+    """The verification of one step."""
 
     def __init__(
         self,
@@ -170,8 +170,8 @@ class _Verification:
         self._scratch = Scratch()
 
     def run(self) -> None:
-        """Each file is what the shardings make it, and decoding has found that files and tensors have
-        equally many bytes: so no rank's file is missing."""
+        """Verify every file.  Each matches its shardings, and decoding the manifest has checked that
+        files and tensors have equally many bytes, so no rank's file is missing."""
         files, manifest = self.manifest.files, manifest_key(self.manifest.step)
         side_by_side = self.threads if len(files) >= self.threads else 1
         if side_by_side > 1:
@@ -228,7 +228,7 @@ class _Verification:
         return [f for f in files if f.start < stop and f.start + f.bytes > start]
 
     def _image(self, file: FileEntry) -> Image:
-        """The image that a file must be, by a placement of its own: its caches end with the file."""
+        """The image of a file, by a placement of its own, whose caches end with the file."""
         m = self.manifest
         return planned_image(m, file, Placement(m.layout, m.placement.table))
 
@@ -300,7 +300,7 @@ class _Verification:
 
 
 def tensors_at(manifest: Manifest, image: Image, start: int, stop: int, most: int = 3) -> str:
-    """Name what lies in a range of bytes of a file, for a message."""
+    """Name the tensors and sections in a byte range of a file, for a message."""
     parts = ["the header"] if start < image.data_start else []
     begin = image.pieces.offset + image.data_start
     hit = np.flatnonzero((begin < stop) & (begin + image.pieces.bytes > start))

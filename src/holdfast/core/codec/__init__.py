@@ -1,1 +1,1 @@
-"""Codecs over bytes.  Pure."""
+"""Digests, erasure codes and packing of bytes.  No I/O."""

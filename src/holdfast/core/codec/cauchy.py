@@ -1,10 +1,10 @@
-"""Cauchy matrices over GF(2^w) with few ones: the arithmetic behind `erasure`.
+"""Cauchy matrices over GF(2^w) with few ones: the arithmetic of `erasure`.
 
 An element of GF(2^w) is an integer whose bits are the coefficients of a polynomial modulo a primitive
-one; addition is XOR.  Multiplication by an element e is linear over bits, so it is a w x w matrix of bits
-whose column c is e * x^c: a product of w packets of data needs as many XORs of packets as that matrix has
-ones, and no table is looked up per byte (Bloemer et al., "An XOR-Based Erasure-Resilient Coding Scheme",
-1995).
+polynomial; addition is XOR.  Multiplication by an element e is linear over bits, so it is a w x w matrix
+of bits whose column c is e * x^c: a product of w packets of data needs as many XORs of packets as that
+matrix has ones, and no table is looked up per byte (Bloemer et al., "An XOR-Based Erasure-Resilient
+Coding Scheme", 1995).
 
 Every square part of a Cauchy matrix 1 / (x_i + y_j) is invertible, and stays so when rows and columns are
 scaled.  Columns are scaled to make row 0 all ones, so the first parity is plain XOR; the other rows are
@@ -25,7 +25,7 @@ _PRIMITIVE = {1: 0b11, 4: 0b1_0011, 8: 0b1_0001_1101}
 
 
 class Field:
-    """GF(2^w) by its powers of x."""
+    """GF(2^w), with tables of powers and logarithms of x."""
 
     def __init__(self, w: int) -> None:
         self.w = w
@@ -45,12 +45,12 @@ class Field:
         return self._power[-self._log[a] % (self.size - 1)]
 
     def bits(self, a: int) -> list[tuple[int, int]]:
-        """The (row, column) of each one in the bit matrix of multiplication by a."""
+        """(row, column) of each 1 in the bit matrix of multiplication by a."""
         columns = [self.mul(a, 1 << c) for c in range(self.w)]
         return [(r, c) for r in range(self.w) for c in range(self.w) if columns[c] >> r & 1]
 
     def solve(self, a: list[list[int]], b: list[list[int]]) -> list[list[int]]:
-        """x with a x = b, for a square invertible a and any number of columns of b (Gauss-Jordan)."""
+        """Solve a x = b for x by Gauss-Jordan; a is square and invertible, b has any number of columns."""
         rows = [[*left, *right] for left, right in zip(a, b)]
         for i in range(len(rows)):
             pivot = next(r for r in range(i, len(rows)) if rows[r][i])
@@ -75,7 +75,7 @@ def field(w: int) -> Field:
 
 
 def word_bits(num_data: int, num_parity: int) -> int:
-    """The smallest w that will do: 1 (plain XOR, or copies), 4 up to 16 blocks in all, 8 up to 256."""
+    """Smallest w for a code: 1 for plain XOR or copies, 4 for up to 16 blocks in all, 8 for up to 256."""
     if num_data == 1 or num_parity <= 1:
         return 1
     return 4 if num_data + num_parity <= 16 else 8
@@ -85,8 +85,9 @@ def word_bits(num_data: int, num_parity: int) -> int:
 def coding_matrix(num_data: int, num_parity: int, w: int) -> Matrix:
     """`num_parity` x `num_data` elements: parity i is the sum over j of element [i][j] times data j.
 
-    Any `num_data` rows of it and of the identity are invertible together.  Row 0 and, for one parity or one
-    data block, all rows are ones.  Deterministic: parity may be read by another version than wrote it.
+    Any `num_data` rows of the identity and this matrix together are invertible.  Row 0 is all ones; so is
+    every row for one parity or one data block.  The result must not change: parity may be read by another
+    version than wrote it.
     """
     if w == 1:
         return ((1,) * num_data,) * num_parity
@@ -118,10 +119,10 @@ def _costs(w: int) -> tuple[np.ndarray, np.ndarray]:
 def rebuilding_matrix(
     num_data: int, num_parity: int, have: tuple[int, ...], want: tuple[int, ...]
 ) -> Matrix:
-    """Matrix that gives wanted blocks from `num_data` others: `len(want)` x `len(have)` elements.
+    """The `len(want)` x `len(have)` matrix by which the `num_data` blocks `have` give the blocks `want`.
 
-    Blocks are numbered data first, then parity; `have` is ascending.  Only the lost data are solved for, so
-    the system is as large as the loss and not as the code.
+    Blocks are numbered data first, then parity; `have` is ascending.  Only lost data blocks are unknowns,
+    so the linear system is as large as the loss, not as the code.
     """
     w = word_bits(num_data, num_parity)
     gf, parity = field(w), coding_matrix(num_data, num_parity, w)
@@ -140,7 +141,7 @@ def rebuilding_matrix(
 
 
 def _combined(gf: Field, row: tuple[int, ...], data: dict[int, list[int]]) -> tuple[int, ...]:
-    """A parity block whose data are themselves combinations."""
+    """Parity row `row` in terms of the given blocks; `data`: each data block in terms of them."""
     total = [0] * len(data)
     for i, element in enumerate(row):
         total = [t ^ gf.mul(element, e) for t, e in zip(total, data[i])]

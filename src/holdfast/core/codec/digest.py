@@ -3,7 +3,7 @@
 A file is divided into chunks of `CHUNK_BYTES` from byte 0 on, up to the table; the table holds one
 little-endian u64 per chunk; the manifest holds the digest of the table.  So any chunk can be verified
 by reading that chunk and the (tiny) table, and a flipped bit is found with its range.
-XXH3 finds damage, not malice: who can write the store can also write its digests.
+XXH3 detects damage, not attacks: a writer of the store can also write its digests.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 ALGORITHM = "xxh3_64"
 CHUNK_BYTES = 256 << 10
 MAX_TABLE_BYTES = 1 << 28
-"""Most bytes of the digests of a file: those of 8 TiB."""
+"""Most bytes of a digest table, for a file of 8 TiB."""
 
 Digests = NDArray[np.uint64]
 
 
 def digest(data: bytes | bytearray | memoryview) -> int:
-    """XXH3-64 of some bytes; releases the interpreter for large ones."""
+    """XXH3-64 of some bytes; releases the GIL for large data."""
     return xxhash.xxh3_64_intdigest(data)
 
 
@@ -36,6 +36,6 @@ def num_chunks(data_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
 
 
 def digest_chunks(data: memoryview, into: Digests, chunk_bytes: int = CHUNK_BYTES) -> None:
-    """Digest consecutive chunks of `data` (which begins on a chunk) into `into`, in order."""
+    """Write the digest of each chunk of `data`, which begins at a chunk, to `into`."""
     for i in range(num_chunks(len(data), chunk_bytes)):
         into[i] = xxhash.xxh3_64_intdigest(data[i * chunk_bytes : (i + 1) * chunk_bytes])

@@ -1,12 +1,12 @@
-"""An erasure code by XOR alone: k data blocks, m parity blocks, any k of the k + m give back the others.
+"""An erasure code by XOR alone: k data blocks, m parity blocks; any k of the k + m rebuild the others.
 
 Cauchy Reed-Solomon (`cauchy`): m = 1 is plain XOR (RAID 5), k = 1 is copying, and the first parity of every
 code is the XOR of the data, so one lost block never needs more than XOR.  Blocks are numbered: data
 0 .. k-1, parity row r is k + r.
 
 A block is divided into *units* of w packets.  Bit b of byte i of a unit's w packets, taken together, is an
-element of GF(2^w), and a unit of parity depends on the units of data at the same place alone.  So ranges of
-whole units are encoded and rebuilt like blocks, and a parity can grow by one contribution after the other:
+element of GF(2^w), and a unit of parity depends only on the units of data at the same place.  So ranges of
+whole units can be encoded and rebuilt by themselves, and data blocks can be added to a parity one by one:
 
     >>> code, data = Erasure(2, 1), [np.full(64, 5, np.uint8), np.full(64, 3, np.uint8)]
     >>> parity = np.empty(64, np.uint8)
@@ -17,9 +17,9 @@ whole units are encoded and rebuilt like blocks, and a parity can grow by one co
     >>> bool((lost == 3).all())
     True
 
-Blocks that are read may be shorter than those that are written: they count as padded with zeros.  Blocks
-that are written have whole units.  None is copied or allocated: work goes through tiles that stay in a
-core's cache, and what is written must not overlap what is read.
+Input blocks may be shorter than output blocks; they count as padded with zeros.  Output blocks have whole
+units and must not overlap input blocks.  No block is copied or allocated: work proceeds in tiles that fit
+in a core's cache.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ from holdfast.core.codec.xors import Program, compiled
 Octets = NDArray[np.uint8]
 
 PACKET_BYTES = 16 << 10
-"""Four make a unit of 64 KiB.  4 KiB were 9 to 14 % slower, 64 KiB 15 % faster with four times the unit."""
+"""Four packets make a unit of 64 KiB.  4 KiB packets were 9 to 14 % slower; 64 KiB packets were 15 %
+faster, but quadruple the unit."""
 _XOR_UNIT_BYTES = 64
-"""A unit where all elements are 1, so that bytes are independent: a cache line."""
+"""Unit of a code whose elements are all 1, so that bytes are independent: a cache line."""
 TILE_BYTES = 1 << 20
-"""Bytes of all blocks together, worked on at a time: what fits in a core's second cache."""
+"""Bytes of all blocks processed at a time: they fit in a core's L2 cache."""
 
 _SOURCES_AT_ONCE = 16
-"""Blocks that one program reads: larger ones take long to find and outgrow the cache."""
+"""Blocks that one program reads: longer programs take long to find and outgrow the cache."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,12 @@ class Erasure:
 
     @cached_property
     def matrix(self) -> Matrix:
-        """The element of GF(2^w) by which parity row r takes data block j, at [r][j]."""
+        """Element [r][j] of GF(2^w): the factor of data block j in parity row r."""
         return coding_matrix(self.num_data, self.num_parity, self.word_bits)
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes of a unit: lengths of written blocks, and ends of ranges, are multiples of it."""
+        """Bytes of a unit; lengths of output blocks and ends of ranges are multiples of it."""
         return _XOR_UNIT_BYTES if self.word_bits == 1 else self.word_bits * self.packet_bytes
 
     def padded(self, num_bytes: int) -> int:
@@ -89,10 +90,10 @@ class Erasure:
     def accumulate(
         self, parities: Mapping[int, Octets], index: int, block: Octets, *, fresh: bool = False
     ) -> None:
-        """XOR what data block `index` contributes into parities, by row; all rows or some.
+        """Add data block `index` to some or all parities, which are given by row.
 
-        `fresh`: it is the first contribution, and what the parities hold is overwritten.  The same block
-        once more takes its contribution out again.
+        `fresh`: overwrite the parities, as the first contribution does.  Adding a block a second time
+        removes it again (XOR).
         """
         self._check_numbers([index], self.num_data, "data block")
         self._check_numbers(parities, self.num_parity, "parity row")
@@ -100,14 +101,14 @@ class Erasure:
         self._xor(elements, [block], list(parities.values()), fresh)
 
     def encode(self, data: Sequence[Octets], parities: Mapping[int, Octets]) -> None:
-        """Encode all k data blocks into parities, by row; all rows or some."""
+        """Encode all k data blocks into some or all parities, which are given by row."""
         if len(data) != self.num_data:
             raise UsageError(f"{len(data)} data blocks for a code of {self.num_data}")
         self._check_numbers(parities, self.num_parity, "parity row")
         self._xor(tuple(self.matrix[r] for r in parities), data, list(parities.values()), True)
 
     def rebuild(self, have: Mapping[int, Octets], want: Mapping[int, Octets]) -> None:
-        """Write the blocks `want`, by number, from k or more others, `have`; of more, those of `choose`."""
+        """Write the blocks `want` from k of the blocks `have` (by `choose`), both given by number."""
         for numbers in (have, want):
             self._check_numbers(numbers, self.num_data + self.num_parity, "block")
         if both := have.keys() & want.keys():
@@ -117,7 +118,7 @@ class Erasure:
         self._xor(elements, [have[i] for i in use], list(want.values()), True)
 
     def choose(self, have: Collection[int]) -> tuple[int, ...]:
-        """The k of these block numbers to rebuild from: data and the first parity rows, which cost least.
+        """Return the k cheapest of these block numbers to rebuild from: data, then the first parity rows.
 
         UsageError if there are fewer than k.
         """
@@ -136,7 +137,7 @@ class Erasure:
     def _xor(
         self, elements: Matrix, sources: Sequence[Octets], targets: Sequence[Octets], fresh: bool
     ) -> None:
-        """Targets, row by row, are (or grow by) the sum of elements times sources."""
+        """Add to each target (set it, if `fresh`) the sum of its row's elements times the sources."""
         if not targets:
             return
         size = self._checked_size(sources, targets)
@@ -170,7 +171,7 @@ class Erasure:
         return size
 
     def _scratch(self, num_packets: int, tile: int) -> list[NDArray[Any]]:
-        """Room for that many packets of the units of a tile."""
+        """Buffers for `num_packets` packets of each unit of a tile."""
         packet = self.unit_bytes // self.word_bits
         return list(np.empty((num_packets, tile // self.unit_bytes, packet), np.uint8))
 
@@ -186,7 +187,7 @@ class Erasure:
 
 @lru_cache(maxsize=256)
 def _programs(elements: Matrix, w: int, fresh: bool) -> list[tuple[slice, Program]]:
-    """Programs that multiply packets by a matrix, some sources after the other."""
+    """Programs that multiply packets by a matrix, for consecutive slices of the sources."""
     bits = field(w).bits
     found = []
     for start in range(0, len(elements[0]), _SOURCES_AT_ONCE):

@@ -1,13 +1,13 @@
-"""A few values among many zeros: where they are, as gaps of one byte each, and what they are.
+"""Packing of sparse arrays: positions as gaps of about one byte, then values.
 
-A gap of 255 or more is written as so many bytes 255 and what is left, so a byte below 255 ends an entry:
+A gap of 255 or more is written as bytes 255 and the remainder, so a byte below 255 ends an entry:
 
     >>> pack_sparse(np.array([3, 4, 300]), np.array([7, 8, 9], "<u2")).tolist()[16:]
     [3, 1, 255, 41, 7, 0, 8, 0, 9, 0]
 
-Before them stand the number of these bytes and the number of entries, as two little-endian u64.  `n`
-entries among `m` elements take `n + m / 255` bytes at most, besides the values themselves: at 1 %, about
-1.1 bytes an entry, where an index of 32 bits takes four and a bitmap twelve.
+The head is two little-endian u64: the number of gap bytes, and of entries.  The gaps of `n` entries among
+`m` elements take at most `n + m / 255` bytes.  At a density of 1 % that is about 1.1 bytes an entry; an
+index of 32 bits takes 4, a bitmap 12.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ SPARSE_HEAD_BYTES = 16
 
 
 def most_bytes(entries: int, elements: int, itemsize: int) -> int:
-    """Most bytes that `pack_sparse` makes of so many entries among so many elements."""
+    """Upper bound of the bytes that `pack_sparse` returns."""
     return SPARSE_HEAD_BYTES + entries * (1 + itemsize) + elements // _MORE
 
 
 def pack_sparse(positions: Ints, values: NDArray[Any]) -> _Bytes:
-    """Entries at ascending positions, with their values."""
+    """Pack values at ascending positions."""
     gaps = np.diff(positions, prepend=0)
     wide = np.flatnonzero(gaps >= _MORE)  # few
     more = gaps[wide] // _MORE
@@ -46,7 +46,7 @@ def pack_sparse(positions: Ints, values: NDArray[Any]) -> _Bytes:
 
 
 def unpack_sparse(data: _Bytes, dtype: np.dtype[Any]) -> tuple[Ints, NDArray[Any], _Bytes]:
-    """Positions, values of `dtype`, and what lies behind them.  FormatError if malformed."""
+    """Return positions, values of `dtype`, and the bytes after them.  FormatError if malformed."""
     if len(data) < SPARSE_HEAD_BYTES:
         raise FormatError(f"packed entries of {len(data)} bytes")
     num_codes, count = (int(n) for n in data[:SPARSE_HEAD_BYTES].view("<u8"))

@@ -1,11 +1,12 @@
-"""The rotating layout: which bytes of a group protect which, and what to read after a loss.
+"""The rotating layout of a group: which member holds which block, and what to read after a loss.
 
-n members hold a *share* each: byte strings of nearly equal length.  A share is cut into k blocks of
-`block_bytes`; shorter ones count as padded with zeros, which nobody stores.  There are n stripes of k data
-and m parity blocks (`erasure`), k + m <= n, all on different members (indices modulo n):
+Each of n members holds a *share*, a byte string; shares have nearly equal lengths.  A share is cut into k
+blocks of `block_bytes`; shorter blocks count as padded with zeros, which are not stored.  There are n
+stripes of k data and m parity blocks (`erasure`), k + m <= n, all on different members (indices modulo
+n):
 
     block b of member j's share       is data block b of stripe j + 1 + b
-    parity row r of stripe s          is on member s + r, at `r * block_bytes` of what it keeps
+    parity row r of stripe s          is on member s + r, at `r * block_bytes` of its kept area
 
 Redundancy schemes are choices of k and m: `none` is k = 1, m = 0; `copy(r)` is k = 1, m = r - 1, so that
 each member keeps the shares of the r - 1 before it; `rs(m)` is k = n - m, so that a stripe spans the group
@@ -18,7 +19,7 @@ For n = 4, by member:
     stripe 2  d1    d0    row0  d2         stripe 2  d1    d0    row0  row1
     stripe 3  d2    d1    d0    row0       stripe 3  row1  d1    d0    row0
 
-This module plans and reads nothing.  A plan lists `Extent`s: bytes of what some member holds.
+This module only plans.  A plan lists `Extent`s: byte ranges of a member's areas.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Area = Literal["share", "kept"]
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Bytes `start..stop` of an area of a member; empty where there is only padding."""
+    """Bytes `start..stop` of an area of a member; empty for padding."""
 
     member: int
     area: Area
@@ -54,10 +55,11 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """`source` is data block `index` of the stripe whose parity `row` lies at `at` of what a member keeps.
+    """Data block `index` of a stripe, at `source`, for parity `row` at byte `at` of a member's kept area.
 
-    `Erasure.accumulate({row: kept[at : at + block_bytes]}, index, bytes of source)`, or in windows of whole
-    units.  Each row has k contributions, also empty ones, so the first may overwrite (`fresh`).
+    Apply with `Erasure.accumulate({row: kept[at : at + block_bytes]}, index, bytes of source)`, or in
+    windows of whole units.  Each row has k contributions, some possibly empty, so the first may overwrite
+    (`fresh`).
     """
 
     row: int
@@ -70,9 +72,9 @@ class Contribution:
 class Piece:
     """A way to obtain bytes `start..stop` of an area.
 
-    `want` None: `reads` is the one extent that holds them.  Else each of `reads` is a range of the stripe's
-    block `have[i]`, to be padded with zeros to `size` bytes, block `want` is rebuilt from them, and the
-    bytes wanted begin at `skip` of it.
+    If `want` is None, `reads` is the one extent that holds them.  Else `reads[i]` is a range of the
+    stripe's block `have[i]`; padded with zeros to `size` bytes, these rebuild that range of block `want`,
+    and the wanted bytes begin at its byte `skip`.
     """
 
     start: int
@@ -86,7 +88,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Stripes:
-    """The layout of a group whose member j's share has `lengths[j]` bytes."""
+    """The layout of a group; member j's share has `lengths[j]` bytes."""
 
     lengths: tuple[int, ...]
     num_data: int
@@ -113,7 +115,7 @@ class Stripes:
 
     @cached_property
     def block_bytes(self) -> int:
-        """Bytes of a block: the longest share's part, in whole units."""
+        """Bytes of a block: 1/k of the longest share, rounded up to whole units."""
         return self.code.padded(-(-max(self.lengths) // self.num_data))
 
     @property
@@ -124,13 +126,13 @@ class Stripes:
     # -- where blocks are --------------------------------------------------------------------------
 
     def holder(self, stripe: int, number: int) -> int:
-        """The member that holds a block of a stripe; numbers as in `erasure`."""
+        """The member that holds a block of a stripe; blocks are numbered as in `erasure`."""
         k = self.num_data
         step = -1 - number if number < k else number - k
         return (stripe + step) % self.num_members
 
     def place(self, stripe: int, number: int) -> Extent:
-        """The bytes where a block of a stripe lies; a data block ends where the share does."""
+        """The extent of a block of a stripe; a data block ends at the end of the share."""
         k, member = self.num_data, self.holder(stripe, number)
         if number >= k:
             at = (number - k) * self.block_bytes
@@ -140,14 +142,14 @@ class Stripes:
         return Extent(member, "share", min(start, length), min(stop, length))
 
     def blocks(self, member: int, area: Area = "share") -> list[tuple[int, int]]:
-        """(stripe, number) of each block of a member's share, or of what it keeps, in order."""
+        """(stripe, number) of each block of a member's area, in order."""
         n, k = self.num_members, self.num_data
         if area == "share":
             return [((member + 1 + b) % n, b) for b in range(k)]
         return [((member - r) % n, k + r) for r in range(self.num_parity)]
 
     def contributions(self, member: int) -> list[Contribution]:
-        """The contributions that make up everything that a member keeps, row by row."""
+        """The contributions to a member's kept area, row by row."""
         return [
             Contribution(row, row * self.block_bytes, index, self.place(stripe, index))
             for row, (stripe, _) in enumerate(self.blocks(member, "kept"))
@@ -168,10 +170,10 @@ class Stripes:
     def sources(
         self, lost: Collection[int], member: int, start: int, stop: int, area: Area = "share"
     ) -> list[Piece]:
-        """Pieces that give bytes `start..stop` of a member's share (or of what it keeps), in order.
+        """Pieces that give bytes `start..stop` of a member's area, in order.
 
-        Read directly if the member is not lost; else one piece per block, from k others, whose ranges are
-        the wanted one widened to whole units.  NotRecoverable if too few are left.
+        One direct piece if the member is not lost; else a piece per block, rebuilt from k others, whose
+        ranges are widened to whole units.  NotRecoverable if fewer than k are left.
         """
         self._check_range(lost, member, start, stop, area)
         if start == stop:
@@ -188,15 +190,15 @@ class Stripes:
         ]
 
     def is_copy(self, piece: Piece) -> bool:
-        """True if a piece reads one extent, which holds just the bytes wanted."""
+        """True if a piece reads one extent that equals the wanted bytes."""
         if len(piece.reads) > 1 or piece.reads[0].size != piece.stop - piece.start:
             return False
         return piece.want is None or (self.num_data == 1 and piece.skip == 0)
 
     def fill(self, piece: Piece, read: Sequence[Octets], out: Octets) -> None:
-        """Write a piece's `stop - start` bytes into `out` from the bytes of its `reads`, in order.
+        """Write a piece's `stop - start` bytes into `out`; `read` has the bytes of its `reads`, in order.
 
-        Allocates as much if the piece is not of whole units, so ask for long ranges in parts.
+        A piece that is not of whole units allocates as many bytes, so ask for long ranges in parts.
         """
         if piece.want is None or self.is_copy(piece):
             np.copyto(out, read[0])
@@ -253,17 +255,18 @@ def none(lengths: Sequence[int]) -> Stripes:
 def copy(lengths: Sequence[int], copies: int) -> Stripes:
     """`copies` of each share: a member also keeps those of the `copies - 1` before it, in a ring.
 
-    Survives all losses but of `copies` neighbours.
+    Survives any loss that leaves one of every `copies` neighbours.
     """
     return Stripes(tuple(lengths), 1, copies - 1)
 
 
 def rs(lengths: Sequence[int], losses: int) -> Stripes:
-    """Reed-Solomon over the group: survives any `losses` members, of n at least one more."""
+    """Reed-Solomon over the group: survives the loss of any `losses` members; needs more members than
+    that."""
     return Stripes(tuple(lengths), len(lengths) - losses, losses)
 
 
 def _part(whole: Extent, low: int, high: int) -> Extent:
-    """Bytes `low..high` of an extent, as far as there are any."""
+    """Bytes `low..high` of an extent, clipped to its end."""
     start, stop = min(whole.start + low, whole.stop), min(whole.start + high, whole.stop)
     return Extent(whole.member, whole.area, start, stop)

@@ -1,13 +1,12 @@
-"""The digest table of a file, and the one check of bytes against it.
+"""The digest table of a file, and the check of bytes against it.
 
 ```
 | chunk 0 | chunk 1 | ... | last, shorter | digest 0, digest 1, ... |
 0                                         end                       end + 8 * num_chunks(end)
 ```
 
-A table is believed when its own digest is the one that a manifest or a header states; from then on any run
-of chunks can be checked without the others.  Corrupt says which bytes differ; whoever knows the file adds
-its key.
+A table is trusted once its digest equals the one in a manifest or header; then any run of chunks can be
+checked by itself.  Corrupt states which bytes differ; the caller adds the key of the file.
 """
 
 from __future__ import annotations
@@ -39,7 +38,8 @@ class DigestTable:
     def of(
         cls, data: bytes | bytearray, digest: str, end: int, chunk_bytes: int = CHUNK_BYTES
     ) -> DigestTable:
-        """Return the table that `data` is, which is kept; Corrupt if `digest` is not its digest."""
+        """Return the table in `data`, which it keeps a reference to.  Corrupt if its digest is not
+        `digest`."""
         if (found := hexdigest(data)) != digest:
             raise Corrupt(
                 f"digest table differs from the manifest: {found}, expected {digest}",
@@ -60,7 +60,7 @@ class DigestTable:
         return first * self.chunk_bytes, min(stop * self.chunk_bytes, self.end)
 
     def check(self, first: int, view: memoryview) -> None:
-        """Corrupt if the chunks in `view`, of which `first` is the first, are not what was written."""
+        """Corrupt if a chunk of `view`, which begins with chunk `first`, differs from its digest."""
         size = self.chunk_bytes
         expected = self.digests[first : first + num_chunks(len(view), size)]
         bad = first_difference(view, expected, size)
@@ -77,7 +77,7 @@ class DigestTable:
         )
 
     def differing(self, first: int, view: memoryview) -> list[int]:
-        """Return every chunk in `view`, of which `first` is the first, that is not what was written."""
+        """Return the number of each chunk of `view`, which begins with chunk `first`, that differs."""
         found = np.empty(num_chunks(len(view), self.chunk_bytes), "<u8")
         digest_chunks(view, found, self.chunk_bytes)
         differs = found != self.digests[first : first + len(found)]

@@ -1,7 +1,7 @@
-"""Programs of XORs: a product with a matrix of bits, in few steps.
+"""Programs of XORs: the product of packets with a matrix of bits, in few steps.
 
-Row r of the matrix says which sources are added up (XOR) to target r.  What several targets need is added
-up once: the pair of terms that most rows share becomes a term of its own, until no two rows share a pair
+Target r is the XOR of the sources in row r of the matrix.  Common sums are computed once: the pair of terms
+that most rows share becomes a term of its own, until no two rows share a pair
 (Paar, "Optimized Arithmetic for Reed-Solomon Encoders", 1997).  Two parities of six blocks take 40 XORs of
 packets instead of 50, a data block rebuilt from four others and both parities 31 instead of 55.
 """
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _MOST_BITS = 1 << 14
-"""In a matrix of more bits no pairs are shared: looking for them would take seconds."""
+"""Pairs are not searched in a matrix of more bits: that would take seconds."""
 
 _Step = tuple[int, int | None, int]
 """Place z becomes place x XOR place y, or place x if y is None."""
@@ -30,9 +30,9 @@ class Program:
 
 
 def compiled(rows: list[set[int]], num_sources: int, *, fresh: bool) -> Program:
-    """The program by which each target becomes the sum of its row's sources, or grows by it if not `fresh`.
+    """Return the program that sets each target to the sum of its row's sources, or adds it if not `fresh`.
 
-    No row is empty.
+    No row may be empty.
     """
     pairs: dict[int, tuple[int, int]] = {}
     if len(rows) * num_sources <= _MOST_BITS:
@@ -43,7 +43,7 @@ def compiled(rows: list[set[int]], num_sources: int, *, fresh: bool) -> Program:
 def share_pairs(
     rows: list[set[int]], num_sources: int
 ) -> tuple[list[set[int]], dict[int, tuple[int, int]]]:
-    """The same sums with shared pairs as terms of their own, numbered on from `num_sources` in order."""
+    """Return equal rows in which shared pairs are terms of their own, numbered from `num_sources` on."""
     bits = np.zeros((len(rows), num_sources), np.int32)
     for r, row in enumerate(rows):
         bits[r, list(row)] = 1
@@ -63,14 +63,14 @@ def share_pairs(
 
 
 def _count(shared: NDArray[np.int32], bits: NDArray[np.int32], term: int) -> None:
-    """Count again how many rows a term shares with each other term; above the diagonal."""
+    """Recount the rows that a term shares with each other term, above the diagonal."""
     counts = bits[:, term] @ bits
     shared[:term, term] = counts[:term]
     shared[term, term + 1 :] = counts[term + 1 :]
 
 
 class _Emitter:
-    """Puts sums in order: a pair is added up when first needed, its place used again after its last use."""
+    """Orders the sums: a pair is computed at its first use, its place is reused after its last use."""
 
     def __init__(
         self, rows: list[set[int]], pairs: dict[int, tuple[int, int]], num_sources: int, fresh: bool
@@ -83,7 +83,7 @@ class _Emitter:
         self.steps: list[_Step] = []
         self.uses = Counter(t for terms in (*rows, *pairs.values()) for t in terms)
         self.home: dict[int, int] = {}
-        if fresh:  # a pair that is all of a target is added up in the target
+        if fresh:  # a pair that equals a target is computed in its place
             self.home = {
                 next(iter(r)): self.first_target + i for i, r in enumerate(rows) if len(r) == 1
             }
@@ -111,7 +111,7 @@ class _Emitter:
             self._used(term)
 
     def _missing(self, terms: list[int]) -> list[int]:
-        """The pairs, and the pairs in them, that have no place yet; parts before wholes."""
+        """The pairs among the terms, and within those, that have no place yet; inner pairs first."""
         found: set[int] = set()
         look = list(terms)
         while look:

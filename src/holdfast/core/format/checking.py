@@ -1,7 +1,7 @@
-"""What a manifest must be, beyond its types, for later code to rely on it.
+"""Checks of a manifest beyond its types, before anything is planned or read.
 
-A manifest may come from anywhere.  So everything that follows from it is bounded here, before anything is
-planned or read: no index, size, path or box may surprise later code, and no small file may cost much.
+A manifest may come from an untrusted source.  So its indexes, sizes, paths and boxes are all checked, and a
+small manifest cannot cost much time or memory: later code relies on that.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _MAX_CHUNK_BYTES = 1 << 24
 _MAX_DEPTH = 400
 """Deepest nesting of extras."""
 _MAX_PLAN = 1 << 26
-"""Ranks times shardings: what planning costs, however small the manifest that states them."""
+"""Most ranks times shardings: planning costs that much, however small the manifest."""
 _MAX_LISTED = 1 << 24
-"""Listed fragments times tensors, and corners of fragments: the same for irregular layouts."""
+"""Most listed fragments times tensors, and corners of fragments: the bound for irregular layouts."""
 _MAX_NAME_BYTES = 200
 """Longest name of an attached file."""
 
 
 def check(m: Manifest) -> None:
-    """Check everything that later code relies on: no index, size, path or box may surprise it."""
+    """FormatError unless the indexes, sizes, paths and boxes of a manifest are sound."""
     require(m.step >= 0 and m.run >= 0, "negative step or run")
     require(all(run >= 0 and step >= 0 for run, step in m.line), "a line with negative numbers")
     require(m.algorithm == ALGORITHM, f"unknown digest algorithm {m.algorithm!r}")
@@ -76,7 +76,7 @@ def _check_sharding(s: ShardingEntry, m: Manifest) -> None:
 
 
 def _check_depth(tree: Any) -> None:
-    """Refuse extras that are nested too deep to be walked by recursion."""
+    """FormatError for extras nested too deep for recursion."""
     level, depth = [tree], 0
     while level:
         require(depth <= _MAX_DEPTH, "extras are nested too deep")
@@ -102,7 +102,7 @@ def _check_tensors(m: Manifest) -> None:
     for t in m.tensors:
         alike = t.dtype, t.sharding, t.shape
         size = sizes.get(alike)
-        if size is None:  # most tensors have a shape that others have
+        if size is None:  # cached: many tensors share a shape
             size = sizes[alike] = _check_tensor(t, m, dims, boxes)
         total += size
         if t.sharding in boxes:
@@ -113,7 +113,7 @@ def _check_tensors(m: Manifest) -> None:
 
 
 def _check_tensor(t: TensorEntry, m: Manifest, dims: list[int], boxes: dict[int, list[Box]]) -> int:
-    """Check one tensor's dtype, shape and sharding; returns its size in bytes."""
+    """Check a tensor's dtype, shape and sharding; return its size in bytes."""
     require(t.dtype in DTYPES, f"{t.name!r}: unknown dtype {t.dtype!r}")
     require(0 <= t.sharding < len(m.shardings), f"{t.name!r}: no sharding {t.sharding}")
     require(len(t.shape) <= MAX_DIMS, f"{t.name!r}: {len(t.shape)} dims")
@@ -130,7 +130,7 @@ def _check_tensor(t: TensorEntry, m: Manifest, dims: list[int], boxes: dict[int,
 
 
 def _check_held(t: TensorEntry, boxes: list[Box]) -> None:
-    """Check that listed fragments lie inside the tensor and hold every element of it once."""
+    """Check that listed fragments cover the tensor without overlaps."""
     for box in boxes:
         inside = len(box.start) == len(box.stop) == len(t.shape) and all(
             0 <= a <= b <= n for a, b, n in zip(box.start, box.stop, t.shape)
@@ -141,7 +141,7 @@ def _check_held(t: TensorEntry, boxes: list[Box]) -> None:
 
 
 def _full_parts(t: TensorEntry, s: ShardingEntry, sizes: dict[str, int]) -> int:
-    """A lower bound of the parts that are not empty; each is in the file of another rank."""
+    """Lower bound of the number of non-empty parts, each of which is in another rank's file."""
     extent, parts = list(t.shape), 1
     for cut in s.cuts:
         step = -(-extent[cut.dim] // prod(sizes[a] for a in cut.axes))
@@ -168,7 +168,7 @@ def _check_files(m: Manifest) -> None:
 
 
 def _check_attached(pack: PackEntry) -> None:
-    """Check that attached files fill the pack, one after the other, under names that lead nowhere."""
+    """Check that attached files fill the pack back to back, under safe names."""
     end, names = len(PACK_HEAD), {f.name for f in pack.files}
     for f in pack.files:
         require(is_safe_name(f.name), f"attached file {f.name!r:.300}: no plain relative name")
@@ -183,14 +183,14 @@ def _check_attached(pack: PackEntry) -> None:
 
 
 def is_safe_name(name: str) -> bool:
-    """True if a file of this name, in a folder of any system, lies in that folder or below it."""
+    """True if on every system a file of this name lies in or below its folder."""
     parts = name.split("/")
     plain = all(p == p.strip() and p.isprintable() and ":" not in p for p in parts)
     return plain and _is_safe(name) and len(name.encode(errors="replace")) <= _MAX_NAME_BYTES
 
 
 def _is_safe(path: str) -> bool:
-    """True if a relative path leads nowhere but down."""
+    """True if a path is relative and never leads up."""
     return all(p not in ("", ".", "..") for p in path.split("/")) and not set("\\\0") & set(path)
 
 

@@ -1,4 +1,4 @@
-"""Element types by name, and how each is written.
+"""Element types: their names, and how each is stored.
 
 Names are torch's without the `torch.` prefix.  A safetensors header knows fewer types than torch:
 the others are stored as a type that it knows (`stored`, with `extra` trailing elements per element),
@@ -16,7 +16,7 @@ from holdfast.base.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """`bytes` per element; `stored` is the safetensors name; `numpy` resolves by `numpy_dtype`."""
+    """`bytes`: of an element; `stored`: name in safetensors; `numpy`: name for `numpy_dtype`."""
 
     name: str
     bytes: int
@@ -54,7 +54,7 @@ _ML = ("bfloat16", "float8")
 
 
 def dtype_of(name: str) -> DType:
-    """Look a type up; UsageError for one that cannot be stored."""
+    """Return a type by its name.  UsageError for a type that cannot be stored."""
     found = DTYPES.get(name)
     if found is None:
         raise UsageError(

@@ -1,8 +1,8 @@
 """Extras: non-tensor state as JSON, without losing its types.
 
 JSON has no tuples, bytes, arrays, integer keys, or NaN.  `encode` writes such a value as an object with
-one key that begins with `$`, and `decode` gives back what was put in.  A tensor inside is given to
-`on_tensor`, which says how it is written.  What cannot be written so is refused with its path.
+one key that begins with `$`, and `decode` restores it.  `on_other` encodes other values, such as
+tensors.  A value that cannot be encoded is refused with its path.
 
     >>> decode(encode({"betas": (0.9, float("nan")), 3: b"x"}))
     {'betas': (0.9, nan), 3: b'x'}
@@ -23,41 +23,41 @@ from holdfast.base.errors import FormatError, UsageError
 
 MAX_EXTRAS_DEPTH = 100
 _LARGE = 1 << 63
-"""Least int, by its size, that JSON does not hold as a number of 64 bits."""
+"""Ints of at least this magnitude do not fit in 64 bits."""
 FROZEN = "_frozen"
-"""Return the name of a key's extra that lists the parameters which were left out: `model._frozen`."""
+"""Last part of the name of the extra that lists a key's omitted parameters: `model._frozen`."""
 ORDER = "_order"
-"""End of the name of the extra beside a data loader's: over which data it goes, and its samplers' seeds."""
+"""Last part of the name of a data loader's second extra: its data and its samplers' seeds."""
 DCP_NAMES = "dcp.names"
-"""Name of the extra that lists what DCP called otherwise, of a step that `dcp.save` has written."""
+"""Name of the extra of a step from `dcp.save` that maps names to DCP's names."""
 NUMBERS = "biufc"
-"""Kinds of numpy's dtypes of which arrays are saved."""
+"""Kinds of numpy dtypes whose arrays can be saved."""
 _SCALARS = NUMBERS + "SUmM"
-"""Kinds of numpy's dtypes of which scalars are saved: numpy makes the dtype from its name alone."""
+"""Kinds of numpy dtypes whose scalars can be saved: the dtype can be made from its name."""
 MADE_OF = "._made_of"
-"""End of the name of the extra that tells of what a tensor is made that is saved as several."""
+"""End of the name of the extra that describes a tensor saved as several inner tensors."""
 _MALFORMED = (
     TypeError, ValueError, LookupError, AttributeError, ArithmeticError, SyntaxError, RuntimeError,
 )  # fmt: skip
-"""Errors that Python, numpy and torch raise for a tag's body that is not what `encode` writes."""
+"""Errors of Python, numpy and torch for a malformed body of a tag."""
 _MAX_ALIKE = 1 << 8
-"""Most keys of a dict, or members of a set, that may have one hash: they are compared with each other."""
+"""Most keys of a dict, or members of a set, with one hash: they are compared pairwise."""
 _EXACT = frozenset([str, int, float, complex, bool, bytes, type(None)])
-"""Types of keys that come back as they were."""
+"""Types of keys that decode to an equal key."""
 
 _Json = Any
 _OnTensor = Callable[[Any, str], _Json]
 
 
 class Unsaved(UsageError):
-    """A value that cannot be written, at a path inside another one."""
+    """A value that cannot be saved; `path`: its place inside the outer value."""
 
     def __init__(self, path: str, why: str, hint: str | None = None) -> None:
         self.path, self.why = path.encode(errors="backslashreplace").decode(), why
         super().__init__(f"{self.path.strip() or 'value'}: {why}", hint=hint)
 
     def within(self, key: str) -> UsageError:
-        """The same error, said of the value of `key` in the state."""
+        """Return the error with `key` of the state in front of its path."""
         dot = "" if self.path[:1] in ("", " ") else "."
         return UsageError(f"{key}{dot}{self.path}: {self.why}", hint=self.hint)
 
@@ -79,9 +79,9 @@ def encode(
     *,
     utf8: bool = False,
 ) -> _Json:
-    """A JSON tree for `value`; `on_other(value, path)` is asked for what is none of the known types.
+    """Return a JSON tree for `value`; `on_other(value, path)` encodes values of other types, or raises.
 
-    `utf8`: strings that UTF-8 cannot write are refused, for no manifest can hold them.
+    `utf8`: refuse strings that UTF-8 cannot encode, as a manifest cannot hold them.
     """
     if depth > MAX_EXTRAS_DEPTH:
         raise Unsaved(f"{path[:80]}...", f"nested deeper than {MAX_EXTRAS_DEPTH}")
@@ -103,18 +103,18 @@ def encode(
     if type(value) is io.BytesIO:
         return {"$bytesio": _content(value, path)}
     if isinstance(value, np.ndarray) and value.dtype.kind in NUMBERS and _is_numpys(value.dtype):
-        if not isinstance(value, np.ma.MaskedArray):  # a mask is not in the memory of the array
+        if not isinstance(value, np.ma.MaskedArray):  # its mask would be lost
             return {"$array": [str(value.dtype), list(value.shape), _b64(value.tobytes())]}
     return _encode_container(value, on_other, path, depth, utf8)
 
 
 def _is_numpys(dtype: np.dtype[Any]) -> bool:
-    """False for the dtype of another package: no numpy makes it from its name before that is imported."""
+    """False for another package's dtype: numpy needs that package to make it from its name."""
     return dtype.isbuiltin != 2
 
 
 def _content(file: io.BytesIO, path: str) -> _Json:
-    """The bytes of a file in memory, and the position in it."""
+    """Encode a BytesIO: its bytes and position."""
     if file.closed:
         raise Unsaved(path, "a BytesIO that is closed cannot be saved")
     if vars(file):
@@ -125,7 +125,7 @@ def _content(file: io.BytesIO, path: str) -> _Json:
 def _digits(value: int, path: str) -> str:
     try:
         return str(value)
-    except ValueError as error:  # Python bounds how long the text of a number may be
+    except ValueError as error:  # Python limits the digits of an int
         bits = value.bit_length()
         raise Unsaved(path, f"a number of {bits} bits cannot be saved: {error}") from None
 
@@ -148,7 +148,7 @@ def no_text(error: UnicodeEncodeError, path: str = "") -> Unsaved:
 
 
 def _are_small_ints(values: Any) -> bool:
-    """True if all are ints that stand for themselves; each then is its own tree."""
+    """True if all are plain ints of 64 bits, which encode to themselves."""
     return set(map(type, values)) == {int} and min(values) > -_LARGE and max(values) < _LARGE
 
 
@@ -162,7 +162,7 @@ def _encode_container(value: Any, on_other: _OnTensor, path: str, depth: int, ut
 
     def member(other: Any, path: str) -> _Json:
         tree = on_other(other, path)
-        if isinstance(tree, dict) and "$object" in tree:  # what comes back has no hash
+        if isinstance(tree, dict) and "$object" in tree:  # it decodes to an unhashable value
             why = f"a {type(other).__module__}.{type(other).__qualname__} in a set cannot be saved"
             raise Unsaved(path, why, "have it in a list or a dict")
         return tree
@@ -201,8 +201,8 @@ def _encode_container(value: Any, on_other: _OnTensor, path: str, depth: int, ut
 
 
 def _check_keys(keys: Iterable[Any], trees: list[_Json], path: str) -> None:
-    """Refuse keys, or members of a set, that would come back as one, or as what cannot be a key: those of
-    classes that tell themselves apart otherwise than what they derive from."""
+    """Refuse keys, or members of a set, that would decode to equal or unhashable values, as those of a
+    subclass with another `__eq__` or `__hash__` may."""
     if all(map(_is_exact, keys)):
         return
     try:
@@ -234,7 +234,7 @@ def _b64(data: bytes) -> str:
 
 
 def decode(tree: _Json, on_other: Callable[[str, _Json], Any] | None = None, depth: int = 0) -> Any:
-    """Undo `encode`; `on_other(tag, body)` is asked for tags that are not its own."""
+    """Undo `encode`; `on_other(tag, body)` decodes other tags.  FormatError."""
     if depth > MAX_EXTRAS_DEPTH * 3:
         raise FormatError("extras are nested too deep")
     if isinstance(tree, list):
@@ -301,28 +301,28 @@ def _decode_tag(tag: str, body: _Json, on_other: Any, depth: int) -> Any:
 
 
 def _scalar(dtype: np.dtype[Any], data: bytes) -> Any:
-    """A scalar of numpy.  A text of bytes may be empty, and may end with zeros, which arrays leave out."""
+    """A numpy scalar.  A bytes scalar may be empty or end with zeros, which `frombuffer` would drop."""
     if dtype.kind == "S":
         return np.bytes_(data[: dtype.itemsize])
     return np.frombuffer(data, dtype)[0]
 
 
 def memory_file(data: bytes, position: int) -> io.BytesIO:
-    """A file in memory with its position, which may lie behind its end."""
+    """Return a BytesIO at a position, which may lie after its end."""
     file = io.BytesIO(data)
     file.seek(position)
     return file
 
 
 def _hashable(value: Any) -> Any:
-    """A key, or a member of a set: a set there was a frozenset, for which there once was no tag."""
+    """A key, or a member of a set, as hashable; earlier versions wrote a frozenset there as a set."""
     if isinstance(value, set):
         return frozenset(value)
     return tuple(map(_hashable, value)) if isinstance(value, tuple) else value
 
 
 def inlined(dtype: str, shape: Sequence[int], data: bytes) -> dict[str, Any]:
-    """A small tensor inside extras: dtype, shape, and its elements in row-major order."""
+    """Encode a small tensor into extras; `data`: its elements in row-major order."""
     return {"$tensor": [dtype, list(shape), base64.b64encode(data).decode()]}
 
 

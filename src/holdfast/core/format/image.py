@@ -29,12 +29,12 @@ _TABLE_NAME = "holdfast.digests"
 MAX_HEADER_BYTES = 100_000_000
 """Most bytes of a header, as in the safetensors library."""
 _PLAIN = re.compile(r"[\w.,:@/ -]*", re.ASCII).fullmatch
-"""Matches a name that JSON has between quotation marks as it is."""
+"""Matches names that JSON writes without escapes."""
 
 
 @dataclass(frozen=True)
 class Image:
-    """The places of everything in a rank's file.  `header` is bytes `0..data`."""
+    """Layout of a rank's file, in byte offsets.  `header` is bytes `0..data`."""
 
     header: bytes
     pieces: Pieces
@@ -52,12 +52,12 @@ class Image:
 
     @property
     def is_empty(self) -> bool:
-        """True if there is nothing to save in it."""
+        """True if it has neither pieces nor extras."""
         return not (self.pieces.total_bytes or self.extras_bytes)
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that it takes in memory: whole pages, as storage is written."""
+        """Bytes of its memory: whole pages, for O_DIRECT."""
         return -(-self.total_bytes // ALIGN) * ALIGN
 
 
@@ -69,7 +69,7 @@ def plan_image(
     chunk_bytes: int = CHUNK_BYTES,
     strip: str = "",
 ) -> Image:
-    """Lay an image out; `strip` is a prefix that tensor names lose in the header."""
+    """Lay out an image; the header's tensor names lose the prefix `strip`."""
     if extras_bytes > MAX_EXTRAS_BYTES:
         raise FormatError(f"extras of {extras_bytes} bytes; at most {MAX_EXTRAS_BYTES}")
     entries = piece_entries(tensors, pieces, strip)
@@ -77,7 +77,7 @@ def plan_image(
     longest = size + extras_bytes + 2 * ALIGN + 256 * (len(entries) + 4)
     text = _header_text(entries)
     data_start = 0
-    for _ in range(3):  # the table's size depends on the header's, whose size hardly depends on it
+    for _ in range(3):  # the header states the table's size, which depends on the header's
         table_start = (data_start or longest) + size + extras_bytes
         header = _header(text, size, extras_bytes, 8 * num_chunks(table_start, chunk_bytes))
         if len(header) == data_start:
@@ -120,12 +120,12 @@ def _stored(dtype: str, shape: tuple[int, ...]) -> tuple[str, str]:
 
 
 def _quoted(name: str) -> str:
-    """A name as JSON: most need no escapes."""
+    """A name as a JSON string; fast for names without escapes."""
     return f'"{name}"' if _PLAIN(name) else json.dumps(name)
 
 
 def _header_text(entries: list[tuple[str, str, str, int, int]]) -> bytes:
-    """The header's JSON as far as it tells of pieces, without the last brace."""
+    """The header's JSON for the pieces, without the final brace."""
     rows = ['"__metadata__":{"format":"pt","holdfast":"1"}']
     rows += [
         f'{_quoted(name)}:{{"dtype":"{dtype}","shape":{shape},"data_offsets":[{a},{b}]}}'
@@ -135,7 +135,7 @@ def _header_text(entries: list[tuple[str, str, str, int, int]]) -> bytes:
 
 
 def _header(pieces: bytes, size: int, extras_bytes: int, table_bytes: int) -> bytes:
-    """The whole header: that of the `pieces`, of `size` bytes, and of what follows them."""
+    """The whole header; `pieces`: its JSON for the pieces, whose data has `size` bytes."""
     rows = [pieces]
     for name, bytes_ in ((_EXTRAS_NAME, extras_bytes), (_TABLE_NAME, table_bytes)):
         if bytes_:

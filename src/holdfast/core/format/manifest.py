@@ -1,9 +1,8 @@
 """The manifest: one JSON file whose existence is the commit.
 
-It states what the step holds (tensors, extras), how every tensor is cut over the mesh, and which files
-hold the bytes, with the digest of each file's digest table.  It says nothing rank by rank that follows
-from the shardings, so it stays small: 45,000 tensors on 4,096 ranks take 5.8 MB
-(bench/claims/plan_scale.py).
+It states the step's tensors and extras, how every tensor is cut over the mesh, and which files hold the
+bytes, with the digest of each file's digest table.  It lists nothing per rank that follows from the
+shardings, so it stays small: 45,000 tensors on 4,096 ranks take 5.8 MB (bench/claims/plan_scale.py).
 
 The first bytes are always `{"holdfast":1,"step":N,"run":R,` (readers that only list steps need no
 more) and the last ones `,"digest":"<XXH3-64 of everything before this comma>"}`.
@@ -31,7 +30,7 @@ _MAX_BYTES = MAX_EXTRAS_BYTES = 1 << 30
 """Most bytes of a manifest, and of the extras in an image."""
 
 PACK_HEAD = b"holdfast"
-"""The first bytes of a pack of attached files, so that none is empty."""
+"""First bytes of a pack of attached files, so that no pack is empty."""
 MAX_ATTACHED = 64 << 20
 """Most bytes of all files attached to a step."""
 
@@ -72,8 +71,8 @@ class TensorEntry(
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A rank's image: `data` is where tensors begin, `extras` where the rank's extras do,
-    `table` where the digest table does, `digest` that of the table's bytes."""
+    """A rank's image: byte offsets of its tensors (`data`), extras and digest `table`; `digest`: of the
+    table."""
 
     rank: int
     path: str
@@ -86,7 +85,7 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
 
 class AttachedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file kept beside a step: its bytes lie in the pack from `start` on."""
+    """A file kept beside a step; its bytes begin at `start` of the pack."""
 
     name: str
     start: int
@@ -95,8 +94,8 @@ class AttachedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PackEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The object that has all attached files: `PACK_HEAD`, the files one after the other, and from `table`
-    on the digest table, which ends as an image does."""
+    """The object of all attached files: `PACK_HEAD`, the files back to back, and at `table` the digest
+    table, as in an image."""
 
     path: str
     bytes: int
@@ -108,8 +107,8 @@ class PackEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Manifest(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, dict=True
 ):
-    """All that a reader needs besides the bytes; field order is file order.  Those that have a default are
-    left out where they say nothing, so that readers which do not know them take the step."""
+    """All that a reader needs besides the bytes; field order is file order.  A field at its default is not
+    written, so that older readers, which do not know it, accept the step."""
 
     holdfast: int
     step: int
@@ -129,7 +128,7 @@ class Manifest(
     metrics: dict[str, float | None] = {}
     attached: PackEntry | None = None
     line: tuple[tuple[int, int], ...] = ()
-    """The runs that its run went on from, each with the last step of it (`checkpoint.lineage`)."""
+    """Runs that this run continues, each with its last step that counts (`checkpoint.lineage`)."""
 
     @cached_property
     def layout(self) -> Mesh:
@@ -144,7 +143,7 @@ class Manifest(
         return self.by_name | {alias: self.by_name.get(n) for alias, n in self.aliases.items()}
 
     def find(self, name: str) -> int | None:
-        """Number of a tensor by its name or alias; None if it is not there."""
+        """Number of a tensor by its name or alias; None if there is none."""
         return self._by_any_name.get(name)
 
     @cached_property
@@ -164,7 +163,7 @@ class Manifest(
 
     @cached_property
     def objects(self) -> tuple[FileEntry, ...]:
-        """All objects that the step consists of: images, and the pack of attached files as rank 0's."""
+        """All objects of the step: images, and the pack of attached files as a file of rank 0."""
         pack = self.attached
         if pack is None:
             return self.files
@@ -188,12 +187,14 @@ def from_sharding(sharding: Sharding) -> ShardingEntry:
     held = None
     if sharding.held is not None:
         held = tuple(FragmentEntry(r, b.start, b.stop) for r, b in sharding.held)
-    cuts = tuple([CutEntry(c.dim, c.axes) for c in sharding.cuts])  # empty: the default itself
+    cuts = tuple(
+        [CutEntry(c.dim, c.axes) for c in sharding.cuts]
+    )  # an empty tuple is the default itself
     return ShardingEntry(cuts, dict(sharding.on), held)
 
 
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-"""Characters that no name may have: whoever lists names would have a terminal act on them."""
+"""Characters that no name may have: a terminal that lists names would execute them."""
 
 
 def with_control(m: Manifest) -> str | None:
@@ -208,7 +209,7 @@ def with_control(m: Manifest) -> str | None:
 
 
 def readable(manifest: Manifest) -> Manifest:
-    """Return a manifest that is to be committed.  UsageError for a name that readers would refuse."""
+    """Return the manifest.  UsageError if it has a name that readers would refuse."""
     name = with_control(manifest)
     if name is not None:
         why, hint = "a name with a control character cannot be saved", "give it another name"
@@ -217,10 +218,10 @@ def readable(manifest: Manifest) -> Manifest:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Canonical bytes, sealed with their digest."""
+    """Return the canonical bytes of a manifest, with its seal.  UsageError if they are too many."""
     try:
         document = msgspec.json.encode(manifest)
-    except UnicodeEncodeError as error:  # of another system's checkpoint
+    except UnicodeEncodeError as error:  # names of a foreign checkpoint
         raise no_text(error) from None
     if len(document) > _MAX_BYTES - SEAL_BYTES:
         why = f"it has {len(document):,} bytes, of which readers take at most {_MAX_BYTES:,}"
@@ -252,8 +253,8 @@ def _check_version(data: bytes, key: str) -> None:
 
 
 def verified(data: bytes, key: str) -> memoryview:
-    """The bytes of a manifest of this version, without their seal.  Corrupt, UnsupportedVersion or
-    FormatError if they are not what was written."""
+    """Return the bytes of a manifest without its seal.  Corrupt if the seal does not hold;
+    UnsupportedVersion or FormatError."""
     if len(data) > _MAX_BYTES:
         raise FormatError(f"manifest of {len(data)} bytes; at most {_MAX_BYTES}", key=key)
     _check_version(data, key)
@@ -275,8 +276,11 @@ def verified(data: bytes, key: str) -> memoryview:
 
 
 def decode_manifest(data: bytes, key: str) -> Manifest:
-    """Parse and check a manifest.  Corrupt, UnsupportedVersion or FormatError if it is not sound."""
-    from holdfast.core.format.checking import check, require  # a run that only saves reads none
+    """Parse and check a manifest.  Corrupt, UnsupportedVersion or FormatError."""
+    from holdfast.core.format.checking import (
+        check,
+        require,
+    )  # a run that only saves does not need it
 
     body = verified(data, key)
     try:

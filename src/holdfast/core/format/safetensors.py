@@ -1,11 +1,9 @@
-"""The header of any safetensors file: names, and where each tensor's bytes lie.
+"""The header of any safetensors file: names, dtypes, shapes and byte ranges of its tensors.
 
-```
-| u64 len | JSON header, len bytes | data of every tensor, back to back |
-```
-A file is sound by one rule: in the order of their offsets, tensors begin where the one before ended, the
-first at the data's start and the last ending with the file.  So holes, overlaps, files cut short and
-files with a tail are all the same error.
+``` | u64 len | JSON header, len bytes | data of every tensor, back to back | ``` One rule makes a file
+sound: in the order of their offsets, each tensor begins where the one before ends, the first at the start
+of the data, and the last ends with the file.  It catches holes, overlaps, files cut short and files with
+a tail.
 """
 
 from __future__ import annotations
@@ -30,12 +28,12 @@ NAMED = {d.stored: d.name for d in DTYPES.values() if d.extra == 1 and d.stored 
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F8_E8M0": "float8_e8m0fnu",
 }
-"""Our dtypes by the names that safetensors has for them."""
+"""dtypes by their safetensors names."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeaderEntry:
-    """A tensor of a safetensors file: `start` in bytes from the file's start."""
+    """A tensor of a safetensors file; `start`: its first byte in the file."""
 
     name: str
     dtype: str
@@ -46,14 +44,14 @@ class HeaderEntry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The tensors of a safetensors file, in the order of its bytes; `metadata` is the writer's."""
+    """The tensors of a safetensors file in the order of their bytes, and the writer's `metadata`."""
 
     entries: tuple[HeaderEntry, ...]
     metadata: dict[str, str]
 
 
 def read_safetensors_header(read: Callable[[int, int], bytes], file_bytes: int, key: str) -> Header:
-    """The header of a file; `read(start, stop)` gives bytes of it.  Corrupt or FormatError."""
+    """Read the header; `read(start, stop)` returns bytes of the file.  Corrupt or FormatError."""
     if file_bytes < 8:
         raise Corrupt(f"not a safetensors file: it has {file_bytes} bytes", key=key)
     size = int.from_bytes(read(0, 8), "little")

@@ -1,9 +1,8 @@
-"""The ranks of a job: the one package that calls torch.distributed.
+"""The ranks of a job: the only package that calls torch.distributed.
 
-Every collective call begins with a *meeting*: no rank begins before all have come.  Then there are two ways
-to talk, both apart from the training's own collectives: the *board* for the small messages of a save, and
-the *exchange* for the collectives of a load.  Without torch.distributed there is one rank, and nothing is
-sent.
+Every collective call begins with a *meeting*, which waits until all ranks have made the call.  Then ranks
+communicate by the *board* (small messages of a save) and the *exchange* (collectives of a load), both apart
+from the training's own collectives.  Without torch.distributed there is one rank, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Group(Board, Exchange):
-    """All ranks of the default process group, or the one process there is."""
+    """All ranks of the default process group; one rank without torch.distributed."""
 
     def __init__(
         self,
@@ -32,10 +31,10 @@ class Group(Board, Exchange):
         meet_s: float | None = None,
         tell_after_s: float | None = None,
     ) -> None:
-        """Collective; begins with a meeting of those who make `call`, for at most `meet_s` (`deadline_s`).
+        """Meet all ranks that make `call`, within `meet_s` (None: `deadline_s`).  Collective; blocks.
 
-        `deadline_s` bounds every wait.  `meeting`: of other processes than the default process group's.
-        `tell_after_s`: when to warn of whom it is waiting for.
+        `deadline_s` bounds every later wait.  `meeting`: of other processes than the default process group.
+        `tell_after_s`: seconds after which to warn which ranks are missing.
         """
         self.meeting = meeting if meeting is not None else meeting_of_job()
         self.deadline_s = deadline_s
@@ -47,12 +46,12 @@ class Group(Board, Exchange):
         self.together(call)
         Board.__init__(self, self.rank, self.size, deadline_s, confide=self.confide)
         self.asked = 0
-        """Number of collective questions so far that have no number of their own."""
+        """Counter for the keys of collective questions that have no number of their own."""
 
     def together(self, call: str) -> None:
-        """Begin a collective call: returns when all ranks have come to it.
+        """Begin a collective call: block until all ranks have made it.
 
-        Deadline names those that have not; UsageError if they have come to another one.
+        Deadline names the missing ranks; UsageError if ranks have made another call.
         """
         if self.meeting is None:
             return
@@ -62,16 +61,16 @@ class Group(Board, Exchange):
             self.meeting.held.clear()
 
     def window(self, size: int) -> HostWindow:
-        """Memory of this rank that the ranks on its host can see.  Collective."""
+        """Return `size` bytes of memory of this rank that the ranks of its host can map.  Collective."""
         from holdfast.core.group.window import HostWindow
 
         return HostWindow(self, size)
 
 
 def launched(deadline_s: float, call: str, meet_s: float, tell_after_s: float) -> Group:
-    """The processes of this torchrun, for a tool that is no training script.
+    """The processes of this torchrun as a group, for a tool without a process group.
 
-    They meet within `meet_s`, and from `tell_after_s` on this one warns of whom it waits for.
+    They meet within `meet_s`; after `tell_after_s` this process warns which ranks are missing.
     """
     if dist.is_available() and dist.is_initialized():
         return Group(deadline_s, call, meet_s=meet_s, tell_after_s=tell_after_s)

@@ -1,8 +1,8 @@
 """The board: a TCP key-value store of our own, hosted by rank 0, for the small messages of a save.
 
-Who is ready, who failed, is it committed?  A wait on the board has a deadline and names who is missing; it
-works from background threads and does not disturb a collective under way.  Also a rank 0 that is stopped
-keeps nobody longer: the board is asked on a `StoreLine`.
+Which ranks are ready, which failed, is the step committed?  A wait on the board has a deadline and names
+the missing ranks.  It works from background threads and does not disturb a collective.  The deadline
+holds even if rank 0 is stopped, as requests go through a `StoreLine`.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _Confide = Callable[[bytes | None], bytes]
 _POLL_S = 0.002
 _LEAVE_S = 15.0
 _ANSWER_S = 10.0
-"""Seconds beyond the deadline for the ranks' answers that rank 0 may take to decide."""
+"""Seconds beyond the deadline for the ranks' answers in which rank 0 must decide."""
 _LATE_S = 1.0
-"""Seconds beyond what is left of a wait that the process hosting the board may take to answer."""
+"""Seconds beyond the end of a wait in which the board's host must answer."""
 _MOST_TEXT = 400
-"""Characters of an error that rank 0 tells instead of an address."""
+"""Most characters of the error that rank 0 sends instead of the board's address."""
 LOOK = "look at the log of that rank; it may have died or never made this call"
 
 
 class Board:
-    """Messages by key; with a single rank they stay in this object.  Construction is collective."""
+    """Messages by key; with a single rank, kept in this object.  The constructor is collective."""
 
     def __init__(
         self,
@@ -51,38 +51,38 @@ class Board:
         seal: Seal | None = None,
         confide: _Confide | None = None,
     ) -> None:
-        """`confide` tells all ranks what rank 0 gives it; `seal`: of a board that is there."""
+        """`confide` passes a word of rank 0 to all ranks; `seal`: the key of an existing board."""
         self.rank = rank
         self.size = size
         self.deadline_s = deadline_s
         self._line: StoreLine | None = None
-        """The line to the board; None with one rank, and when this rank has left."""
+        """The line to the board; None with one rank, and after `close`."""
         self._lost = ""
-        self._seal = seal or Seal(b"")  # with one rank, for nobody
+        self._seal = seal or Seal(b"")  # unused with one rank
         self._has_told = False
-        """The user was told of a stranger's message."""
+        """True once the user was warned of a stranger's message."""
         if confide is not None and size > 1:
             self._line = self._open(confide)
         self._local: dict[str, bytes] = {}
         self._answered: dict[str, str] = {}
         self._leaving = False
         self._waits: dict[int, Callable[[], str]] = {}
-        """Functions that say in words what a thread waits for, by thread."""
+        """By thread: a function that states in words what the thread waits for."""
         self.silent: Deadline | None = None
-        """The error, on rank 0, of a rank that has shown no sign of life for too long."""
+        """On rank 0: the error for a rank that was silent for too long."""
 
     @property
     def lost(self) -> str:
-        """Why nothing can be agreed on any more: a rank is gone, and the launcher said so; else empty."""
+        """Reason why ranks can agree on nothing any more: the launcher reported a lost rank; else empty."""
         return self._lost if self._line is None else self._line.lost
 
     def check(self) -> None:
-        """AgentError if nothing can be agreed on any more."""
+        """AgentError if a rank is lost."""
         if self.lost:
             raise AgentError(self.lost)
 
     def _open(self, confide: _Confide) -> StoreLine:
-        """Open the line to the board; rank 0 tells where it is, and its key."""
+        """Open the line to the board; rank 0 sends its address and key."""
         until = time.monotonic() + self.deadline_s
         timeout = timedelta(seconds=self.deadline_s)
         if self.rank == 0:
@@ -124,15 +124,14 @@ class Board:
         return StoreLine(lambda: board, "rank 0", 0)
 
     def _ask(self, what: str, question: Callable[[Any], _T], limit_s: float | None = None) -> _T:
-        """Return what the board says, which may take `limit_s`.  Deadline also if this rank has left:
-        nobody answers it any more."""
+        """Return the board's answer to a question, within `limit_s`.  Deadline also after `close`."""
         if self._line is None:
             raise Deadline("this rank has left the others")
         limit = self.deadline_s if limit_s is None else limit_s
         return self._line.ask(what, question, max(limit, 0.0) + _LATE_S)
 
     def post(self, key: str, value: bytes, limit_s: float | None = None) -> None:
-        """Pin a message to the board, which may take `limit_s`."""
+        """Write a message to the board, within `limit_s`."""
         if self.size == 1:
             self._local[key] = value
             return
@@ -140,7 +139,7 @@ class Board:
         self._ask(f"post {key}", lambda board: board.set(key, closed), limit_s)
 
     def post_first(self, key: str, value: bytes) -> None:
-        """Pin a message to the board, unless there is one under this key."""
+        """Write a message to the board, unless the key is taken."""
         if self.size == 1:
             self._local.setdefault(key, value)
             return
@@ -148,15 +147,15 @@ class Board:
         self._ask(f"post {key}", lambda board: board.compare_set(key, b"", closed))
 
     def hide(self, text: str) -> str:
-        """Return a text as it may stand in a message, where strangers read it."""
+        """Encrypt a text for a message that strangers may read."""
         return self._seal.hide(text)
 
     def reveal(self, hidden: str) -> str:
-        """Return a text that another rank has hidden."""
+        """Decrypt a text that another rank has hidden."""
         return self._seal.reveal(hidden)
 
     def _read(self, board: Any, key: str) -> bytes | None:
-        """The message under `key`; None if there is none of a rank of this run."""
+        """The message under `key`; None if there is none by a rank of this run."""
         if not board.check([key]):
             return None
         message = self._seal.open(key, bytes(board.get(key)))
@@ -170,9 +169,10 @@ class Board:
         return message
 
     def _wait(self, key: str, limit: float, awaited: str) -> bytes:
-        """Rank 0's answer to `key`, as soon as it is there.
+        """Wait for rank 0's answer to `key`.
 
-        A rank may ask long before rank 0 does: who finds that rank 0 has begun waits once more as long.
+        A rank may ask long before rank 0 does: if rank 0 has begun by the end of `limit`, it waits once
+        more.
         """
         until, alive = time.monotonic() + limit, False
 
@@ -205,29 +205,29 @@ class Board:
             del self._waits[me]
 
     def _pauses(self) -> Iterator[float]:
-        """Seconds between looks at the board: longer and longer, and the more so the more ranks look."""
+        """Seconds between polls of the board: growing, and longer for more ranks."""
         pause, most = _POLL_S / 4, max(0.01, 0.01 * self.size / 8)
         while True:
             yield pause
             pause = min(pause * 1.5, most)
 
     def peek(self, key: str) -> bytes | None:
-        """The message under `key`, or None if there is none now."""
+        """The message under `key` now; None if there is none."""
         if self.size == 1:
             return self._local.get(key)
         return self._ask(f"look for {key}", lambda board: self._read(board, key))
 
     def count(self, keys: list[str], number: int = 0) -> list[int]:
-        """Add to counters on the board; return what they say then."""
+        """Add `number` to counters on the board; return their new values."""
         return self._ask("count", lambda board: [int(board.add(key, number)) for key in keys])
 
     def gather(
         self, key: str, value: bytes, deadline_s: float | None = None, awaited: str = ""
     ) -> list[bytes]:
-        """On rank 0 every rank's value, in rank order; elsewhere an empty list, at once.
+        """Return every rank's value, in rank order, on rank 0; other ranks return an empty list at once.
 
-        Deadline names every rank that did not answer in time, and what was `awaited` of it: `begun the save
-        of step 1`.
+        Deadline names the ranks that did not answer in time, and what was `awaited`: `begun the
+        save of step 1`.
         """
         if self.size == 1:
             return [value]
@@ -279,9 +279,10 @@ class Board:
         deadline_s: float | None = None,
         awaited: str = "",
     ) -> bytes:
-        """Every rank gives a value, rank 0 decides from all of them, everybody learns the answer.
+        """Return on every rank what `decide` returns on rank 0 for the values of all ranks.  Blocks.
 
-        If rank 0 fails, or finds ranks missing, all raise the same error.  `awaited`: as of `gather`.
+        If `decide` raises, or ranks are missing, all ranks raise the same error.  `awaited`: as for
+        `gather`.
         """
         limit = self.deadline_s if deadline_s is None else deadline_s
         if self.size == 1:
@@ -322,11 +323,11 @@ class Board:
         return f"{who} did not answer within {limit:g} s"
 
     def abort_waits(self) -> None:
-        """From now on wait for nobody: every wait for a message ends with Deadline, if it is not there."""
+        """End every wait for a message that is not there, now and later, with Deadline."""
         self._leaving = True
 
     def _forget(self, key: str) -> None:
-        """Everybody who answered `family/n` has read the answer to `family/n-1`."""
+        """Delete the answer to `family/n-1`: every rank that answered `family/n` has read it."""
         family, _, number = key.rpartition("/")
         old, self._answered[family] = self._answered.get(family), key
         if old is not None and number:
@@ -338,7 +339,7 @@ class Board:
             self._ask(f"forget {old}", forget)
 
     def close(self) -> None:
-        """Leave.  Rank 0 hosts the board and stays until all have left, but no longer than a while."""
+        """Leave the board.  Rank 0, its host, blocks until all have left, `_LEAVE_S` at most."""
         if self._line is None:
             return
         try:
@@ -347,16 +348,15 @@ class Board:
             else:
                 self.post(f"bye/{self.rank}", b"", min(self.deadline_s, _LEAVE_S))
         except AgentError:
-            pass  # a rank that is gone does not need the board
-        self._lost = self._line.lost
-        self._line.close()
-        self._line = None
+            pass  # a lost rank does not need the board
+        line, self._lost, self._line = self._line, self._line.lost, None
+        line.close()
 
 
 def _place(size: int) -> tuple[str, int, int | None]:
-    """Address and port for a board, and the socket that listens there; None: torch's own, at all addresses.
+    """Return a board's address, port and listening socket; None: torch listens at all addresses.
 
-    Where the launcher says that all ranks are on this node, nobody else can connect.
+    If all ranks are on this node, as the launcher states, only processes of the node can connect.
     """
     from holdfast.base.address import own_address
 

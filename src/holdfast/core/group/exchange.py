@@ -1,8 +1,8 @@
-"""The exchange: collectives over a gloo group of our own, for loads.
+"""The exchange: collectives over a gloo group of holdfast's own, for loads.
 
-The gloo group is made when first needed and used by every `Group` after that: to end one takes 20 ms.
-Each operation ends within `deadline_s`, for gloo counts it.  When one fails, the group is ended, and the
-ranks that are left tell each other so: the error names those that do not.
+The gloo group is made at the first use and shared by every later `Group`: closing one takes 20 ms.  gloo
+ends each operation within `deadline_s`.  After a failure the group is closed and the remaining ranks
+report to each other: the error names the ranks that do not.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from holdfast.core.group.meeting import Meeting, Met, ranks_text
 
 _SHARE_BYTES = 1 << 10
 _BROADCAST_BYTES = 16 << 10
-"""Bytes that `share` and `broadcast` send first: the size, and as much of the data as fits."""
+"""Bytes of the first message of `all_gather` and `broadcast`: the size, and the beginning of the data."""
 _SIZE = struct.Struct("<q")
 _WORD_BYTES = 4 << 10
 _WORD_PAUSE_S = 0.0003
-"""Longest pause between looks for rank 0's word, which is a matter of milliseconds."""
+"""Longest pause between polls for rank 0's word, which takes milliseconds."""
 
 _ROLL_CALL_S = 3.0
-"""Seconds after a failed collective that the ranks left may take to find that it has failed."""
+"""Seconds in which the remaining ranks must notice that a collective failed."""
 _CONNECT_S = 2.0
-"""Seconds beyond the deadline that torch may take to find that it could not connect all in time."""
+"""Seconds beyond the deadline in which torch must report that ranks did not connect."""
 
 
 class Exchange:
@@ -45,11 +45,11 @@ class Exchange:
     met: Met | None
 
     def exchange(self, payloads: Sequence[bytes]) -> list[memoryview]:
-        """Send `payloads[r]` to each rank r; returns what each sent here.  Collective."""
+        """Send `payloads[r]` to each rank r; return what each rank sent, by rank.  Collective."""
         return self.exchange_parts([[p] for p in payloads])
 
     def exchange_parts(self, parts: Sequence[Sequence[bytes | memoryview]]) -> list[memoryview]:
-        """Send the parts of `parts[r]`, joined, to each rank r; returns what each sent.  Collective."""
+        """`exchange` of payloads in parts: `parts[r]`, joined, goes to rank r.  Collective."""
         out = bytearray().join(p for to in parts for p in to)
         if (others := self._others) is None:
             return [memoryview(out)]
@@ -67,7 +67,7 @@ class Exchange:
         return answers
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes, on every rank; one round trip if all are short.  Collective."""
+        """Return every rank's bytes; one round trip if all are short.  Collective."""
         if (others := self._others) is None:
             return [data]
         with self._talking(others, "share") as group:
@@ -87,11 +87,11 @@ class Exchange:
         return [found[r * width : (r + 1) * width] for r in range(self.size)]
 
     def any(self, flag: bool) -> bool:
-        """True if any rank says so; returns when all have said.  Collective."""
+        """True if `flag` is true on any rank.  Collective; blocks until all have called."""
         return bool(self.all_max(int(flag)))
 
     def all_max(self, number: int) -> int:
-        """The largest number that any rank says; returns when all have said.  Collective."""
+        """The largest `number` of any rank.  Collective; blocks until all have called."""
         if (others := self._others) is None:
             return number
         said = torch.tensor([number], dtype=torch.int64)
@@ -100,7 +100,7 @@ class Exchange:
         return int(said)
 
     def broadcast(self, data: bytes | None, source: int = 0) -> bytes:
-        """One rank's bytes, on every rank; one round trip if they are few.  Collective."""
+        """Return the bytes of rank `source` on every rank; one round trip if they are few.  Collective."""
         data = data or b""
         if (others := self._others) is None:
             return data
@@ -118,9 +118,9 @@ class Exchange:
         return found
 
     def from_rank0(self, work: Callable[[], bytes]) -> bytes:
-        """Return or raise on every rank what `work` does on rank 0, the only caller.  Collective.
+        """Run `work` on rank 0; return its result, or raise its error, on every rank.  Collective.
 
-        The others raise the error as rank 0 does; AgentError if it is not of holdfast's own.
+        On other ranks an error that is not a HoldfastError becomes an AgentError.
         """
         if self.size == 1:
             return work()
@@ -139,21 +139,21 @@ class Exchange:
 
     @property
     def _others(self) -> tuple[Meeting, Met] | None:
-        """The other ranks, as this one has met them; None if there is one rank."""
+        """The meeting and its last outcome; None if there is one rank."""
         if self.size == 1 or self.meeting is None or self.met is None:
             return None
         return self.meeting, self.met
 
     @contextmanager
     def _talking(self, others: tuple[Meeting, Met], what: str) -> Iterator[Gloo]:
-        """The gloo group, for collectives.  One that failed is of no more use, here or elsewhere."""
+        """Yield the gloo group; close it if a collective fails, for it is broken on all ranks."""
         meeting, met = others
         try:
             yield self._gloo_group(meeting, met, what)
         except BaseException as error:
             _, held = meeting.held.pop(self.deadline_s, (0, None))
             if held is not None:
-                held.end()  # so that the others learn it, too
+                held.end()  # so that the other ranks notice
             if isinstance(error, (RuntimeError, dist.DistError)):
                 raise self._explained(meeting, met, what, error) from error
             raise
@@ -167,9 +167,9 @@ class Exchange:
         *,
         has_gone_on: int | None = None,
     ) -> AgentError:
-        """Return the error that a failed collective means: who does not answer.
+        """Return the error of a failed collective, which names the ranks that do not answer.
 
-        `has_gone_on`: a rank that leaves the collective first.  It may not see that the others fail, so its
+        `has_gone_on`: a rank that leaves the collective first and may not notice the failure, so its
         silence counts only if every other rank answers.
         """
         if isinstance(error, AgentError):
@@ -193,17 +193,17 @@ class Exchange:
 
     @property
     def holds(self) -> str:
-        """The gloo group that this rank has for its collectives, in a word; all must have the same."""
+        """Identity of this rank's gloo group; all ranks must have the same."""
         held = self.meeting.held.get(self.deadline_s) if self.meeting is not None else None
         return "" if held is None else str(held[0])
 
     def confide(self, word: bytes | None) -> bytes:
-        """Return rank 0's word, of at most `_WORD_BYTES`, on every rank and to nobody else.  Collective.
+        """Return rank 0's secret `word`, of at most `_WORD_BYTES`, on every rank.  Collective.
 
-        It goes over connections that torch made when the process group began, so a stranger who comes to a
-        store later cannot get between.  Where torch's group has no gloo (NCCL alone), or there is none, it
-        goes over a gloo group of ours, whose ranks find each other by the job's store: a stranger who
-        changes addresses there at this very moment could, as he could when torch's group began.
+        It uses connections that torch made with the process group, which an attacker on the store cannot
+        intercept later.  If torch's group has no gloo (NCCL alone), or there is none, it uses a gloo
+        group of holdfast's, whose ranks find each other through the job's store: an attacker who changes
+        addresses there at this moment could intercept it, as with torch's own group.
         """
         if (others := self._others) is None:
             return word or b""
@@ -216,7 +216,7 @@ class Exchange:
         try:
             work = broadcast(torchs, torch.frombuffer(data, dtype=torch.uint8), 0)
             if word is not None:
-                return word  # rank 0 goes on while the others get it
+                return word  # rank 0 does not wait for the others
             pauses = meeting.pauses()
             while not work.is_completed():
                 if time.monotonic() > until:

@@ -1,8 +1,8 @@
-"""A gloo process group that torch.distributed does not list: collectives between ranks that have met.
+"""A gloo process group that is not registered with torch.distributed.
 
-`torch.distributed.new_group` is a collective of all ranks itself, and registers what it makes for good.
-This group is made from a store alone, and when an operation fails it goes at once, with its connections: so
-the ranks that wait for this one learn of it.
+`torch.distributed.new_group` is itself a collective of all ranks, and registers the group for ever.  This
+group needs only a store; after a failed operation its connections close at once, so that waiting ranks
+notice.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 _EXIT_S = 0.05
-"""Seconds between two looks at the threads of gloo, when Python ends: whether they rest."""
+"""Seconds between two checks, at exit, whether gloo's threads sleep."""
 _LONGEST_EXIT_S = 2.0
-"""Seconds that they have at most, to let go of the last operations' tensors."""
+"""Seconds in which they must release the last operations' tensors."""
 
 _TASKS = Path("/proc/self/task")
 _groups: weakref.WeakSet[Gloo] = weakref.WeakSet()
@@ -32,10 +32,10 @@ _has_made_any = False
 
 
 class Gloo:
-    """Collectives on the CPU; each blocks, RuntimeError after the group's limit or if a rank is gone."""
+    """Collectives on the CPU.  Each blocks; RuntimeError after the group's limit or if a rank is gone."""
 
     def __init__(self, store: Any, rank: int, size: int, limit_s: float) -> None:
-        """Connects to every other rank.  Collective; blocks."""
+        """Connect to every other rank.  Collective; blocks."""
         self._group: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=limit_s))
         global _has_made_any
         _groups.add(self)
@@ -50,7 +50,7 @@ class Gloo:
         into_sizes: Sequence[int] = (),
         source_sizes: Sequence[int] = (),
     ) -> None:
-        """Send each rank's part of `source` to that rank; without sizes all are as long."""
+        """Send each rank its part of `source`; without sizes, all parts are equally long."""
         options = c10d.AllToAllOptions()
         self._group.alltoall_base(
             into, source, list(into_sizes), list(source_sizes), options
@@ -61,13 +61,13 @@ class Gloo:
         self._group._allgather_base(into, mine, c10d.AllgatherOptions()).wait()
 
     def max(self, tensor: torch.Tensor) -> None:
-        """Every element becomes the largest of any rank."""
+        """Set every element to its maximum over the ranks."""
         options = c10d.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
         self._group.allreduce([tensor], options).wait()
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        """One rank's elements become all ranks'."""
+        """Copy the tensor of rank `source` to all ranks."""
         broadcast(self._group, tensor, source).wait()
 
     def end(self) -> None:
@@ -76,7 +76,7 @@ class Gloo:
 
 
 def broadcast(group: Any, tensor: torch.Tensor, source: int) -> Any:
-    """Begin to make one rank's elements all ranks', over a group of torch's; return its `Work`."""
+    """Begin a broadcast of one rank's tensor over a group of torch's; return its `Work`."""
     options = c10d.BroadcastOptions()
     options.rootRank, options.rootTensor = source, 0
     return group.broadcast([tensor], options)
@@ -94,12 +94,12 @@ def gloo_of_torch() -> Any:
 
 
 def _end_all() -> None:
-    """End what would end the process otherwise.
+    """Keep gloo's threads from aborting the process at exit.
 
-    When an operation is over, gloo's thread lets go of its tensors, and needs Python for it.  If Python is
-    gone by then, torch calls `std::terminate`, and a run that did all its work ends with SIGABRT.  Threads
-    of our own groups are waited for.  Those of the job's groups are given time until they rest: also of one
-    that was destroyed, for meshes and DTensors hold it.
+    After an operation gloo's thread releases its tensors, for which it needs the interpreter.  If that is
+    gone, torch calls `std::terminate`, and a successful run ends with SIGABRT.  So threads of holdfast's
+    groups are joined, and those of the job's groups, even of a destroyed one that meshes or DTensors hold,
+    get time until they sleep.
     """
     for group in tuple(_groups):
         group.end()
@@ -108,20 +108,20 @@ def _end_all() -> None:
         return
     before, until = None, time.monotonic() + _LONGEST_EXIT_S
     while (now != before or any("S (sleeping)" not in t for t in now)) and time.monotonic() < until:
-        time.sleep(_EXIT_S)  # a thread that waits for Python has it now
+        time.sleep(_EXIT_S)  # lets a thread that waits for the GIL have it
         before, now = now, _threads()
 
 
 def _threads() -> list[str]:
-    """Return the state of each thread that may be gloo's, and how often it has come to rest.
+    """Return the state, and the number of context switches, of each thread that may be gloo's.
 
-    `pt_gloo_runloop` has the tensors (`gloo_tcp_loop` never rests).  One that has not run yet has no name
-    of its own, but that of the process.
+    `pt_gloo_runloop` holds the tensors (`gloo_tcp_loop` never sleeps).  A thread that has not run yet has
+    the name of the process.
     """
     found, own = [], Path("/proc/self/comm").read_text().strip() if _TASKS.exists() else ""
     of_python = {str(thread.native_id) for thread in threading.enumerate()}
     for task in _TASKS.glob("*"):
-        with suppress(OSError, ValueError):  # a thread may end just now
+        with suppress(OSError, ValueError):  # the thread may have ended
             name, *lines = (task / "status").read_text().splitlines()
             if task.name not in of_python and ("pt_gloo" in name or name.endswith(f"\t{own}")):
                 found.append(" ".join(t for t in lines if t.startswith(("Pid", "State", "vol"))))

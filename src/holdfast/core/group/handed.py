@@ -1,7 +1,6 @@
-"""Small values that one rank hands to others through the store of the default process group.
+"""Small values that one rank passes to others through the store of the default process group.
 
-For whoever has other means to make the ranks wait for each other: a value is there once it has been handed,
-and stays until it is taken away.
+The caller synchronises the ranks: a value exists from `hand` until `take_away`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from holdfast.base.errors import AgentError
 
 _PREFIX = "holdfast/handed"
 _LIMIT_S = 60.0
-"""Seconds after which a value that ought to be there is missed."""
+"""Longest wait for a value."""
 
 
 def _store() -> dist.Store | None:
@@ -27,7 +26,7 @@ def _store() -> dist.Store | None:
 
 @contextmanager
 def _from_torch(what: str) -> Iterator[None]:
-    """Raise what torch's store says as an AgentError."""
+    """Raise errors of torch's store as AgentError."""
     try:
         yield
     except (RuntimeError, dist.DistError) as error:
@@ -39,7 +38,7 @@ def _from_torch(what: str) -> Iterator[None]:
 
 
 def hand(key: str, value: bytes) -> None:
-    """Set the value of a key, in place of one that is there.  AgentError."""
+    """Set the value of a key, or replace it.  AgentError."""
     store = _store()
     if store is not None:
         with _from_torch(f"{key} was not handed to the other ranks"):
@@ -47,8 +46,7 @@ def hand(key: str, value: bytes) -> None:
 
 
 def handed(key: str) -> bytes | None:
-    """The value of a key, for which it waits `_LIMIT_S` at most; None without a process group.
-    AgentError."""
+    """Wait for the value of a key, at most `_LIMIT_S`; None without a process group.  AgentError."""
     store = _store()
     if store is None:
         return None
@@ -60,7 +58,7 @@ def handed(key: str) -> bytes | None:
 
 
 def take_away(key: str) -> None:
-    """Forget a key.  AgentError."""
+    """Delete a key.  AgentError."""
     store = _store()
     if store is not None:
         with _from_torch(f"{key} was not taken away"):

@@ -1,8 +1,9 @@
-"""A line: questions to a torch store that end, whatever becomes of the process that hosts it.
+"""A line: requests to a torch store with a deadline, even if the process that hosts it is stopped.
 
 A torch store waits for its host without a limit: while that process is stopped, `check` and `get` do not
-return.  So a thread of the line's own asks, and whoever wanted to know waits for that thread no longer than
-it may.  A question that is given up before it was put is dropped.  When the host goes on, so does the line.
+return.  So a thread of the line sends the requests, and the caller waits for that thread until its
+deadline.  A request that is given up before it was sent is dropped.  When the host continues, so does the
+line.
 """
 
 from __future__ import annotations
@@ -12,47 +13,49 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from holdfast.base.calls import CallThread, result_of
+from holdfast.base.calls import CallThread, Promise, is_done, result_of
 from holdfast.base.errors import AgentError, Deadline
 
 _T = TypeVar("_T")
 
 _EXIT_S = 1.0
-"""Seconds that a store may take, when Python ends, for the questions before."""
+"""Seconds in which a store must answer the pending questions at exit."""
+
+_THREAD = "holdfast-line"
 
 _lines: weakref.WeakSet[StoreLine] = weakref.WeakSet()
+"""Open lines."""
 
 
 class StoreLine:
     """Questions to one store, one after the other; from any thread."""
 
     def __init__(self, connect: Callable[[], Any], host: str, rank: int | None) -> None:
-        """`connect` gives the store, on the line's thread.  `host`: who is to blame if it does not answer,
-        and its `rank`, if it is one."""
+        """`connect` returns the store; it runs on the line's thread.  `host`: the name of the store's
+        host in errors, and its `rank`, if it has one."""
         self.host = host
         self.rank = rank
         self.lost = ""
-        """Why nobody shall ask any more; empty: it may be asked."""
+        """Reason why `ask` raises AgentError at once; else empty."""
         self._connect = connect
         self._asker: CallThread | None = None
-        self._store: Future[Any]
-        self._starting = threading.Lock()
+        self._store: Promise[Any]
+        self._putting = threading.Lock()
         _lines.add(self)
 
     def ask(self, what: str, question: Callable[[Any], _T], limit_s: float) -> _T:
         """Return what `question` returns, given the store.
 
-        Deadline if the host does not answer within `limit_s`, AgentError if it is gone.
+        Deadline if the host does not answer within `limit_s`, AgentError if it is gone, or the line closed.
         """
-        if self.lost:
+        answer: Promise[_T] | None = self._put(question)
+        if answer is None:
             raise AgentError(f"{self.lost} ({what})")
-        answer: Future[_T] = self._put(question)
 
         def late() -> Deadline:
             answer.cancel()
@@ -72,48 +75,58 @@ class StoreLine:
             ) from error
 
     def leave_word(self, question: Callable[[Any], object]) -> None:
-        """Ask as soon as the host answers, if it ever does; nobody waits for it."""
-        if not self.lost:
-            self._put(question)
+        """Ask once the host answers, if it ever does; does not block."""
+        self._put(question)
 
-    def _put(self, question: Callable[[Any], Any]) -> Future[Any]:
-        with self._starting:
+    def _put(self, question: Callable[[Any], Any]) -> Promise[Any] | None:
+        """Have the thread ask; None if the line is lost."""
+        with self._putting:
+            if self.lost:
+                return None
             if self._asker is None:
-                self._asker = CallThread("holdfast-line")
+                self._asker = CallThread(_THREAD)
                 self._store = self._asker.submit(self._connect)
-        store = self._store
-        return self._asker.submit(lambda: question(store.result()))
+            store = self._store
+            return self._asker.submit(lambda: question(store.result()))
 
-    def settle(self, limit_s: float) -> None:
-        """Wait until the questions before are answered, but no longer than `limit_s`."""
-        if self._asker is not None:
-            with suppress(AgentError, Deadline):
-                self.ask("at the end", lambda _: None, limit_s)
+    def settle(self, limit_s: float) -> threading.Thread | None:
+        """Block until all earlier questions are answered, at most `limit_s`; return the thread."""
+        if self._asker is None:
+            return None
+        last = self._put(lambda _: None)
+        if last is not None:
+            is_done(last, limit_s)
+        return self._asker.thread
 
     def close(self) -> None:
-        """Let go of the store, when the questions before are answered."""
-        if self._asker is not None:
-            self._asker.end()
+        """Release the store once all earlier questions are answered; does not block."""
+        with self._putting:
+            _lines.discard(self)
+            self.lost = self.lost or f"the connection to {self.host} is closed"
+            if self._asker is not None:
+                self._asker.end()
 
 
 def lose_all(why: str) -> None:
-    """From now on every line there is says at once that it is lost."""
+    """Make every existing line raise AgentError, with this reason, at once."""
     for line in _every_line():
         line.lost = why
 
 
 def _every_line() -> tuple[StoreLine, ...]:
     while True:
-        with suppress(RuntimeError):  # another thread makes one in this moment
+        with suppress(RuntimeError):  # another thread adds one at this moment
             return tuple(_lines)
 
 
 def _settle_all() -> None:
     """Leave no thread of ours inside torch: it would call `std::terminate` if Python is gone when the store
-    has answered, and the process would end with SIGABRT."""
+    has answered, and the process would end with SIGABRT.  A line that is gone may have left one, too."""
     until = time.monotonic() + _EXIT_S
-    for line in _every_line():
-        line.settle(max(until - time.monotonic(), 0.0))
+    settled = [line.settle(max(until - time.monotonic(), 0.0)) for line in _every_line()]
+    for thread in threading.enumerate():
+        if thread.name == _THREAD and thread not in settled:
+            thread.join(max(until - time.monotonic(), 0.0))
 
 
 atexit.register(_settle_all)

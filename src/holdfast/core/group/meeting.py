@@ -1,21 +1,22 @@
-"""The meeting: all ranks have come to the same call, before any of them begins it.
+"""The meeting: no rank begins a collective call before all ranks have made it.
 
-A collective that one rank never calls hangs the others for as long as its process group likes, half an hour
-as a rule, and then says nothing of who or what.  So every collective call of holdfast begins with a meeting
-over the job's own store, which is no collective: each rank says what it calls, and waits until all have.
+If one rank never makes a collective call, the others hang for the timeout of the process group, usually
+half an hour, and the error names neither rank nor call.  So every collective call of holdfast begins with
+a meeting over the job's store, without a collective: each rank writes what it calls, and waits until all
+have.
 
     rank 0    save() ──► in += 1 ─ ─ ─ waits for the outcome ─ ─ ─┬──► goes on
     rank 1         save() ──► in += 1 ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ┤
     rank 2                                save() ──► in += 1 = 3 ─┴─ outcome: all
 
-Meetings have numbers, and the store knows them: `now` is the first that is not over.  One counter decides
-each (`<number>/in`): it counts who has come, and sums up what they have called, so the last to come sees
-whether all called the same.  Who waits too long marks the same counter as over.  So a meeting has taken
-place for all or for none; who comes later, comes to the next one, and ranks that have given up may call
+Meetings are numbered in the store: `now` is the first that is not over.  One counter decides each
+(`<number>/in`): it counts the ranks that have come and sums up marks of their calls, so the last rank
+sees whether all called the same.  A rank that times out marks the same counter as over.  So a meeting
+takes place for all ranks or for none; a later rank comes to the next one, and ranks that gave up may call
 again.
 
-A rank sends two messages, and then looks for the outcome more and more seldom.  Only when it has waited in
-vain does it look who is missing.
+A rank sends two messages, and then polls for the outcome less and less often.  Only after the deadline
+does it look which ranks are missing.
 """
 
 from __future__ import annotations
@@ -41,35 +42,35 @@ from holdfast.core.group.line import StoreLine
 _COUNT = 20
 """Bits of a meeting's counter that count ranks; above them lies the sum of their marks, of 16 bits each."""
 _OVER = 1 << 60
-"""Added to the counter of a meeting that somebody has given up."""
+"""Added to the counter of a meeting that a rank has given up."""
 _CONFIRM_S = 5.0
-"""Seconds that the others may take to say again that they have come."""
+"""Seconds in which the ranks must confirm that they have come."""
 _ANSWER_S = 1.0
-"""Seconds that the store may take for the last questions of a rank that gives up."""
+"""Seconds in which the store must answer the last questions of a rank that gives up."""
 _FIRST_PAUSE_S = 0.0001
 _HOST_STAYS_S = 1.5
-"""Seconds longer that rank 0 waits where a call failed, so that others hear of it before it ends."""
+"""Seconds that rank 0 stays after a failed call, so that others read the outcome before it ends."""
 _HINT = "every rank must make this call; look at that rank's log: it may have died, hang, or be elsewhere"
 
 
 class _Card(msgspec.Struct, frozen=True, array_like=True):
-    """The call that a rank has made last."""
+    """The last call of a rank."""
 
     number: int
     call: str
     holds: str
     gave_up_s: float = 0.0
-    """Seconds after which it gave up; 0 if it did not."""
+    """Seconds after which the rank gave up; 0 if it did not."""
 
 
 class _Outcome(msgspec.Struct, frozen=True, array_like=True):
-    """End of a meeting: `all`, `anew` (all, who do not hold the same); in vain: `differ`, `missing`."""
+    """End of a meeting: `all`; `anew`: all, whose `holds` differ; or in vain: `differ`, `missing`."""
 
     kind: str
     text: str = ""
     rank: int | None = None
     there: int = 0
-    """Number of ranks that have come, and read this, if the meeting has not taken place."""
+    """If in vain: number of ranks that have come, and will read this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ class Met:
     number: int
     call: str
     is_anew: bool
-    """True if ranks hold different things from earlier calls: some call ended in the middle."""
+    """True if `holds` of the ranks differ: an earlier call ended in the middle."""
 
 
 class Meeting:
@@ -90,22 +91,22 @@ class Meeting:
         self.rank = rank
         self.size = size
         self._is_sure = False
-        """True once a meeting has taken place, so that all who will be counted are alive."""
+        """True once a meeting has taken place: later counts include no rank of an earlier attempt."""
         self.held: dict[float, tuple[int, Gloo]] = {}
-        """Process groups of our own, by deadline, with the number of the meeting at which each was made."""
+        """gloo groups by deadline, each with the number of the meeting at which it was made."""
 
     def meet(
         self, call: str, limit_s: float, *, holds: str = "", tell_after_s: float | None = None
     ) -> Met:
-        """Wait until every rank has come to `call`.
+        """Block until every rank has come to `call`.
 
-        Deadline names those who have not within `limit_s`; UsageError if they called something else.
-        `holds`: what this rank has from earlier calls, and all should.  `tell_after_s`: when to warn of
-        whom it is waiting for.
+        Deadline names the ranks missing after `limit_s`; UsageError if ranks called something else.
+        `holds`: identity of this rank's shared resources, which should be equal on all.  `tell_after_s`:
+        seconds after which to warn which ranks are missing.
         """
         until = time.monotonic() + limit_s
         came: list[int] = []
-        """Meetings that it came to, also if the store answers too late for this rank to know."""
+        """Meetings that this rank came to, even if the store answered too late."""
         try:
             while True:
                 number, outcome = self._once(call, holds, came, limit_s, until, tell_after_s)
@@ -128,10 +129,7 @@ class Meeting:
     # -- within a call that has begun -------------------------------------------------------------
 
     def roll_call(self, met: Met, limit_s: float) -> list[int]:
-        """The ranks that do not answer, where this one has found that a call cannot go on.
-
-        Every rank that finds the same says so here; those that have not after `limit_s` are to blame.
-        """
+        """Report that a call failed, and return the ranks that do not report it, too, within `limit_s`."""
 
         def names(ranks: Iterable[int]) -> dict[int, str]:
             return {rank: f"{met.number}/trouble/{rank}" for rank in ranks}
@@ -170,10 +168,10 @@ class Meeting:
         return number, self._await(number, call, holds, limit_s, until, tell_after_s)
 
     def _confirm(self, number: int, call: str, until: float) -> bool:
-        """True if all who were counted are alive; the same on all ranks.
+        """True if all counted ranks are alive; the same on all ranks.
 
-        A torchrun that starts its workers again may give them the store of those that died, some of them in
-        the middle of a meeting.  So the first meeting of a process counts only if everybody says so again.
+        A torchrun that restarts its workers may give them the store of dead workers, some of which died
+        during a meeting.  So all ranks must confirm the first meeting of a process.
         """
         if self._is_sure:
             return True
@@ -192,7 +190,7 @@ class Meeting:
     def _enter(
         self, store: Any, call: str, holds: str, mark: int, came: list[int]
     ) -> tuple[int, int]:
-        """Come to the first meeting not over; return its number, and its counter with this rank."""
+        """Come to the first meeting that is not over; return its number and new counter."""
         number = store.add("now", 0)
         while True:
             card = _Card(number, call, holds)
@@ -204,7 +202,7 @@ class Meeting:
             number += 1
 
     def _settle(self, store: Any, number: int, same: bool) -> _Outcome:
-        """All are there: say so, or how they differ."""
+        """All ranks have come: write the outcome, `all` or how they differ."""
         outcome = _Outcome("all")
         if not same:
             cards = self._cards(store)
@@ -213,7 +211,13 @@ class Meeting:
             outcome = _Outcome("anew")
             if not alike:
                 outcome = _Outcome("differ", _by_call(calls), None, self.size)
-        for name in ("in", "outcome", "late", "read", "sure"):  # all have left the one before
+        for name in (
+            "in",
+            "outcome",
+            "late",
+            "read",
+            "sure",
+        ):  # all ranks have left the meeting before
             store.delete_key(f"{number - 1}/{name}")
         return self._close(store, number, outcome)
 
@@ -249,20 +253,20 @@ class Meeting:
         raise AssertionError
 
     def _give_up(self, store: Any, card: _Card) -> _Outcome:
-        """Have the meeting not take place, unless by now it does."""
+        """Mark the meeting as over, unless it has just taken place."""
         number = card.number
         within = f" within {card.gave_up_s:g} s"
         failed = _Outcome("missing", *self._missing(store, number, card.call, within))
-        if store.add(f"{number}/late", 1) > 1:  # another rank does so at this moment
+        if store.add(f"{number}/late", 1) > 1:  # another rank gives up at this moment
             found = _look(store, f"{number}/outcome")
             return failed if found is None else decode_json(found, _Outcome)
         if store.add(f"{number}/in", _OVER) & _mask(_COUNT) == self.size:
-            return _Outcome("all")  # the last one came just now, and is about to say so
+            return _Outcome("all")  # the last rank has come, and will write the outcome
         store.set(f"at/{self.rank}", msgspec.json.encode(card))
         return self._close(store, number, failed)
 
     def _leave(self, store: Any, came: list[int], call: str, holds: str, limit_s: float) -> None:
-        """Give up the meeting that this rank left before it was over: by an interrupt, say."""
+        """Give up a meeting that this rank left early, as by an interrupt."""
         if came and _look(store, f"{came[-1]}/outcome") is None:
             self._give_up(store, _Card(came[-1], call, holds, limit_s))
 
@@ -273,7 +277,7 @@ class Meeting:
     def _missing(
         self, store: Any, number: int, call: str, within: str = ""
     ) -> tuple[str, int | None, int]:
-        """Tell who has not come to a meeting, in words; the first of them; how many have come."""
+        """Return the missing ranks in words, the first of them, and the number of ranks that have come."""
         cards = self._cards(store)
         there = {r: c.call for r, c in cards.items() if c.number == number}
         others = {r: c for r, c in there.items() if c != call}
@@ -290,7 +294,8 @@ class Meeting:
         return text, first, len(there)
 
     def _have_read(self, number: int, call: str, there: int) -> None:
-        """Rank 0 may host the store, and end when it has raised: it waits until the others know why."""
+        """Rank 0, which may host the store, waits until the others have read the outcome before it
+        raises."""
         until, key = time.monotonic() + _HOST_STAYS_S, f"{number}/read"
         with suppress(AgentError):
             count = self._ask(call, lambda s: s.add(key, 1), until)
@@ -304,7 +309,7 @@ class Meeting:
         return self.line.ask(call, question, max(until - time.monotonic(), 0.0) + _ANSWER_S)
 
     def pauses(self) -> Iterator[float]:
-        """Seconds between looks: longer and longer, up to 0.01 s for 64 ranks and 0.25 s for thousands."""
+        """Seconds between polls: growing, up to 0.01 s for 64 ranks and 0.25 s for thousands."""
         pause, most = _FIRST_PAUSE_S, min(max(0.01, 0.01 * self.size / 64), 0.25)
         while True:
             yield pause
@@ -372,9 +377,9 @@ def meeting_of_job() -> Meeting | None:
 
 
 def meeting_over(store: Any, rank: int, size: int) -> Meeting:
-    """A meeting over a store that all ranks reach.
+    """Return the meeting of the ranks of a store, over that store's connection.
 
-    No connection of its own: torch looks up a name for each, which takes 5 s where a name server is deaf.
+    A new connection would need a name look-up, which takes 5 s if the name server does not answer.
     """
     by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host = "torchrun on the first node" if by_launcher else "rank 0"
@@ -387,9 +392,9 @@ def meeting_over(store: Any, rank: int, size: int) -> Meeting:
 
 
 def store_of_launch(limit_s: float) -> tuple[Any, int, int]:
-    """The store, the rank and the number of ranks, as torchrun tells them to a process.
+    """Return the store, the rank and the number of ranks from torchrun's environment variables.
 
-    Where another process of this rank hosts the store already, which this one was started by, it is used.
+    If a process that started this one hosts this rank's store already, that store is used.
     """
     try:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

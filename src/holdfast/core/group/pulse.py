@@ -21,7 +21,7 @@ from holdfast.base.errors import AgentError, Deadline
 from holdfast.core.group.board import LOOK, Board
 
 _LOOKS = 10
-"""Number of times a rank counts within the time for which it may be silent."""
+"""Number of times that a rank counts within `silent_s`."""
 
 
 @contextmanager

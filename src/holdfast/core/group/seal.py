@@ -1,17 +1,18 @@
-"""Seals: how ranks know each other's messages from a stranger's, on a store that has no password.
+"""Seals: message authentication on a torch store, which has no password.
 
-Whoever reaches the port of a torch store may read, write and delete there.  So rank 0 draws a key for each
-board and confides it to the other ranks (`Exchange.confide`), by no store; and every message on the board
-bears a mark that only who has the key can make, for the place where it lies:
+A process that reaches the port of a torch store may read, write and delete there.  So rank 0 draws a key
+for each board and sends it to the other ranks without a store (`Exchange.confide`); every message on the
+board carries a mark (MAC) of its place and content, which only a holder of the key can make:
 
     board     "save/3/answer" ──► mark(key, "save/3/answer", message) + message
     a rank    the mark is right: the message is from a rank of this run; else it is not there
 
-Nobody without the key can make a message, change one or move it to another place.  He can still delete
-messages or fill the store: that ends a run, as does a write to torch's own keys, but decides nothing.
+Without the key nobody can forge or change a message, or move it to another place.  An attacker can still
+delete messages or fill the store: that ends a run, as does a write to torch's own keys, but changes no
+decision.
 
-What nobody else may read is hidden besides: a keyed digest of the text is its mark and the nonce of the
-stream by which it is masked (SIV, RFC 5297), so that equal texts are hidden equally.
+Secret texts are encrypted as well: a keyed digest of the text is both its mark and the nonce of the key
+stream (SIV, RFC 5297), so that equal texts have equal ciphertexts.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MARK_BYTES = 16
 
 
 class Seal:
-    """The key of one board, and what can be done with it."""
+    """Authentication and encryption with the key of one board."""
 
     def __init__(self, key: bytes) -> None:
         marking, hiding, self._masking = (
@@ -36,22 +37,22 @@ class Seal:
         self._hides = hashlib.blake2b(key=hiding, digest_size=MARK_BYTES)
 
     def close(self, name: str, message: bytes) -> bytes:
-        """Return a message with its mark, for the place of that name."""
+        """Return a message with its mark for the place `name`."""
         return self._mark(name, message) + message
 
     def open(self, name: str, data: bytes) -> bytes | None:
-        """Return the message that lies at a place; None if no rank of this run has put it there."""
+        """Return the message from the place `name`; None if its mark is wrong."""
         mark, message = data[:MARK_BYTES], data[MARK_BYTES:]
         return message if hmac.compare_digest(mark, self._mark(name, message)) else None
 
     def hide(self, text: str) -> str:
-        """Return what tells nothing of a text but its length, and whether it equals another."""
+        """Encrypt a text; only its length, and its equality with another, remain visible."""
         data = text.encode()
         mark = _digest(self._hides, data)
         return base64.b64encode(mark + self._masked(mark, data)).decode()
 
     def reveal(self, hidden: str) -> str:
-        """Return the text that was hidden with this key; ValueError if it was not."""
+        """Decrypt a text.  ValueError if it was not encrypted with this key."""
         data = base64.b64decode(hidden)
         mark = data[:MARK_BYTES]
         text = self._masked(mark, data[MARK_BYTES:])
@@ -68,7 +69,7 @@ class Seal:
 
 
 def _digest(keyed: hashlib.blake2b, *parts: bytes) -> bytes:
-    """Return the digest of parts by a digest that has its key already."""
+    """Return the keyed digest of parts, joined."""
     digest = keyed.copy()
     for part in parts:
         digest.update(part)

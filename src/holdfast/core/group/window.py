@@ -17,9 +17,9 @@ _NONCE_BYTES = 16
 class HostWindow:
     """A memory file per rank, mapped by every rank of the host.  Leaves nothing behind on a crash.
 
-    A rank finds another's file under /proc by process and descriptor number.  These may mean another
-    file in another container, so a number drawn at random, sent and found behind the window's bytes,
-    must agree; if not, or if memory cannot be shared at all, the rank counts as remote.
+    A rank opens another's file under /proc by process and descriptor number.  In another container these
+    may be another file's, so a random number is sent and must be found behind the window's bytes; if it is
+    not, or if memory cannot be shared at all, the other rank counts as remote.
     """
 
     def __init__(self, group: Exchange, size: int) -> None:
@@ -60,7 +60,7 @@ class HostWindow:
             finally:
                 os.close(opened)
         except OSError:
-            return  # another container: its bytes are sent instead
+            return  # another container: bytes are sent instead
         if mapped[size:] != nonce:
             mapped.close()
             return
@@ -68,7 +68,7 @@ class HostWindow:
         self.theirs[rank] = memoryview(mapped)[:size]
 
     def close(self) -> None:
-        """Give the memory back; the views must no longer be used."""
+        """Free the memory; its views must not be used any more."""
         self.mine.release()
         for view in self.theirs.values():
             view.release()
@@ -76,10 +76,10 @@ class HostWindow:
             try:
                 mapped.close()
             except BufferError:
-                pass  # an error in flight still holds a view; the map goes with it
+                pass  # an error's traceback holds a view; the map is freed with it
 
 
 def _host() -> str:
-    """Ranks that say the same are on one host and see each other's processes; empty: nobody knows."""
+    """Identity of the host and its process namespace; empty if unknown."""
     where = host_id()
     return f"{where} {os.environ.get('HOLDFAST_TEST_HOST', '')}" if where else ""

@@ -1,12 +1,12 @@
-"""Stores hold checkpoints: `Store` is what holdfast asks of storage, the rest are answers to it.
+"""Stores hold checkpoints: `Store` is the interface to storage, the other classes implement it.
 
     open_store("/scratch/run")            a directory
     open_store("file:///scratch/run")     the same
     open_store("memory://name")           this process's memory, shared by name
     open_store("s3://bucket/run")         a bucket (gs:// and az:// too): extra torch-holdfast[object]
 
-`holdfast.testing.StoreTests` tells whether another answer is a right one.  `register` gives it a scheme, or
-a package that has it does so by an entry point, which processes in the background find as well:
+`holdfast.testing.StoreTests` checks a store of your own.  `register` gives it a URL scheme in this
+process; an entry point of its package does so in every process, agents and record writers included:
 
     [project.entry-points."holdfast.stores"]
     swift = "my_package:SwiftStore"       # called with the URL
@@ -49,19 +49,16 @@ _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 
 _BUCKETS = ("s3", "gs", "az")
 SCHEMES = ("file", "memory", *_BUCKETS)
-"""Schemes of our own that a URL can begin with, before `://`."""
+"""URL schemes of the built-in stores."""
 _REQUESTS = 16
-"""Small requests that are made at a time, where each takes a way over a network."""
+"""Threads for small requests over a network."""
 _ENTRY_POINTS = "holdfast.stores"
-"""Group of entry points by which packages bring schemes of theirs."""
+"""Entry point group in which packages register URL schemes."""
 _registered: dict[str, Callable[[str], Store]] = {}
 
 
 def split_prefix(text: str) -> tuple[str, str] | None:
-    """Split `format:PATH`, which names a format of others, into its two parts; None for a path or URL.
-
-    A path that exists is a path, with or without a colon.
-    """
+    """Split `format:PATH`, a foreign checkpoint, into its two parts; None for a URL or an existing path."""
     prefix, colon, rest = text.partition(":")
     if not colon or "/" in prefix or rest.startswith("//") or os.path.exists(text):
         return None
@@ -69,7 +66,7 @@ def split_prefix(text: str) -> tuple[str, str] | None:
 
 
 def __getattr__(name: str) -> Any:
-    """The store in memory, which a run with a path does not need."""
+    """Import `MemoryStore` at its first use: a run with a path does not need it."""
     if name == "MemoryStore":
         from holdfast.core.store.memory import MemoryStore
 
@@ -78,10 +75,10 @@ def __getattr__(name: str) -> Any:
 
 
 def register(scheme: str, factory: Callable[[str], Store]) -> None:
-    """Let URLs that begin with `scheme://` be opened by `factory(url)`, in this process.
+    """Have `open_store` call `factory(url)` for URLs that begin with `scheme://`, in this process.
 
-    Agents and writers of records are other processes, which open a store again by its `url`: for those a
-    package needs an entry point of the group `holdfast.stores`.  UsageError for a scheme of our own.
+    Agents and record writers are other processes, which open the store by its `url`: for them the package
+    needs an entry point of the group `holdfast.stores`.  UsageError for a built-in scheme.
     """
     if not isinstance(scheme, str) or _SCHEME.fullmatch(scheme) is None:
         raise unfit("register", "scheme", scheme, "a text such as 'swift', without ://")
@@ -91,7 +88,7 @@ def register(scheme: str, factory: Callable[[str], Store]) -> None:
 
 
 def open_store(url: str | os.PathLike[str]) -> Store:
-    """The store at a path or URL.  Touches nothing: the first write makes what is missing."""
+    """Return the store at a path or URL.  Does no I/O: the first write makes missing folders."""
     text = path_of(url, "open_store", "url")
     scheme, separator, rest = text.partition("://")
     if not separator or "/" in scheme:
@@ -99,7 +96,7 @@ def open_store(url: str | os.PathLike[str]) -> Store:
             text
         ):
             raise UsageError(
-                f"{text[:2]}:/ with one slash begins no URL, and no path that is there"
+                f"{text[:2]}:/ with one slash: a URL begins with {text[:2]}://, and no such path exists"
             )
         return LocalStore(text)
     if scheme == "file":
@@ -116,7 +113,7 @@ def open_store(url: str | os.PathLike[str]) -> Store:
 
 
 def _factory(scheme: str) -> Callable[[str], Store]:
-    """What opens URLs of a scheme that is not ours.  UsageError if nothing does."""
+    """Return the factory of a registered scheme.  UsageError if there is none."""
     found = _registered.get(scheme)
     if found is None:
         from importlib.metadata import entry_points
@@ -128,7 +125,7 @@ def _factory(scheme: str) -> Callable[[str], Store]:
                 f"unknown scheme {scheme!r}" if _SCHEME.fullmatch(scheme) else "it has no scheme"
             )
             raise UsageError(
-                f"cannot open a URL: {shown}; there are a path, "
+                f"cannot open a URL: {shown}; give a path or one of "
                 f"{', '.join(f'{one}://' for one in known)}",
                 hint=did_you_mean(scheme, known),
             )
@@ -137,41 +134,43 @@ def _factory(scheme: str) -> Callable[[str], Store]:
 
 
 def be_patient(store: Store, limit_s: float | None) -> None:
-    """Let each operation take up to `limit_s` (None: no limit); a store in memory answers at once."""
+    """Set the time limit of each operation (None: no limit), if the store has one."""
     patience = getattr(store, "patience", None)
     if isinstance(patience, Patience):
         patience.limit_s = limit_s
 
 
-def in_one(store: Store, call: Callable[[], _T], what: str) -> _T:
-    """Do `call`, which makes several short operations of a store, as one of them."""
+def as_one_operation(store: Store, call: Callable[[], _T], what: str) -> _T:
+    """Run `call`, which does several short operations, under the time limit of one."""
     if isinstance(store, LocalStore):
         return store.patience.run(call, what, store.root)
     return call()
 
 
-def at_a_time(store: Store) -> int:
-    """Number of threads for small requests."""
+def num_threads_for(store: Store) -> int:
+    """Number of threads that should send small requests to a store."""
     return 1 if isinstance(store, LocalStore) else _REQUESTS
 
 
 def delete_many(store: Store, keys: Sequence[str]) -> None:
-    """Remove objects, in any order: by few requests if the store can (`Bulk`)."""
+    """Delete objects, in any order; in bulk requests if the store has them (`Bulk`)."""
     if keys and isinstance(store, Bulk):
         store.delete_many(keys)
     elif keys:
-        in_threads(store.delete, [*keys], at_a_time(store))
+        in_threads(store.delete, [*keys], num_threads_for(store))
 
 
 def get_small(store: Store, key: str) -> bytes:
-    """The whole of a small object, such as a claim.  Corrupt at once if it is a large one, if the store can
-    tell (`Bounded`)."""
+    """Return all bytes of a small object, such as a claim.  A `Bounded` store raises Corrupt for a larger
+    one, and does not read it."""
     return store.get_small(key) if isinstance(store, Bounded) else store.get(key)
 
 
 def keys_below(store: Store, prefixes: Collection[str]) -> dict[str, int]:
-    """All keys that begin with one of `prefixes`, sorted, with the lengths of the objects, or with -1 where
-    the store might have to ask for each of these.  It is one listing if the store can (`Bulk`)."""
+    """Return the length of each object whose key begins with one of `prefixes`, by key, sorted.
+
+    One listing if the store is `Bulk`; else lengths are -1, as they could cost one request each.
+    """
     if len(prefixes) > 1 and isinstance(store, Bulk):
         return dict(store.entries_many([*prefixes]))
     return dict.fromkeys(sorted({key for prefix in prefixes for key in store.list(prefix)}), -1)

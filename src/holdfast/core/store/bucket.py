@@ -1,4 +1,4 @@
-"""Addresses of buckets: what a URL and the environment say, as obstore wants to hear it.
+"""Addresses of buckets: a URL and the environment, translated to obstore's configuration.
 
     s3://bucket/runs/gpt                                     AWS_REGION, AWS_ACCESS_KEY_ID and so on
     s3://bucket/runs/gpt?endpoint=http://127.0.0.1:8333      any store that speaks S3
@@ -6,9 +6,8 @@
     gs://bucket/runs/gpt                                     GOOGLE_APPLICATION_CREDENTIALS, or the host's
     az://container/runs/gpt                                  AZURE_STORAGE_ACCOUNT_NAME, ..._KEY, ...
 
-Processes in the background open a store again by its URL, with the environment that they inherit.  So all
-that tells where a store is stands in one of the two, and secrets never in the URL: URLs are written into
-logs, messages and job files.
+Background processes open the store again from its URL and the inherited environment, so these two hold the
+whole address.  A URL holds no secrets: it is written into logs, messages and job files.
 """
 
 from __future__ import annotations
@@ -34,38 +33,38 @@ _OPTIONS = {
 }
 _FLAGS = {"anonymous", "unsafe", "virtual_host", "emulator"}
 _PLAIN = {"region": re.compile(r"[\w.-]*"), "account": re.compile(r"[\w.-]*")}
-"""Options whose values are words."""
+"""Options whose values are single words, and their patterns."""
 _YES, _NO = {"1", "true", "yes", ""}, {"0", "false", "no"}
 
 _REQUEST_S = 30.0
-"""Seconds that one request may take, with its body; less where an operation may take less."""
+"""Longest time of one request with its body; shorter if the operation's limit is."""
 RETRY_S = 600.0
-"""Seconds that a request is repeated where nobody has set a limit."""
+"""How long a failing request is repeated if the store has no time limit."""
 
 
 class BucketAddress(NamedTuple):
-    """Where a bucket is, and the part of it that is one store's."""
+    """A bucket, and the prefix in it that one store uses."""
 
     scheme: str
     bucket: str
     prefix: str
-    """Empty, or what all keys begin with, with a final `/`."""
+    """Prefix of all object names: empty, or with a final `/`."""
     options: Mapping[str, str]
 
     @property
     def url(self) -> str:
-        """The address in its usual form; opens the same store."""
+        """Canonical URL; it opens the same store."""
         path = re.sub("[%?#]", lambda m: quote(m[0]), f"{self.bucket}/{self.prefix}".rstrip("/"))
         query = "?" + urlencode(self.options, safe=":/") if self.options else ""
         return f"{self.scheme}://{path}{query}"
 
     def flag(self, name: str) -> bool:
-        """True if an option that is yes or no says yes."""
+        """True if a yes-or-no option is given as yes."""
         return self.options.get(name, "no").lower() in _YES
 
 
 def address_of(url: str) -> BucketAddress:
-    """Take a URL apart.  UsageError for what is no bucket, for unknown options, and for secrets."""
+    """Parse a URL.  UsageError if it names no bucket, has an unknown option, or holds a secret."""
     scheme, _, rest = url.partition("://")
     rest, _, query = rest.partition("?")
     bucket, _, path = rest.partition("/")
@@ -83,7 +82,7 @@ def address_of(url: str) -> BucketAddress:
 
 
 def _check_option(scheme: str, name: str, value: str, url: str) -> None:
-    """UsageError for an option that there is not, or whose value it cannot have, which is not shown."""
+    """UsageError for an unknown option or a bad value; the value, a possible secret, is not shown."""
     known = _OPTIONS[scheme]
     if name not in known and SECRET.search(name):
         raise UsageError(
@@ -98,7 +97,7 @@ def _check_option(scheme: str, name: str, value: str, url: str) -> None:
             hint=did_you_mean(name, known),
         )
     if name in _FLAGS and value.lower() not in _YES | _NO:
-        raise UsageError(f"cannot open '{url}': {name} is neither yes nor no")
+        raise UsageError(f"cannot open '{url}': {name} must be yes or no")
     if name == "endpoint" and {*"@?#"} & {*value}:
         raise UsageError(
             f"cannot open '{url}': the endpoint has more than a host, a port and a path, and URLs are "
@@ -106,14 +105,14 @@ def _check_option(scheme: str, name: str, value: str, url: str) -> None:
             hint="credentials come from the environment",
         )
     if name in _PLAIN and not _PLAIN[name].fullmatch(value):
-        raise UsageError(f"cannot open '{url}': {name} is no word")
+        raise UsageError(f"cannot open '{url}': {name} must be one word")
 
 
 def connect(address: BucketAddress, limit_s: float | None, *, repeat: bool) -> Any:
-    """Return obstore's store of a bucket, without a request.
+    """Return obstore's store of a bucket; makes no request.
 
-    `limit_s`: seconds within which a request that fails is repeated; no request at all is where `repeat` is
-    False.  UsageError for a configuration that obstore does not take.
+    With `repeat`, obstore repeats failing requests within `limit_s` (None: `RETRY_S`).  UsageError for a
+    configuration that obstore refuses.
     """
     from obstore.exceptions import BaseError
     from obstore.store import AzureStore, GCSStore, S3Store
@@ -173,8 +172,8 @@ def _s3(address: BucketAddress) -> dict[str, Any]:
 
 
 def _of_profile(name: str | None, url: str) -> dict[str, Any]:
-    """What a profile of ~/.aws says: the one that the URL or AWS_PROFILE names, or `default`, unless the
-    environment has keys.  Keys are read here; whatever else a profile may say (SSO, roles) is boto3's."""
+    """obstore options from a profile of ~/.aws: that of the URL or AWS_PROFILE, else `default` if the
+    environment has no keys.  Static keys are read here; boto3 resolves SSO and roles."""
     wanted = name or os.environ.get("AWS_PROFILE")
     if wanted is None and os.environ.get("AWS_ACCESS_KEY_ID"):
         return {}

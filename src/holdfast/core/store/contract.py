@@ -1,8 +1,8 @@
 """The interface that holdfast asks of storage: flat keys, immutable bytes.
 
-A key is a relative path of `/`-separated names (`steps/0000000010/manifest.json`).  An object is
-written once and never changed; it is either wholly there or not there at all.  Five questions make
-a store, and each has one answer that object storage can give as well as a file system:
+A key is a relative path of `/`-separated names (`steps/0000000010/manifest.json`).  An object is written
+once and never changed; it exists with all its bytes or not at all.  Four questions define a store; file
+systems and object storage can both answer them:
 
 * *How does an object appear?*  `put` makes a small one appear at once, durable when the call
   returns; `if_absent=True` makes exactly one of several writers win (the others get `Exists`), and so
@@ -10,28 +10,27 @@ a store, and each has one answer that object storage can give as well as a file 
   `create` opens a large one: parts arrive in any order and from several threads, the object
   appears at `finish()`, durable, or never.
 * *How is it read?*  By ranges, into the caller's memory.  A range past the end is an error, never
-  a short read.  Who reads many ranges of one object opens it first: a file system then reads ahead.
-  A store that takes long to begin to answer may ask for longer ranges by more threads (`Reads`).
+  a short read.  To read many ranges of one object, open it first: a file system then reads ahead.
+  A store with a high latency may ask for longer ranges and more threads (`Reads`).
 * *What is there?*  `list(prefix)`: every key below, sorted; `entries(prefix)`: their sizes as well.  A
-  key whose `put` or `finish` returned before the call is listed.  Either is one request on object
-  storage for every 1,000 keys; a directory has to look at each file for its size, so who needs no sizes
-  asks for the list.  (No `exists()`: two ranks may see two answers.)
-* *How does it go?*  `delete`; deleting what is not there is fine.  A store that can delete many objects, or
-  list several prefixes, by one request may have methods for that (`Bulk`).
+  key whose `put` or `finish` returned before the call is listed.  On object storage both take one request
+  for every 1,000 keys; a directory stats each file for `entries`, so use `list` if sizes do not matter.
+  (There is no `exists()`: two ranks may see two answers.)
+* *How does it go?*  `delete`; deleting an absent object is no error.  A store that can delete many objects,
+  or list several prefixes, in one request may have methods for that (`Bulk`).
 
-No rename of directories, no locks, no append: NFS and object stores have none that can be trusted.
+There is no rename of directories, no lock and no append: NFS and object stores have none to rely on.
 Errors are `StoreError`s: a store translates its own at its border.  Methods block and are
 thread-safe.
 
-Some rules every store enforces alike, by the checks below: the form of keys, the ends of ranges, the parts
-of a writer.  A caller's mistake must fail in the same way on memory, disk and object storage; else a
-program that was tested on one breaks on another.  So each store asks here before it touches anything:
+Every store calls the checks below before it does any I/O: the form of keys, the ends of ranges, the parts
+of a writer.  So a caller's mistake fails in the same way in memory, on disk and on object storage; a
+program that was tested on one does not break on another:
 
     check_key("steps/0000000010/manifest.json")     # fine
     check_key("../secrets")                         # UsageError
 
-A key is a relative path.  It must not be the directory of another key as well (`a` and `a/b`):
-object storage allows that, a file system cannot.
+A key must not be the directory of another key as well (`a` and `a/b`): a file system cannot store both.
 """
 
 from __future__ import annotations
@@ -61,38 +60,38 @@ class Writer(Protocol):
     """One large object being written; owned by the caller until `finish` or `abort`."""
 
     block_bytes: int
-    """Parts must start at a multiple of this, and be a multiple long but for the last.
+    """Parts start at a multiple of this; all but the last are a multiple long.
 
-    A power of two: 4096 for a disk, several MiB for object storage.  Whoever writes asks each writer.
+    A power of two: 4096 for a disk, several MiB for object storage.
     """
 
     def write(self, offset: int, data: Bytes) -> None:
-        """Write a part.  Thread-safe; the memory is the caller's again when the call returns.
+        """Write a part.  Thread-safe; the caller may reuse the memory when the call returns.
 
-        A part may come again, with the same bytes.  Parts are best written about in order: a bucket's
-        writer keeps those that come before their turn in memory.
+        A part may be written again with the same bytes.  Write parts roughly in order: a bucket's writer
+        holds early parts in memory.
         """
 
     def finish(self) -> None:
         """Make the object appear with all its bytes, durable.  Raises if a part is missing."""
 
     def abort(self) -> None:
-        """Forget everything written; safe after any error, also after `finish` raised."""
+        """Discard everything written; safe after any error, also after `finish` raised."""
 
 
 @runtime_checkable
 class Reader(Protocol):
-    """One object being read; owned by the caller, who must not close it under a `read`.
+    """One object being read; owned by the caller, who must not close it during a `read`.
 
-    After the object was deleted, a read gives its bytes, or `NotFound`, or `Unavailable`: never another
-    object's.
+    After the object was deleted, a read returns its bytes or raises `NotFound` or `Unavailable`; it never
+    returns another object's bytes.
     """
 
     def read(self, offset: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `offset` on, as `Store.read`.  Thread-safe."""
 
     def close(self) -> None:
-        """Let go of it.  Safe to call twice."""
+        """Release the object.  Safe to call twice."""
 
 
 @runtime_checkable
@@ -107,22 +106,21 @@ class Store(Protocol):
     ) -> None:
         """Make a small object appear, replacing an older one unless `if_absent` (then `Exists`).
 
-        `replacing`: the bytes of the object as the caller has seen it.  It is replaced only if these are
-        its bytes now; else `Exists`, or `NotFound` if it is gone.  Of several calls that have seen the
-        same object exactly one wins, whatever process or host they come from; calls without a condition,
-        and `delete`, are not held off meanwhile.  Object storage does so with `If-Match`.  Not together
-        with `if_absent`: UsageError.
+        `replacing`: compare and swap.  The object is replaced only if its bytes equal these; else `Exists`,
+        or `NotFound` if it is gone.  Of several such calls with the same bytes exactly one wins, from
+        whatever process or host; unconditional calls and `delete` do not wait for them.  Object storage
+        uses `If-Match`.  UsageError together with `if_absent`.
         """
 
     def create(self, key: str, size: int) -> Writer:
         """Begin a large object of exactly `size` bytes under a fresh key."""
 
     def get(self, key: str) -> bytes:
-        """The whole of an object: a manifest, a plan, or smaller.  `NotFound` if there is none, `Corrupt`
-        if it has more than `WHOLE_BYTES`, whatever asked for it; the store looks at the length first."""
+        """Return all bytes of an object: a manifest, a plan, or smaller.  `NotFound` if there is none;
+        `Corrupt`, before any byte is read, if it is longer than `WHOLE_BYTES`."""
 
     def read(self, key: str, offset: int, into: memoryview) -> None:
-        """Fill `into` with the bytes from `offset` on.  `NotFound`; `Corrupt` if it ends before."""
+        """Fill `into` with the bytes from `offset` on.  `NotFound`; `Corrupt` if the object is shorter."""
 
     def open(self, key: str) -> Reader:
         """Open an object to read many ranges.  `NotFound` if there is none, now or at a read."""
@@ -131,13 +129,13 @@ class Store(Protocol):
         """Length of an object in bytes.  `NotFound` if there is none."""
 
     def entries(self, prefix: str = "") -> list[Entry]:
-        """All objects whose keys begin with `prefix`, as `list`, with the length of each.
+        """All objects whose keys begin with `prefix`, sorted, with their lengths.
 
-        An object that is deleted meanwhile may be left out.
+        An object that is deleted during the call may be missing.
         """
 
     def list(self, prefix: str = "") -> list[str]:
-        """All keys that begin with `prefix`, sorted.  A missing prefix is an empty list."""
+        """All keys that begin with `prefix`, sorted; empty if there are none."""
 
     def delete(self, key: str) -> None:
         """Remove an object if it is there; durable when the call returns."""
@@ -148,14 +146,14 @@ EntryList: TypeAlias = list[Entry]
 
 @runtime_checkable
 class Bulk(Protocol):
-    """What a store may have besides, where one request does the work of many: both methods, or neither.
+    """Optional bulk requests of a store: both methods, or neither.
 
-    `holdfast.store.delete_many` and `keys_below` ask for them, and make do with `Store`'s own.
+    Without them, `delete_many` and `keys_below` of this package use `Store`'s own methods.
     """
 
     def delete_many(self, keys: Sequence[str]) -> None:
-        """Remove those objects that are there, in any order; durable when the call returns.  If it fails,
-        or the process dies, some may be gone and others not."""
+        """Delete objects, in any order; absent ones are no error.  Durable when the call returns; after an
+        error or a crash some may be deleted and others not."""
 
     def entries_many(self, prefixes: Sequence[str]) -> EntryList:
         """All objects whose keys begin with one of `prefixes`, each once, as `Store.entries`."""
@@ -163,23 +161,23 @@ class Bulk(Protocol):
 
 @runtime_checkable
 class Bounded(Protocol):
-    """A store that knows the length of an object before it takes it into memory."""
+    """A store that checks the length of an object before it reads it into memory."""
 
     def get_small(self, key: str) -> bytes:
         """`Store.get`, but `Corrupt` if the object has more than `SMALL_FILE_BYTES`."""
 
 
 class Reads(NamedTuple):
-    """How a store is read best; it may state so by its attributes `read_bytes` and `read_threads`."""
+    """How a store is read fastest: its optional attributes `read_bytes` and `read_threads`."""
 
     num_bytes: int
-    """Bytes of a range; 0 if that is all the same to it."""
+    """Bytes of a range; 0: any."""
     threads: int
-    """Threads that read at the same time; 0 to go by the cores of the host."""
+    """Threads that read at the same time; 0: by the number of cores."""
 
 
 def reads_of(store: Store) -> Reads:
-    """How a store says it is read best."""
+    """Return how a store is read fastest; zeros if it does not say."""
     return Reads(getattr(store, "read_bytes", 0), getattr(store, "read_threads", 0))
 
 
@@ -190,12 +188,12 @@ BLOCK_BYTES = 4096
 """Parts are aligned to this in every store, though only a disk (O_DIRECT) needs it."""
 
 _HIDDEN = (".tmp-", ".nfs")
-"""Names of files under way (ours) and of files deleted while open (NFS): never listed, no keys."""
+"""Prefixes of temporary files, and of files deleted while open (NFS): never listed, never keys."""
 
 WHOLE_BYTES = 1 << 30
 """Most bytes of an object that is read whole: a manifest of very many tensors."""
 SMALL_FILE_BYTES = 64 << 20
-"""Most bytes of one that lists no tensors: notes, claims, an index of files."""
+"""Most bytes of a file that lists no tensors: notes, claims, an index of files."""
 MAX_KEY_CHARS = 1024
 _MAX_BYTES = 1 << 60
 """Most bytes of an object."""
@@ -211,7 +209,7 @@ def check_key(key: str) -> None:
 
 
 def is_key(name: str) -> bool:
-    """True if a name that was found in storage can be a key: what others put there may have any name."""
+    """True if a name from a listing is a valid key: other programs' files may have any name."""
     return _fault(name) is None
 
 
@@ -259,7 +257,7 @@ def byte_view(data: Bytes) -> memoryview:
 
 
 def target_view(into: memoryview, offset: int) -> memoryview:
-    """The flat bytes of memory that a range from `offset` on is to be read into."""
+    """Return `into` as flat bytes.  UsageError unless it is writable and `offset` not negative."""
     if type(offset) is not int or offset > _MAX_BYTES:
         offset = count_of(offset, "Store.read", "offset", least=0, most=_MAX_BYTES)
     if offset < 0:
@@ -272,7 +270,7 @@ def target_view(into: memoryview, offset: int) -> memoryview:
 
 
 def check_length(key: str, url: str, size: int, most_bytes: int) -> int:
-    """Return the length of an object that is about to be read whole.  Corrupt if it is too long."""
+    """Return `size`, the length of an object about to be read.  Corrupt if above `most_bytes`."""
     if size > most_bytes:
         raise Corrupt(
             f"'{key}' in {url} has {size:,} bytes; of its kind at most {most_bytes:,} are read",
@@ -295,16 +293,16 @@ def exists(key: str, url: str) -> Exists:
 
 
 def not_the_seen(key: str, url: str) -> Exists:
-    """The error for an object that is not the one that was to be replaced."""
+    """The error for a `put` whose `replacing` differs from the object's bytes."""
     return Exists(
-        f"the object '{key}' in {url} is not the one that was to be replaced",
+        f"the object '{key}' in {url} has changed since it was read",
         key=key,
-        hint="another process has put it since it was read; read it again",
+        hint="another process has replaced it; read it again",
     )
 
 
 def seen_view(key: str, if_absent: bool, replacing: Bytes | None) -> memoryview | None:
-    """The bytes that a `put` is to replace.  UsageError if it asks that there be none as well."""
+    """Return `replacing` of a `put` as flat bytes.  UsageError if `if_absent` is given, too."""
     if replacing is None:
         return None
     if if_absent:
@@ -315,15 +313,12 @@ def seen_view(key: str, if_absent: bool, replacing: Bytes | None) -> memoryview 
 
 
 def part_bytes(writer: Writer, wanted: int) -> int:
-    """The length of parts for a writer: `wanted` bytes, or one of its blocks if that is more.
-
-    Both are powers of two, so the one is a multiple of the other.
-    """
+    """Return the part length for a writer: the larger of `wanted` and its block, both powers of two."""
     return max(writer.block_bytes, wanted)
 
 
 def check_blocks(writer: Writer, key: str, part_bytes: int, hint: str | None = None) -> None:
-    """UsageError unless parts of an object can be of `part_bytes`, for those who cannot choose."""
+    """UsageError unless a writer takes parts of `part_bytes`, for callers with a fixed part length."""
     if part_bytes % writer.block_bytes:
         raise UsageError(
             f"cannot write '{key}' in parts of {part_bytes:,} bytes: this store takes multiples of "
@@ -334,7 +329,7 @@ def check_blocks(writer: Writer, key: str, part_bytes: int, hint: str | None = N
 
 
 def check_range(key: str, offset: int, view: memoryview, size: int) -> None:
-    """Corrupt if a range reaches past the end that an object had when it was opened."""
+    """Corrupt if the range of `view` at `offset` reaches past the end of an object of `size` bytes."""
     if view and offset + len(view) > size:
         raise past_end(key, offset, offset + len(view), size)
 
@@ -353,10 +348,10 @@ def past_end(key: str, start: int, stop: int, size: int) -> Corrupt:
 
 
 class Parts:
-    """Record of which bytes of an object under way have arrived.
+    """The byte ranges of an object that a writer has received.
 
-    Parts come in any order and from any thread; a part may come again (a retry).  Recording is one
-    append and the only question, whether all is there, is asked once, so ranges are sorted then.
+    Parts come in any order, from any thread, and possibly twice (a retry).  Adding one is a list append;
+    ranges are sorted only by `check_complete`, which is called once.
     """
 
     def __init__(self, key: str, size: int) -> None:

@@ -1,12 +1,11 @@
 """Directories that come and go with the objects in them.
 
-Keys know no directories, so they are made when the first object needs one and removed with the
-last.  Several processes do both at once: whoever finds that a directory has just vanished makes it
-again, and whoever cannot remove one leaves it.
+A directory is made for its first object and removed with its last.  Several processes do both at once: a
+directory that has just vanished is made again, and one that cannot be removed is left.
 
-Reading may pass links: a step may lie on a larger disk.  Deleting never does (`opened_below`), or one link,
-planted or unpacked, would have us delete whatever it leads to.  A look at each part of a path does not do,
-for any part may be replaced by a link between the look and the call.
+Reads follow links: a step may lie on a larger disk.  Deletions never do (`opened_below`): a link from an
+attacker or an archive could lead anywhere.  Checking each part of the path first is not enough, for a part
+may be replaced by a link between the check and the deletion.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from holdfast.core.store.oserrors import REFUSED
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY
 _NOWHERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
-"""Errors by which a link leads nowhere."""
+"""Errors of `stat` for a link without a target."""
 
 
 class LinkedFolder(OSError):
@@ -30,8 +29,8 @@ class LinkedFolder(OSError):
 
 @contextmanager
 def opened_below(directory: str, root: str) -> Iterator[list[int]]:
-    """The descriptors of `root`, which alone may be a link, and of each directory from there down to
-    `directory`.  LinkedFolder if the way there leads through another link."""
+    """Open `root` and each directory from there down to `directory`; yield their descriptors in that order.
+    Only `root` may be a link: LinkedFolder for any other."""
     here, way = root, [os.open(root, _FOLDER)]
     try:
         for name in _names_below(directory, root):
@@ -53,13 +52,13 @@ def _names_below(directory: str, root: str) -> list[str]:
 
 
 def unlink_below(path: str, root: str) -> None:
-    """Remove a file, or a link, that lies below `root`.  LinkedFolder if it lies behind a link."""
+    """Remove a file or link below `root`.  LinkedFolder if a folder on the way is a link."""
     with opened_below(os.path.dirname(path), root) as way:
         os.unlink(os.path.basename(path), dir_fd=way[-1])
 
 
 def fsync_directory(path: str) -> None:
-    """Make the names in a directory durable; one that is gone has none left."""
+    """Make the names in a directory durable; a missing directory is no error."""
     try:
         fd = os.open(path, _FOLDER)
     except FileNotFoundError:
@@ -89,10 +88,10 @@ def fsync_file(path: str) -> None:
 
 
 def fsync_directories(path: str, root: str) -> None:
-    """Make the names in `path`, and of all directories from there up to `root`, durable.
+    """Make the names in `path` and in all directories above it, up to `root`, durable.
 
-    All of them, not only those made by this process: another may have made one a moment ago and
-    died before it was durable.  An fsync of an unchanged directory costs next to nothing.
+    That includes directories of other processes: one may have died between mkdir and fsync.  An fsync of an
+    unchanged directory costs next to nothing.
     """
     fsync_directory(path)
     while path != root:
@@ -101,9 +100,9 @@ def fsync_directories(path: str, root: str) -> None:
 
 
 def make_directory(path: str, *, durable: bool = True) -> None:
-    """Make a directory, durable if asked, and those above it that are missing.
+    """Make a directory and its missing parents, durable if asked.
 
-    FileNotFoundError if one above was removed in the meantime: try again.
+    FileNotFoundError if a parent was removed in the meantime: try again.
     """
     parent = os.path.dirname(path)
     with suppress(FileExistsError):
@@ -123,23 +122,22 @@ def remove_empty_directories(path: str, root: str) -> None:
 
 
 def remove_if_empty(path: str, root: str, way: list[int]) -> None:
-    """The same, where the way there is open."""
+    """`remove_empty_directories`, with the descriptors that `opened_below` yielded."""
     with suppress(OSError):  # not empty, or another does the same: all fine
         for name, above in zip(_names_below(path, root)[::-1], way[-2::-1]):
             os.rmdir(name, dir_fd=above)
 
 
 def walk(directory: str, *, forbidden: bool = True, links: bool = False) -> Iterator[str]:
-    """Paths of all files below `directory`; what vanishes meanwhile is left out, and what lies deeper than
-    a key is long.
+    """Yield the paths of all files below `directory`, except those deeper than a key is long.
 
-    A directory that may not be read is a PermissionError, or left out too unless `forbidden`.  `links`:
-    also what lies in directories that there are links to, but for those that these lie in, each folder by
-    one link alone; and links that lead nowhere, for something was there.
+    Files that vanish meanwhile are left out.  An unreadable directory is a PermissionError if `forbidden`,
+    else left out.  `links`: follow links to directories, each directory by one link and none in a circle,
+    and yield links without a target, where a file may have been.
     """
     todo, seen = [(directory, "")], set[str]()
     while todo:
-        path, real = todo.pop()  # `real`: where it lies, if there is a link on the way
+        path, real = todo.pop()  # `real`: `path` with its links resolved
         if real in seen or len(path) > len(directory) + MAX_KEY_CHARS:
             continue
         if real:
@@ -159,8 +157,7 @@ def walk(directory: str, *, forbidden: bool = True, links: bool = False) -> Iter
 
 
 def _entries(directory: str, forbidden: bool) -> list[os.DirEntry[str]]:
-    """Return what lies in a directory, by name: nothing if it is gone, or, unless `forbidden`, may not be
-    read."""
+    """Return the entries of a directory by name; none if it is gone, or unreadable and not `forbidden`."""
     try:
         with os.scandir(directory) as scan:
             return sorted(scan, key=lambda entry: entry.name)
@@ -173,7 +170,7 @@ def _entries(directory: str, forbidden: bool) -> list[os.DirEntry[str]]:
 
 
 def first_link(path: str) -> str | None:
-    """Return the path of a link that `path` is, or that lies below it; None if there is none."""
+    """Return the path of the first link at or below `path`; None if there is none."""
     todo = [path]
     while todo:
         path = todo.pop()
@@ -185,7 +182,7 @@ def first_link(path: str) -> str | None:
 
 
 def _leads_nowhere(entry: os.DirEntry[str]) -> bool:
-    """True if a link's target is gone, or is the link itself by a detour."""
+    """True if a link has no target, or leads back to itself."""
     try:
         entry.stat()
     except OSError as error:

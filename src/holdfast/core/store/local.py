@@ -1,9 +1,9 @@
 """A store in a directory: local disks, NFS and parallel file systems.
 
-A key is a path below the root.  Every object appears at once and whole, and is durable when the
-call that made it returns (see `holdfast.core.store.tempfiles` for how).  Large objects are written with
-O_DIRECT where the file system has it: a checkpoint is not read again soon, and must not push the
-training data out of the page cache.
+A key is a path below the root.  Every object appears whole, and is durable when the call that made it
+returns (`holdfast.core.store.tempfiles` explains how).  Large objects are written with O_DIRECT if the
+file system has it: a checkpoint is seldom read again soon, and must not push training data out of the
+page cache.
 
     store = LocalStore("/scratch/run")
     writer = store.create("steps/0000000010/rank0.seg", size=1 << 30)
@@ -66,11 +66,11 @@ __all__ = ["LocalStore", "LocalWriter", "sweep_temp_files"]
 
 
 class LocalStore:
-    """Objects as files below `root`, which is made when the first object is.
+    """Objects as files below `root`, which is made with the first object.
 
-    With `durable=False` objects appear whole, and outlive the process, but not a power cut before `sync`:
-    for many small ones that count only together.  An operation that the file system does not answer within
-    `patience.limit_s` is given up: Deadline.
+    With `durable=False`, objects appear whole and outlive the process, but may not outlive a power cut
+    before `sync`.  An operation that the file system does not answer within `patience.limit_s` raises
+    Deadline.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, durable: bool = True) -> None:
@@ -79,9 +79,9 @@ class LocalStore:
         self.durable = flag_of(durable, "LocalStore", "durable")
         self.url = "file://" + quote(os.fsencode(self.root))
         self.direct = True
-        """True to ask for O_DIRECT; turns False once the file system has refused it."""
+        """Whether to ask for O_DIRECT; False once the file system has refused it."""
         self._links: set[str] = set()
-        """Links, by path, that the user has been told of."""
+        """Paths of the links that the user was warned of."""
 
     def __repr__(self) -> str:
         return f"LocalStore({self.root!r})"
@@ -90,8 +90,8 @@ class LocalStore:
     def put(
         self, key: str, data: Bytes, *, if_absent: bool = False, replacing: Bytes | None = None
     ) -> None:
-        """Write a small object, as `Store.put`.  With `replacing` it may wait for another process that
-        replaces the same object, for a minute at most (`Unavailable`)."""
+        """Write a small object, as `Store.put`.  With `replacing`, waits up to a minute while another
+        process replaces the same object, then raises `Unavailable`."""
         path, view = self._path(key), byte_view(data)
         flag_of(if_absent, "Store.put", "if_absent")
         seen = seen_view(key, if_absent, replacing)
@@ -136,12 +136,12 @@ class LocalStore:
 
     @patient
     def get(self, key: str) -> bytes:
-        """The whole of an object that is read whole, as `Store.get`."""
+        """Return all bytes of an object, as `Store.get`."""
         return self._whole(key, WHOLE_BYTES)
 
     @patient
     def get_small(self, key: str) -> bytes:
-        """The whole of a small object, as `Bounded.get_small`."""
+        """Return all bytes of a small object, as `Bounded.get_small`."""
         return self._whole(key, SMALL_FILE_BYTES)
 
     def _whole(self, key: str, most_bytes: int) -> bytes:
@@ -157,7 +157,7 @@ class LocalStore:
                 return read_whole(file, size)
 
     def read(self, key: str, offset: int, into: memoryview) -> None:
-        """Fill `into` with the bytes from `offset` on; `Corrupt` if the object ends before."""
+        """Fill `into` with the bytes from `offset` on; `Corrupt` if the object is shorter."""
         reader = self.open(key)
         try:
             reader.read(offset, into)
@@ -173,7 +173,7 @@ class LocalStore:
 
     @patient_or(lambda reader: reader.close())
     def open_once(self, key: str) -> DirectReader:
-        """Open an object that is read only once: past the page cache."""
+        """Open an object to be read only once, past the page cache."""
         path = self._path(key)
         with translated("read", key, path):
             return DirectReader(key, path, self.patience)
@@ -190,8 +190,8 @@ class LocalStore:
 
     @patient
     def entries(self, prefix: str = "") -> list[Entry]:
-        """All objects whose keys begin with `prefix`, sorted, with their lengths.  Not links that lead
-        nowhere, which `list` has."""
+        """All objects whose keys begin with `prefix`, sorted, with their lengths.  Unlike `list`, without
+        links that have no target."""
         found = []
         for key in self.list(prefix):
             with suppress(NotFound):
@@ -200,10 +200,11 @@ class LocalStore:
 
     @patient
     def list(self, prefix: str = "") -> list[str]:
-        """All keys that begin with `prefix`, sorted, without files whose names are no keys.  In a folder
-        also of what was moved, with a link in its place, and links that lead nowhere: to read one is
-        `NotFound`.  All of a root may have links to anywhere.  `StoreError` if the root, or what is above
-        it, is a file or a link that leads nowhere."""
+        """All keys that begin with `prefix`, sorted; files whose names are no keys are left out.
+
+        A prefix with a `/` follows links to folders, and lists links without a target: reading one is
+        `NotFound`.  `StoreError` if the root, or a folder above it, is a file or a link without a target.
+        """
         check_prefix(prefix)
         top = os.path.join(self.root, "")
         directory = os.path.join(top, os.path.dirname(prefix))
@@ -215,8 +216,8 @@ class LocalStore:
 
     @patient
     def delete(self, key: str) -> None:
-        """Remove an object if it is there, and the directories that this leaves empty.  What lies behind a
-        link below the root stays, and the user is told so; an object that is a link itself goes alone."""
+        """Delete an object, and the directories that this leaves empty.  An object behind a link below the
+        root is kept, with a warning; of an object that is a link, only the link is deleted."""
         path = self._path(key)
         directory = os.path.dirname(path)
         with translated("delete", key, path):
@@ -233,8 +234,7 @@ class LocalStore:
 
     @patient
     def is_behind_link(self, key: str) -> bool:
-        """True if the way to a key leads through a link below the root, of which the user is told once:
-        nothing is deleted there."""
+        """True if a folder of the key is a link, so that it is not deleted; the user is warned once."""
         try:
             with opened_below(os.path.dirname(self._path(key)), self.root):
                 return False
@@ -254,7 +254,7 @@ class LocalStore:
 
     @patient
     def sync(self, keys: Iterable[str]) -> None:
-        """Make objects durable, and their names.  Many at once, so that they share the disk's flushes."""
+        """Make objects and their names durable, in parallel, so that they share the disk's flushes."""
         paths = {self._path(key): key for key in keys}
 
         def flush(path: str) -> None:
@@ -266,7 +266,7 @@ class LocalStore:
 
     @patient
     def free_bytes(self) -> int | None:
-        """Free bytes of the disk, as far as this user may have them; None if nobody can tell."""
+        """Bytes of the disk that this user may still write; None if unknown."""
         try:
             room = os.statvfs(self.root)
         except OSError:
@@ -283,7 +283,7 @@ class LocalStore:
 
 
 def _fill(fd: int, offset: int, view: memoryview) -> int:
-    """Read until `view` is full or the file ends; the number of bytes missing."""
+    """Read until `view` is full or the file ends; return the number of bytes missing."""
     while view:
         num_bytes = os.preadv(fd, [view], offset)
         if not num_bytes:
@@ -294,7 +294,7 @@ def _fill(fd: int, offset: int, view: memoryview) -> int:
 
 
 class LocalReader:
-    """One object being read.  The kernel reads ahead of whoever reads in order by one descriptor."""
+    """One object being read.  The kernel reads ahead of sequential reads by one descriptor."""
 
     def __init__(self, key: str, path: str, patience: Patience) -> None:
         self.patience = patience
@@ -309,7 +309,7 @@ class LocalReader:
 
     @patient
     def read(self, offset: int, into: memoryview) -> None:
-        """Fill `into` with the bytes from `offset` on; `Corrupt` if the object ends before."""
+        """Fill `into` with the bytes from `offset` on; `Corrupt` if the object is shorter."""
         view = target_view(into, offset)
         with self._file.used() as fd, translated("read", self._key, self._path):
             check_range(self._key, offset, view, self._size)
@@ -319,15 +319,15 @@ class LocalReader:
             raise past_end(self._key, offset, offset + len(view), size)
 
     def close(self) -> None:
-        """Close the file, when no read is under way any more."""
+        """Close the file once no read is under way."""
         self._file.close()
 
 
 class LocalWriter:
     """One large object being written to a temporary file next to its final name.
 
-    A writer whose `finish` failed can only be aborted: after a failed fsync the kernel may have
-    dropped the bytes, and would report the next fsync a success.
+    After a failed `finish` only `abort` is possible: after a failed fsync the kernel may have dropped the
+    bytes, and would report the next fsync as a success.
     """
 
     block_bytes = BLOCK_BYTES
@@ -340,7 +340,7 @@ class LocalWriter:
         self._temp = temp
         self._state = "open"
         self._num_users = 0
-        """Number of calls under way that have the file open."""
+        """Number of calls that are using the file."""
         self._changed = threading.Condition()
 
     def place_of(self, key: str = "") -> str:
@@ -376,8 +376,8 @@ class LocalWriter:
             self._let_go()
 
     def abort(self) -> None:
-        """Forget everything written; waits for writes under way in other threads.  While storage does not
-        answer, nobody waits: all is forgotten when it does."""
+        """Discard everything written, after the writes under way in other threads.  If storage does not
+        answer, returns at once; the file is discarded when it does."""
         with self._changed:
             if self._state == "finished":
                 return
@@ -388,7 +388,7 @@ class LocalWriter:
         with self._changed:
             self._changed.wait_for(lambda: not self._num_users)
         self._temp.discard()
-        if self._temp.is_at(self._final):  # finish failed, or was given up, after the name was made
+        if self._temp.is_at(self._final):  # `finish` failed or timed out after the name was made
             with suppress(OSError):
                 os.unlink(self._final)
         remove_empty_directories(os.path.dirname(self._final), self._store.root)
@@ -401,7 +401,7 @@ class LocalWriter:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Hold the file open: a descriptor closed in mid-write could by then be another file's."""
+        """Keep the file open: the number of a closed descriptor may be given to another file."""
         with self._changed:
             self._check_open()
             self._num_users += 1

@@ -38,7 +38,7 @@ _objects: defaultdict[str, _Objects] = defaultdict(dict)  # by the name of the s
 
 
 class MemoryStore:
-    """Objects in a dict; all stores of one name share it for as long as the process lives."""
+    """Objects in a dict, which all stores of one name share until the process ends."""
 
     def __init__(self, name: str) -> None:
         if not isinstance(name, str):
@@ -67,11 +67,11 @@ class MemoryStore:
         return MemoryWriter(self, Parts(key, size))
 
     def get(self, key: str) -> bytes:
-        """A copy of the whole object."""
+        """Return a copy of an object."""
         return bytes(self._object(key))
 
     def read(self, key: str, offset: int, into: memoryview) -> None:
-        """Fill `into` with the bytes from `offset` on; `Corrupt` if the object ends before."""
+        """Fill `into` with the bytes from `offset` on; `Corrupt` if the object is shorter."""
         self.open(key).read(offset, into)
 
     def open(self, key: str) -> MemoryReader:
@@ -96,13 +96,13 @@ class MemoryStore:
             return sorted(key for key in self._objects if key.startswith(prefix))
 
     def delete(self, key: str) -> None:
-        """Forget an object if it is there."""
+        """Delete an object if it is there."""
         check_key(key)
         with _lock:
             self._objects.pop(key, None)
 
     def delete_many(self, keys: Sequence[str]) -> None:
-        """Forget objects, as `Bulk.delete_many`."""
+        """Delete objects, as `Bulk.delete_many`."""
         for key in keys:
             self.delete(key)
 
@@ -118,7 +118,7 @@ class MemoryStore:
         replace: bool,
         seen: memoryview | None = None,
     ) -> None:
-        """Make an object appear without a copy; `data` must not change any more."""
+        """Make an object appear without a copy; the caller must not change `data` any more."""
         with _lock:
             if not replace and key in self._objects:
                 raise exists(key, self.url)
@@ -145,7 +145,7 @@ class MemoryReader:
         self._data: bytes | bytearray | None = data
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Copy a range; `Corrupt` if the object ends before."""
+        """Copy a range; `Corrupt` if the object is shorter."""
         if self._data is None:
             raise UsageError(f"the reader of '{self._key}' is closed", key=self._key)
         data, view = self._data, target_view(into, offset)
@@ -155,7 +155,7 @@ class MemoryReader:
         view[:] = memoryview(data)[offset:stop]
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self._data = None
 
 
@@ -184,7 +184,7 @@ class MemoryWriter:
         self._data = None
 
     def abort(self) -> None:
-        """Forget everything written."""
+        """Discard everything written."""
         self._data = None
 
     def _open(self) -> bytearray:

@@ -1,24 +1,24 @@
-"""Buckets as stores: S3 and all that speaks it, Google, Azure; by obstore.
+"""Buckets as stores: S3 and compatible services, Google Cloud Storage and Azure, through obstore.
 
     ObjectStore("s3://bucket/runs/gpt")                       # extra torch-holdfast[object]
 
-What a bucket does differently from a disk, and how it is made the same:
+Differences from a disk, and how this module hides them:
 
 * *A small object appears at once.*  `if_absent` is `If-None-Match: *`, and `replacing` is `If-Match` with
-  the tag of the object whose bytes were compared.  A store that takes such a condition and does not heed it
-  is found at the first such put, by asking for the same once more, and refused.
-* *A reply can be lost after the work was done.*  A conditional put that is repeated may then find its own
-  object.  So such puts are repeated here and not by obstore: whoever finds the key taken, after a request
-  whose end is not known, looks whether his own bytes lie there.
+  the tag of the object whose bytes were compared.  Some services accept such a condition and ignore it: the
+  first conditional put is sent twice, and a service that accepts the second one is refused.
+* *A reply can be lost after the work was done.*  A repeated conditional put may then find its own
+  object.  So this module repeats such puts, not obstore: if the key is taken after a request without a
+  reply, it compares the object's bytes with its own.
 * *A large object is a multipart upload*, which obstore sends from an iterator, `_UPLOADS` parts at a time:
 
       write(offset, part)  ->  early parts, by offset  ->  ready, in order  ->  obstore.put(iterator)
       several threads          wait for those before        at most `_WINDOW`      one thread of the writer
 
-  If the writer is aborted, the iterator raises, and obstore aborts the upload.  Parts grow with the object,
-  of which there may be 10,000 at most.  There is no condition on the end of an upload: a key that is taken
-  is looked for before.
-* *Requests fail all the time.*  They are repeated with jitter, within what an operation may take.
+  If the writer is aborted, the iterator raises, and obstore aborts the upload.  There may be 10,000
+  parts, so they are larger for a larger object.  Completing an upload takes no condition, so the key is
+  looked up before.
+* *Requests fail all the time.*  They are repeated with jitter, within the operation's time limit.
 """
 
 from __future__ import annotations
@@ -84,21 +84,21 @@ except ImportError:
 _T = TypeVar("_T")
 
 UPLOAD_PART_BYTES = 8 << 20
-"""Bytes of a part of an upload, or more for an object of more than `_MOST_PARTS` of them."""
+"""Bytes of a part of an upload; more for an object of more than `_MOST_PARTS` such parts."""
 _MOST_PARTS = 9_000
 _UPLOADS = 4
-"""Parts of one object that are on their way at the same time."""
+"""Parts of one object that are sent at the same time."""
 _WINDOW = UPLOAD_PART_BYTES
-"""Bytes that are copied and wait to be sent; with `_UPLOADS` parts under way, which obstore copies once
-more, a writer holds 73 MiB, as measured with 1.5 GB."""
+"""Bytes that are copied and wait to be sent.  With the `_UPLOADS` parts being sent, which obstore copies
+once more, a writer holds 73 MiB (measured with 1.5 GB)."""
 _EARLY_S = 0.2
-"""Seconds that a part waits for those before it."""
+"""Seconds that a part waits for the parts before it."""
 _PAGE = 1_000
 
 _proved: set[tuple[str, str, str]] = set()
-"""Stores that have been seen to enforce conditions: scheme, endpoint and bucket."""
+"""Buckets that are known to enforce conditions: scheme, endpoint and bucket."""
 _pid: int | None = None
-"""Process in which obstore is used, with threads of its own."""
+"""Process that has started obstore's threads."""
 
 
 class ObjectStore:
@@ -106,8 +106,8 @@ class ObjectStore:
 
     read_bytes = 4 << 20
     read_threads = 12
-    """A bucket takes 10 to 100 ms to begin to answer, and gives some 100 MB/s to each request.  What is
-    under way is held twice, by obstore and here: 96 MiB."""
+    """A bucket's latency is 10 to 100 ms, and its bandwidth some 100 MB/s per request.  obstore and this
+    process each hold the bytes under way: 96 MiB together."""
 
     def __init__(self, url: str) -> None:
         self.address: BucketAddress = address_of(url)
@@ -148,7 +148,7 @@ class ObjectStore:
     def _put_if(
         self, key: str, view: memoryview, mode: Any, taken: Callable[[str, str], HoldfastError]
     ) -> None:
-        """Put under a condition.  A request whose end is not known is repeated, and may have been done."""
+        """Put under a condition.  A request without a reply is repeated, although it may have succeeded."""
         is_doubtful, pauses = False, self._pauses()
         while True:
             try:
@@ -157,7 +157,7 @@ class ObjectStore:
             except (AlreadyExistsError, PreconditionError) as error:
                 if "ConditionalRequestConflict" not in str(error):  # S3: two at the same time
                     if is_doubtful and self.get(key) == view:
-                        return  # by the request that was not answered
+                        return  # put by the request whose reply was lost
                     raise taken(key, self.url) from None
                 failed: StoreError = Unavailable(
                     f"cannot put '{self.place_of(key)}': {_said(error)}"
@@ -169,7 +169,7 @@ class ObjectStore:
                 raise failed
 
     def _pauses(self) -> Iterator[bool]:
-        """Pause for longer each time, and say True, while an operation may go on."""
+        """Yield True after longer and longer pauses, until the operation's time is over."""
         until, pause_s = time.monotonic() + self._limit_s * 0.6, 0.1
         while time.monotonic() + pause_s <= until:
             time.sleep(pause_s * random.uniform(0.5, 1.5))
@@ -177,7 +177,8 @@ class ObjectStore:
             yield True
 
     def _prove_conditions(self, key: str, view: memoryview) -> None:
-        """UsageError if a store lets the same key be made once more.  Asked once for each bucket."""
+        """UsageError if a second `If-None-Match` put of the same key succeeds.  Asked once for each
+        bucket."""
         place = (self.address.scheme, self.address.options.get("endpoint", ""), self.address.bucket)
         if place in _proved or self.address.flag("unsafe"):
             return
@@ -187,7 +188,7 @@ class ObjectStore:
             _proved.add(place)
             return
         except (BaseError, OSError):
-            return  # not heard: the next put asks again
+            return  # no reply: the next put asks again
         with suppress(StoreError):  # the reason is told all the same
             self.delete(key)
         raise UsageError(
@@ -199,18 +200,18 @@ class ObjectStore:
         )
 
     def create(self, key: str, size: int) -> ObjectWriter:
-        """Begin a large object.  Makes no request: an object of at most `UPLOAD_PART_BYTES` is put whole by
-        `finish`."""
+        """Begin a large object, without a request.  `finish` puts an object of at most
+        `UPLOAD_PART_BYTES`."""
         return ObjectWriter(self, Parts(key, size))
 
     @patient
     def get(self, key: str) -> bytes:
-        """The whole of an object that is read whole, as `Store.get`: one request."""
+        """Return all bytes of an object, as `Store.get`: one request."""
         return self._whole(key, WHOLE_BYTES)
 
     @patient
     def get_small(self, key: str) -> bytes:
-        """The whole of a small object, as `Bounded.get_small`: one request."""
+        """Return all bytes of a small object, as `Bounded.get_small`: one request."""
         return self._whole(key, SMALL_FILE_BYTES)
 
     def _whole(self, key: str, most_bytes: int) -> bytes:
@@ -228,7 +229,7 @@ class ObjectStore:
         self.open(key).read(offset, into)
 
     def open(self, key: str) -> ObjectReader:
-        """Open an object for many reads, without a request: a read says if it is not there."""
+        """Open an object for many reads, without a request: a read raises `NotFound` if there is none."""
         check_key(key)
         return ObjectReader(self, key)
 
@@ -247,8 +248,11 @@ class ObjectStore:
         return [entry.key for entry in self.entries_many([prefix])]
 
     def entries_many(self, prefixes: Sequence[str]) -> EntryList:
-        """All objects whose keys begin with one of `prefixes`: for several, all of the store is listed, a
-        request for each 1,000.  If more than so many are others, each prefix is listed by itself."""
+        """All objects whose keys begin with one of `prefixes`, at one request per 1,000 objects.
+
+        Several prefixes are found in a listing of their common folder; after 1,000 other objects, each
+        prefix is listed by itself.
+        """
         found = self._found(prefixes[0] if len(prefixes) == 1 else "", tuple(prefixes))
         if found is None:
             found = [entry for prefix in prefixes for entry in self.entries(prefix)]
@@ -278,18 +282,18 @@ class ObjectStore:
     def delete(self, key: str) -> None:
         """Remove an object if it is there: one request."""
         check_key(key)
-        with suppress(NotFound):  # which Azure minds
+        with suppress(NotFound):  # Azure raises it
             self.ask("delete", key, lambda inner, name: obstore.delete(inner, name))
 
     @patient
     def delete_many(self, keys: Sequence[str]) -> None:
-        """Remove objects: a request for each 1,000 in S3, for each 256 in Azure, for each in Google's."""
+        """Delete objects; one request per 1,000 on S3, per 256 on Azure, per object on Google."""
         for key in keys:
             check_key(key)
         names = [self._prefix + key for key in keys]
         try:
             self.ask("delete", keys[0], lambda inner, _: obstore.delete(inner, names))
-        except NotFound:  # which Google and Azure mind: some of the others may be left
+        except NotFound:  # Google and Azure raise it, and may leave other objects
             in_threads(self.delete, [*keys], _UPLOADS)
 
     def place_of(self, key: str) -> str:
@@ -307,10 +311,10 @@ class ObjectStore:
         call: Callable[[Any, str], _T],
         may_repeat: Callable[[], bool] = lambda: True,
     ) -> _T:
-        """Do `call` with obstore's store and the key's name there, and say what fails as a store does.
+        """Run `call` with obstore's store and the key's name in the bucket; raises StoreErrors.
 
-        Obstore repeats what fails, but not a request whose reply was cut short: that is repeated here, if
-        it may be.
+        obstore repeats failing requests, but not one whose reply was cut short: that is repeated here while
+        `may_repeat()`.
         """
         inner, pauses = self._inner(repeat=True), self._pauses()
         while True:
@@ -335,7 +339,7 @@ class ObjectStore:
             return self._connections[2 if repeat else 1]
 
     def _translated(self, operation: str, key: str, error: Exception) -> StoreError:
-        """What a store says of an error of obstore's."""
+        """Return obstore's error as a StoreError."""
         said, place = _said(error), self.place_of(key)
         if any(code in str(error) for code in ("NoSuchBucket", "ContainerNotFound")):
             return StoreError(
@@ -368,7 +372,7 @@ class ObjectReader:
 
     @patient
     def read(self, offset: int, into: memoryview) -> None:
-        """Fill `into` with the bytes from `offset` on; `Corrupt` if the object ends before."""
+        """Fill `into` with the bytes from `offset` on; `Corrupt` if the object is shorter."""
         if self._is_closed:
             raise UsageError(f"the reader of '{self._key}' is closed", key=self._key)
         view = target_view(into, offset)
@@ -394,19 +398,18 @@ class ObjectReader:
         view[:] = found
 
     def close(self) -> None:
-        """Let go of it."""
+        """Refuse further reads."""
         self._is_closed = True
 
 
 class _Aborted(Exception):
-    """Ends an upload that nobody wants any more."""
+    """Makes obstore abort an upload."""
 
 
 class ObjectWriter:
     """One large object being written: parts are copied, put in order, and sent by a thread of the writer.
 
-    A part that comes long before its turn is kept in memory until then.  A writer whose `finish` failed can
-    only be aborted.
+    An early part is held in memory until its turn.  After a failed `finish` only `abort` is possible.
     """
 
     block_bytes = BLOCK_BYTES
@@ -426,8 +429,8 @@ class ObjectWriter:
 
     @patient
     def write(self, offset: int, data: Bytes) -> None:
-        """Copy a part; waits while `_WINDOW` bytes are to be sent.  A part that comes again must have the
-        same bytes."""
+        """Copy a part; blocks while `_WINDOW` bytes wait to be sent.  A part that is written again must
+        have the same bytes."""
         view = byte_view(data)
         self._parts.check(offset, len(view))
         self._check_open()
@@ -458,8 +461,7 @@ class ObjectWriter:
             self._state = "finished"
 
     def abort(self) -> None:
-        """Forget everything written.  The thread that sends deletes what of it is in the bucket already,
-        if that answers."""
+        """Discard everything written.  The sending thread aborts the upload, if the bucket answers."""
         if self._state == "finished":
             return
         self._state = "aborted"
@@ -488,22 +490,22 @@ class ObjectWriter:
                     chunk_size=part,
                     max_concurrency=_UPLOADS,
                 ),
-                may_repeat=lambda: self._queue.num_taken == 0,  # its begin was not answered
+                may_repeat=lambda: self._queue.num_taken == 0,  # the reply to its begin was lost
             )
         except BaseException as error:
             self._failed = error
             self._queue.fail(error)
 
     def _forgive_lost_reply(self, key: str) -> None:
-        """Forget the error of an upload that has ended all the same: there was no object, all parts were
-        sent, and now one of this length is there."""
+        """Clear the error of an upload that succeeded but whose reply was lost: there was no object before,
+        all parts were sent, and now there is an object of this length."""
         if isinstance(self._failed, StoreError) and self._queue.is_empty:
             with suppress(StoreError):
                 if self._store.size(key) == self._parts.size:
                     self._failed = None
 
     def _check_absent(self, key: str) -> None:
-        """`Exists` if the key is taken: obstore ends uploads without a condition."""
+        """`Exists` if the key is taken: obstore completes uploads without a condition."""
         try:
             self._store.size(key)
         except NotFound:
@@ -526,7 +528,7 @@ class ObjectWriter:
 
 
 class _Ordered:
-    """Parts that come in any order and leave in the order of their offsets."""
+    """A queue of parts that come in any order and leave in the order of their offsets."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -537,12 +539,12 @@ class _Ordered:
         self._is_ended = False
         self._error: BaseException | None = None
         self.num_taken = 0
-        """Parts that have left."""
+        """Number of parts that have left."""
         self.is_empty = False
-        """All parts have left, and there are no more."""
+        """True once all parts have left and no more will come."""
 
     def add(self, offset: int, part: bytes) -> None:
-        """Take a part, and move those whose turn it is now."""
+        """Add a part, and make the parts whose turn it is ready."""
         with self.changed:
             self._early[offset] = part
             while (at := self._first()) is not None:
@@ -557,9 +559,9 @@ class _Ordered:
         return next((at for at in self._early if at <= self._next), None)
 
     def wait_for_room(self, offset: int) -> None:
-        """Wait until a part may be copied: fewer than `_WINDOW` bytes are ready, and it is its turn, or all
-        is over.  One that has waited `_EARLY_S` for its turn is let in: its thread may be the one that will
-        bring those before it."""
+        """Block until a part may be copied: fewer than `_WINDOW` bytes are ready and it is its turn, or
+        the upload has ended.  After `_EARLY_S` it may be copied early: its thread may be the one that
+        will write the parts before it."""
         with self.changed:
             self.changed.wait_for(
                 lambda: offset <= self._next or self._error is not None, timeout=_EARLY_S
@@ -567,13 +569,13 @@ class _Ordered:
             self.changed.wait_for(lambda: self._ready_bytes < _WINDOW or self._error is not None)
 
     def end(self) -> None:
-        """Let the parts end after those that are there."""
+        """Declare that no more parts will come."""
         with self.changed:
             self._is_ended = True
             self.changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Let whoever takes parts get this error, and forget them."""
+        """Drop all parts and raise this error in `parts`."""
         with self.changed:
             self._error = error
             self._early, self._ready = {}, deque()
@@ -601,8 +603,8 @@ def _put(inner: Any, name: str, view: memoryview, mode: Any) -> None:
 
 
 def _check_process() -> None:
-    """UsageError in a forked child of a process that has used a bucket: obstore's threads are not there,
-    and a request would wait for ever."""
+    """UsageError in a forked child of a process that has used a bucket: obstore's threads are missing,
+    and a request would hang."""
     global _pid
     if _pid is None:
         _pid = os.getpid()
@@ -617,21 +619,21 @@ _SECRETS = re.compile(
     r"((?:[?&][^=&\s]+|sig|sas|token|Signature|Credential|AWSAccessKeyId)=)[^&\s\"')]+",
     re.IGNORECASE,
 )
-"""Options of the URLs of requests: many are signatures."""
+"""Matches the query of a request's URL, which may hold a signature."""
 
 _CUT = "request or response body error"
-"""How obstore says that a connection ended before the reply did."""
+"""obstore's text for a connection that closed before the end of the reply."""
 _NO_RANGE = re.compile(r"Wanted range starting at|CONTENT_RANGE header: \"bytes 0--1/0\"")
-"""How obstore says that a reply has nothing of the range, where the status does not: Azure's emulator."""
+"""obstore's texts for a range past the end where the status does not say so (Azure's emulator)."""
 
 
 def _said(error: Exception) -> str:
-    """The first lines of what obstore says, without secrets and its inner forms."""
+    """The first lines of obstore's message, without secrets and debug forms."""
     text = str(error).partition("\n\nDebug source")[0]
     return _SECRETS.sub(r"\1...", redacted(" ".join(text.split())))[:400]
 
 
 def _status(error: Exception) -> str:
-    """The line in which obstore tells the status of the reply."""
+    """The line of obstore's message that states the HTTP status."""
     found = re.search(r"status code: (\d{3})", str(error))
     return found[1] if found else ""

@@ -1,11 +1,11 @@
-"""The one border where what the operating system says becomes what a store says.
+"""The border where errors of the operating system become `StoreError`s.
 
     with translated("put", key, path):
         os.link(temp, path)           # EEXIST -> Exists, ENOSPC -> OutOfSpace, EIO -> Unavailable
 
-Every message carries the operation, the full path and the cause.  The system says ENOTDIR, ELOOP or ENOENT
-of the whole path, and not of the part that is wrong: of a link to a volume that is not mounted it says that
-a file deep below is not there.  So the way is looked at from the top down, and the obstacle is named:
+Every message states the operation, the full path and the cause.  ENOTDIR, ELOOP and ENOENT do not say
+which part of the path is wrong: for a link to a volume that is not mounted, the error is that a file deep
+below is missing.  So the path is checked from the top down, and the message names the obstacle:
 
     obstacle("/scratch/run/steps")    # "'/scratch/run' is a file, not a folder"
 """
@@ -36,9 +36,9 @@ _NESTED = "a key cannot also be the directory of other keys"
 
 
 def obstacle(path: str, *, folder: bool = False) -> tuple[str, str] | None:
-    """The first part of an absolute path that cannot be passed, and what to do; None if there is none.
+    """Return the first obstacle on an absolute path and a hint, in words; None if there is none.
 
-    `folder`: the path itself ought to be one.  A part that is only missing is no obstacle.
+    `folder`: the path itself must be a folder.  A missing part is no obstacle.
     """
     parts = path.split(os.sep)
     for name in parts:
@@ -64,7 +64,7 @@ def obstacle(path: str, *, folder: bool = False) -> tuple[str, str] | None:
 
 
 def _of_link(path: str, code: int | None) -> tuple[str, str] | None:
-    """Say why a link leads nowhere; None if there is no link."""
+    """Return why a link has no target, and a hint; None if there is no link."""
     if not os.path.islink(path):
         return None
     target = os.readlink(path)
@@ -84,7 +84,7 @@ _ON_THE_WAY = (
     errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT, errno.EACCES, errno.EBUSY,
 )  # fmt: skip
 REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-"""Error numbers by which a file system says that it does not know a flag or a call."""
+"""Error numbers for a flag or call that the file system does not support."""
 
 _PASSING = (
     "EIO ESTALE ETIMEDOUT EAGAIN EINTR EBUSY ENOLCK ENOMEM EMFILE ENFILE EREMOTEIO ECONNRESET "
@@ -117,7 +117,7 @@ _KINDS = _error_kinds()
 
 @contextmanager
 def translated(op: str, key: str, path: str) -> Iterator[None]:
-    """The one border where an `OSError` becomes a `StoreError`."""
+    """Raise an `OSError` of this block as a `StoreError` of operation `op` on `key`."""
     try:
         yield
     except HoldfastError:  # a Deadline is an OSError, too
@@ -131,7 +131,7 @@ def _store_error(op: str, key: str, path: str, error: OSError) -> StoreError:
     kind = _KINDS.get(code, StoreError)
     if op in ("get", "read", "size") and code in (errno.ENOTDIR, errno.EISDIR, errno.ELOOP):
         kind = NotFound
-    if code == errno.ENAMETOOLONG and os.path.islink(path):  # to a name that there cannot be
+    if code == errno.ENAMETOOLONG and os.path.islink(path):  # its target cannot exist
         kind = NotFound
     cause, hint = error.strerror or str(error), _HINTS.get(code) if kind is not NotFound else None
     found = obstacle(path, folder=op == "list") if code in _ON_THE_WAY else None
@@ -142,5 +142,5 @@ def _store_error(op: str, key: str, path: str, error: OSError) -> StoreError:
 
 
 def shortened(path: str) -> str:
-    """A path as a message can bear it."""
+    """A path for a message: a long one without its middle."""
     return path if len(path) <= _MOST_SHOWN else f"{path[:200]}...{path[-80:]}"

@@ -1,12 +1,11 @@
-"""Files that are read by several threads, until somebody closes them: by way of the page cache, or past it.
+"""Files that several threads read: through the page cache, or past it (`DirectReader`).
 
-The number of a descriptor that is closed is given to the next file that is opened.  A thread that reads in
-the middle of `close`, because storage has not answered it in time and nobody waited any longer, would read
-from that one.  So whoever closes while the file is in use leaves it to the last user.
+The number of a closed descriptor is given to the next file that is opened.  A read that storage has not
+answered in time may still be under way at `close`, and would then read from that other file.  So the last
+user closes the file.
 
-What is read once and not again goes past the page cache (`DirectReader`).  Filling the cache costs the
-kernel a copy and fresh pages, on the cores that a restart computes with, and pushes out what training reads
-again.
+Bytes that are read once go past the page cache.  Filling the cache costs the kernel a copy and fresh
+pages, on the cores of a restart, and evicts data that training reads again.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ from holdfast.core.store.tempfiles import is_aligned
 
 
 class Descriptor:
-    """The open file of an object that is read; closed when it is let go and not in use."""
+    """The open file of an object being read; the last user closes it after `close`."""
 
     def __init__(self, file: io.FileIO, key: str) -> None:
         self._file = file
         self._key = key
         self._lock = threading.Lock()
         self._num_users = 1
-        """Uses under way, and one more until `close` is called."""
+        """Number of uses under way, plus one until `close`."""
         self._is_closed = False
 
     @contextmanager
     def used(self) -> Iterator[int]:
-        """The descriptor, which stays open in this block.  UsageError if it is closed."""
+        """Yield the descriptor, which stays open in this block.  UsageError if it is closed."""
         with self._lock:
             if self._is_closed:
                 raise UsageError(f"the reader of '{self._key}' is closed", key=self._key)
@@ -51,7 +50,7 @@ class Descriptor:
             self._let_go()
 
     def close(self) -> None:
-        """Close it as soon as nobody uses it.  Safe to call twice."""
+        """Close the file once no use is under way.  Safe to call twice."""
         with self._lock:
             was_closed, self._is_closed = self._is_closed, True
         if not was_closed:
@@ -70,7 +69,7 @@ _SPARE_BYTES = 2 << 20
 
 
 class _Spare(threading.local):
-    """Memory of one thread that starts at a page; a fork has its own."""
+    """A page-aligned buffer per thread."""
 
     def __init__(self) -> None:
         self.view = memoryview(mmap.mmap(-1, _SPARE_BYTES, flags=mmap.MAP_PRIVATE))
@@ -80,10 +79,9 @@ _spare = _Spare()
 
 
 class DirectReader:
-    """One object being read with O_DIRECT, or through the page cache where the file system refuses it.
+    """One object being read with O_DIRECT, or through the page cache if the file system refuses that.
 
-    Whole blocks are read straight into memory that starts at one; else into memory of the reading thread,
-    and copied out.
+    Whole blocks are read directly into aligned memory; else through a buffer of the reading thread.
     """
 
     def __init__(self, key: str, path: str, patience: Patience) -> None:
@@ -125,7 +123,7 @@ class DirectReader:
         return got
 
     def _blocks(self, fd: int, at: int, into: memoryview) -> int:
-        direct = self._direct  # as it is now: several threads may be refused at once
+        direct = self._direct  # a copy: several threads may be refused at once
         try:
             return os.preadv(fd, [into], at)
         except OSError as error:
@@ -137,5 +135,5 @@ class DirectReader:
         return os.preadv(fd, [into], at)
 
     def close(self) -> None:
-        """Close the file when no read is under way any more, as `Reader.close`."""
+        """Close the file once no read is under way, as `Reader.close`."""
         self._file.close()

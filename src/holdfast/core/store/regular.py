@@ -1,15 +1,15 @@
-"""Regular files alone are read: whatever else lies where a file should is refused at once.
+"""Only regular files are read: a device, FIFO or socket in the place of a file is refused at once.
 
-A root may come out of an archive, or several users may write to it.  Then a FIFO may lie where a file
-should be, whose opening waits for a writer for ever; a link to /dev/zero, which never ends; or a file of
-3 TB that has not one block on the disk.  A link to a regular file is as good as the file.
+A root may come out of an archive, or several users may write to it.  It may then hold a FIFO, whose
+opening waits for a writer for ever; a link to /dev/zero, which never ends; or a sparse file of 3 TB
+without a block on the disk.  A link to a regular file is fine.
 
-    file, is_direct, size = open_regular(path, key)   # never waits; Corrupt for what is no file
-    data = whole(file, size)                          # so many bytes, whatever the file says now
+    file, is_direct, size = open_regular(path, key)   # never blocks; Corrupt for anything but a file
+    data = read_whole(file, size)                     # at most `size` bytes, even if the file has grown
 
-A signal may interrupt a training thread at any call, even at the one that has just opened a file: a
-launcher that recovers in place sends them.  So a descriptor has an owner before Python looks for signals
-again (`open_file`), which closes it when nobody knows it any more.
+A launcher that recovers in place sends signals, which may interrupt the training thread right after a
+file was opened.  So the descriptor belongs to an object before Python handles signals again
+(`open_file`); the object closes it when it is collected.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from contextlib import suppress
 from holdfast.base.errors import Corrupt
 from holdfast.core.store.oserrors import REFUSED, shortened
 
-O_DIRECT: int = getattr(os, "O_DIRECT", 0)  # no such thing on macOS
+O_DIRECT: int = getattr(os, "O_DIRECT", 0)  # missing on macOS
 AT_ONCE = os.O_NONBLOCK | os.O_NOCTTY
-"""Flags by which an opening waits for nobody, and a terminal stays another's."""
+"""Flags by which `open` does not block, and a terminal does not become the controlling one."""
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -35,16 +35,16 @@ _KINDS = {
 
 
 def open_file(path: str, flags: int) -> io.FileIO:
-    """Open a file, but no directory; new ones have the mode 0666 without the umask.
+    """Open a file, not a directory; a new file gets the mode 0666 without the umask.
 
-    All of it is one call into C, behind which Python looks for signals.  `open(opener=)` has one more, in
-    which the descriptor would be nobody's.
+    One call into C, so that Python handles no signal in between.  `open(opener=)` is two calls, between
+    which the descriptor would have no owner.
     """
     return next(map(io.FileIO, map(os.open, (path,), (flags,), (0o666,))))
 
 
 def open_direct(path: str, flags: int) -> tuple[io.FileIO, bool]:
-    """An open file, and whether it has O_DIRECT: not where the file system refuses it."""
+    """Return an open file, and whether it has O_DIRECT: False if the file system refuses it."""
     if O_DIRECT:
         try:
             return open_file(path, flags | O_DIRECT), True
@@ -58,9 +58,9 @@ def open_direct(path: str, flags: int) -> tuple[io.FileIO, bool]:
 
 
 def open_regular(path: str, key: str, *, direct: bool = False) -> tuple[io.FileIO, bool, int]:
-    """A file open to be read, whether it has O_DIRECT, and its length.
+    """Return a file opened for reading, whether it has O_DIRECT, and its length in bytes.
 
-    Corrupt if a FIFO, a device or a socket lies there; IsADirectoryError.
+    Corrupt for a FIFO, a device or a socket; IsADirectoryError.
     """
     check_regular(os.stat(path), path, key)
     flags = os.O_RDONLY | AT_ONCE
@@ -69,7 +69,7 @@ def open_regular(path: str, key: str, *, direct: bool = False) -> tuple[io.FileI
 
 
 def check_regular(status: os.stat_result, path: str, key: str) -> int:
-    """The length of a file.  Corrupt if it is none; IsADirectoryError."""
+    """Return the length of a regular file.  Corrupt for anything else; IsADirectoryError."""
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
     kind = _KINDS.get(stat.S_IFMT(status.st_mode))
@@ -85,7 +85,7 @@ def check_regular(status: os.stat_result, path: str, key: str) -> int:
 
 
 def has_hole(file: io.FileIO, size: int) -> bool:
-    """True if parts of a file were never written: it may be far longer than what it takes of a disk."""
+    """True if a file is sparse, so that its length may far exceed its space on the disk."""
     try:
         return os.lseek(file.fileno(), 0, os.SEEK_HOLE) < size
     except OSError:  # the file system cannot tell
@@ -93,7 +93,7 @@ def has_hole(file: io.FileIO, size: int) -> bool:
 
 
 def read_whole(file: io.FileIO, size: int) -> bytes:
-    """The first `size` bytes of a file, or all that it has."""
+    """Return the first `size` bytes of a file; fewer if it is shorter."""
     fd = file.fileno()
     data = os.pread(fd, size, 0)
     while data and len(data) < size and (more := os.pread(fd, size - len(data), len(data))):

@@ -1,20 +1,19 @@
-"""Replacing a file only while it is the one that was seen, against other processes that do the same.
+"""Compare and swap of a file, across processes and hosts.
 
-    with held(path) as file:              # nobody else holds this file to replace it
-        if whole(file, len(seen)) == seen:
+    with locked(path) as file:            # no other process replaces this file
+        if read_whole(file, len(seen)) == seen:
             temp.publish(path, root, replace=True)
 
-A file system has no call for this: rename replaces whatever is there.  So whoever means to replace a file
-locks that very file first.  A replacement is another file of the same name, so a lock that was waited for
-may be of a file that has no name any more: then the new one is taken.  There is no lock file, so nothing
-stays behind; the kernel drops the lock of a process that dies.
+A file system has no call for this: rename replaces any file.  So a process locks the file before it
+replaces it.  The replacement is another file of the same name; a process that waited for the lock of the
+old file then locks the new one.  There is no lock file to leave behind; the kernel drops the lock of a
+process that dies.
 
     A: lock old, equal, rename ......... unlock
     B: wait for the lock of old ............... is old still `path`? no: lock new, not equal, refuse
 
-flock(2) holds between hosts on NFS, too (the client makes a lock of byte ranges of it).  Where a file
-system refuses locks, such as Lustre mounted without `flock`, a warning says so once, and the look and the
-rename are two steps.
+flock(2) also works between hosts on NFS (as a byte-range lock).  If a file system refuses locks, as
+Lustre does when mounted without `flock`, the user is warned once, and compare and rename are two steps.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from holdfast.core.store.oserrors import REFUSED
 from holdfast.core.store.regular import AT_ONCE, open_file
 
 _DEADLINE_S = 60.0
-"""Others hold a lock for one small write; who holds it longer is stuck."""
+"""A process holds the lock for one small write; after this time it counts as stuck."""
 
 _POLL_S = 0.005
 _BUSY = (errno.EAGAIN, errno.EACCES, errno.EINTR)
@@ -41,10 +40,9 @@ _NO_LOCKS = (*REFUSED, errno.ENOLCK)
 
 @contextmanager
 def locked(path: str, *, deadline_s: float = _DEADLINE_S) -> Iterator[io.FileIO]:
-    """The file at `path`, open and locked; nobody else replaces it meanwhile.
+    """Yield the file at `path`, open and locked, so that no other process replaces it in this block.
 
-    Blocks while another process holds it; Unavailable after `deadline_s`.  FileNotFoundError if there is
-    none.
+    Blocks while another process holds the lock; Unavailable after `deadline_s`.  FileNotFoundError.
     """
     until = time.monotonic() + deadline_s
     while True:
@@ -56,7 +54,7 @@ def locked(path: str, *, deadline_s: float = _DEADLINE_S) -> Iterator[io.FileIO]
 
 def _open(path: str) -> io.FileIO:
     with suppress(PermissionError):
-        return open_file(path, os.O_RDWR | AT_ONCE)  # NFS locks only what may be written
+        return open_file(path, os.O_RDWR | AT_ONCE)  # NFS locks only files opened for writing
     return open_file(path, os.O_RDONLY | AT_ONCE)
 
 
@@ -76,8 +74,8 @@ def _lock(fd: int, path: str, until: float) -> bool:
             return False
         if time.monotonic() > until:
             raise Unavailable(
-                f"'{path}' is being replaced by another process, which does not end",
-                hint="is that process stopped, or its storage stuck?  `fuser` names it",
+                f"'{path}' is being replaced by another process, which has not finished in time",
+                hint="`fuser` names that process; is it stopped, or its storage stuck?",
             )
         time.sleep(_POLL_S)
 

@@ -1,4 +1,4 @@
-"""Files that appear whole and stay: what a store on a file system is made of.
+"""Files that appear whole and durable.
 
 An object is written under a temporary name in the directory it will live in, made durable, and
 only then given its own name:
@@ -6,14 +6,14 @@ only then given its own name:
     temp = open_temp(directory)            # .tmp-<place>-<pid>-<random>
     temp.write(0, view)
     temp.publish(final, root, replace=False)
-    temp.discard()                         # always; after publish there is nothing left to do
+    temp.discard()                         # always; does nothing after publish
 
-The order must hold (else data loss): bytes reach the disk, the name appears, the name reaches the
-disk.  A name that must be new is made by link(2), which is atomic on NFS too and fails if the name
-is taken.  A reply to link or rename can be lost on a network and the call repeated, so after an
-error we look whether the name is ours: then the call did succeed.
+The order must hold (else data loss): bytes reach the disk, the name appears, the name reaches the disk.
+A name that must be new is made by link(2), which is atomic on NFS too and fails if the name is taken.  A
+network file system may lose the reply and repeat the call; so after an error of link or rename, the call
+counts as successful if the name is our file's.
 
-A process that dies leaves its temporary files.  Nobody ever lists them; `sweep_temp_files` removes them.
+A process that dies leaves its temporary files.  They are never listed; `sweep_temp_files` removes them.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ _TEMP_NAME = re.compile(r"\.tmp-(?P<place>.+)-(?P<pid>\d{1,9})-[0-9a-f]{16}")
 
 
 def owner() -> str:
-    """Name of where this process runs, for file names; `unknown` if that cannot be told apart."""
+    """Return a name of this boot of this host, for file names; `unknown` if it cannot be told."""
     where = host_id()
     return "unknown" if where is None else hashlib.sha256(where.encode()).hexdigest()[:16]
 
 
 def temp_name() -> str:
-    """A file name that no other process has, and that tells whose it is."""
+    """Return a unique file name that states this host and process."""
     return f".tmp-{owner()}-{os.getpid()}-{secrets.token_hex(8)}"
 
 
@@ -64,11 +64,11 @@ def sweep_temp_files(
     root: str | os.PathLike[str], is_over: Callable[[str], bool] = lambda _: False
 ) -> list[str]:
     """Remove temporary files below `root` whose process is dead, and the directories that this
-    empties; returns the files' paths.
+    empties; return the files' paths.
 
-    Only those of this place (a boot of a host) can be judged and are touched, and those in
-    directories that `is_over` knows, by their path below `root`, to be of finished writers.  Safe at any
-    time, next to writers.  What may not be read or removed is left.
+    Only files of this boot of this host can be judged; others are removed only from directories for which
+    `is_over(path below root)` says that their writers have finished.  Safe next to writers.  Files that may
+    not be read or removed are left.
     """
     top, removed = os.path.abspath(root), []
     with translated("sweep", "", top):
@@ -91,7 +91,7 @@ def _is_stale(match: re.Match[str]) -> bool:
         os.kill(int(match["pid"]), 0)
     except ProcessLookupError:
         return True
-    except OSError:  # not ours to signal, so it lives
+    except OSError:  # no permission to signal it, so it is alive
         pass
     return False
 
@@ -99,11 +99,9 @@ def _is_stale(match: re.Match[str]) -> bool:
 def open_temp(directory: str, *, direct: bool = False, durable: bool = True) -> TempFile:
     """Begin a file in `directory`, which is made if missing.
 
-    `direct` asks for O_DIRECT; `TempFile.direct` says whether the file system gave it.  Not `durable`: a
-    power cut may take the file and its name until somebody has flushed both.
-
-    Another process may delete the last object of the directory, and with it the directory, between our
-    mkdir and open; then we try again.
+    `direct` asks for O_DIRECT; `TempFile.direct` states whether the file system granted it.  Without
+    `durable`, `publish` syncs nothing.  If another process deletes the last object of the directory, and
+    with it the directory, between mkdir and open, both are tried again.
     """
     for _ in range(100):
         path = os.path.join(directory, temp_name())
@@ -133,10 +131,10 @@ def _open_new(path: str, *, direct: bool) -> TempFile:
 class TempFile:
     """A file under a temporary name; owned by one caller, who must `discard` it in the end.
 
-    With `direct`, every byte goes past the page cache, so that cached and direct writes never meet
-    on a page: what is not aligned in memory is copied through an aligned buffer, and the last block
-    is padded (`truncate` cuts it).  Should the file system refuse after all, O_DIRECT is taken off
-    the descriptor and the write repeated.  `write` alone may be called from several threads.
+    With `direct`, every byte goes past the page cache, so that no page has cached and direct writes:
+    unaligned memory is copied through an aligned buffer, and the last block is padded (`truncate` cuts it).
+    If the file system refuses a direct write, the file is written through the cache from then on.  Only
+    `write` may be called from several threads.
     """
 
     def __init__(self, path: str, file: io.FileIO, direct: bool) -> None:
@@ -149,12 +147,12 @@ class TempFile:
         self._spare: list[memoryview] = []  # kept: a fresh page costs more than its copy
 
     def reserve(self, size: int) -> None:
-        """Claim space for `size` bytes, if the file system can, so that a full disk shows now."""
+        """Allocate `size` bytes if the file system can, so that a full disk fails now."""
         if size:
             _fallocate(self._fd, _whole_blocks(size))
 
     def write(self, offset: int, view: memoryview) -> None:
-        """Write all of `view` at `offset`, a multiple of 4096; may write more up to the next."""
+        """Write all of `view` at `offset`, a multiple of 4096; may pad up to the next multiple."""
         aligned = len(view)
         if self.direct:
             aligned = len(view) // BLOCK_BYTES * BLOCK_BYTES if is_aligned(view) else 0
@@ -163,19 +161,19 @@ class TempFile:
             self._write_copied(offset + aligned, view[aligned:])
 
     def truncate(self, size: int) -> None:
-        """Cut the padding, or what was reserved and not written."""
+        """Cut the file to `size` bytes, without padding and unused reserved space."""
         os.ftruncate(self._fd, size)
 
     def publish(self, final: str, root: str, *, replace: bool) -> None:
-        """Make the bytes durable, then the name `final` appear, then the name durable.
+        """Make the bytes durable, then make the name `final` appear, then make the name durable.
 
-        Without `replace` a name that is taken is a FileExistsError; it is durable by then, so that
-        whoever is told so can rely on it.  If the file is not `durable` the name appears, and no more.
+        Without `replace`, a taken name is a FileExistsError, raised once that name is durable.  If the file
+        is not `durable`, the name only appears.
         """
         if self.durable:
             os.fsync(self._fd)
         self._identity = os.fstat(self._fd)
-        self._close()  # NFS keeps a file that is unlinked while open, under another name
+        self._close()  # NFS renames a file that is unlinked while open
         directory = os.path.dirname(final)
         try:
             self._rename(final, replace=replace)
@@ -261,9 +259,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _fallocate(fd: int, size: int) -> None:
-    """fallocate(2) itself: where it is not supported (NFS 3), posix_fallocate(3) would write a byte
-    into every block instead.
-    """
+    """Call fallocate(2), not posix_fallocate(3), which writes into every block where the former is not
+    supported (NFS 3)."""
     call = getattr(_libc, "fallocate", None)
     if call is None:
         return

@@ -1,4 +1,4 @@
-"""Stores that show what others hold under keys of their own, and are only read."""
+"""Read-only stores that show objects of other stores under keys of their own."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from holdfast.core.store.contract import (
 
 
 class ViewStore(ABC):
-    """A `Store` that is defined by how its objects are opened; nothing can be written to it."""
+    """A read-only `Store`; a subclass defines how objects are opened."""
 
     url: str
     shows: ClassVar[str]
-    """Words for the view, told to who tries to write: `a foreign checkpoint`."""
+    """The view in words, for the error of a write: `a foreign checkpoint`."""
 
     @abstractmethod
     def open(self, key: str) -> Reader:
@@ -45,11 +45,11 @@ class ViewStore(ABC):
             reader.close()
 
     def get(self, key: str) -> bytes:
-        """The whole of an object, as `Store.get`."""
+        """Return all bytes of an object, as `Store.get`."""
         return self._whole(key, WHOLE_BYTES)
 
     def get_small(self, key: str) -> bytes:
-        """The whole of a small object, as `Bounded.get_small`."""
+        """Return all bytes of a small object, as `Bounded.get_small`."""
         return self._whole(key, SMALL_FILE_BYTES)
 
     def _whole(self, key: str, most_bytes: int) -> bytes:
@@ -58,25 +58,25 @@ class ViewStore(ABC):
         return bytes(data)
 
     def entries(self, prefix: str = "") -> list[Entry]:
-        """The objects that `list` tells of, with their lengths."""
+        """The objects of `list`, with their lengths."""
         return [Entry(key, self.size(key)) for key in self.list(prefix)]
 
     def list(self, prefix: str = "") -> list[str]:
-        """Return no keys: who reads a view knows them."""
+        """Return no keys: readers of a view know them."""
         return []
 
     def put(
         self, key: str, data: Bytes, *, if_absent: bool = False, replacing: Bytes | None = None
     ) -> None:
-        """Raise UsageError: a view is only read."""
+        """Raise UsageError: a view is read-only."""
         raise self._refusal(key)
 
     def create(self, key: str, size: int) -> Writer:
-        """Raise UsageError: a view is only read."""
+        """Raise UsageError: a view is read-only."""
         raise self._refusal(key)
 
     def delete(self, key: str) -> None:
-        """Raise UsageError: a view is only read."""
+        """Raise UsageError: a view is read-only."""
         raise self._refusal(key)
 
     def _refusal(self, key: str) -> UsageError:
@@ -84,21 +84,21 @@ class ViewStore(ABC):
 
 
 class JoinedStore(ViewStore):
-    """The objects of two homes of a run: those of the second where the first has none of that key, or one
-    that is damaged."""
+    """The objects of two homes of a run: an object is read from the second if the first lacks it, or has it
+    damaged."""
 
     shows = "two homes of a run"
 
     def __init__(self, first: Store, second: Store, missing: Iterable[str] = ()) -> None:
-        """`missing`: keys that are known to be in the second alone."""
+        """`missing`: keys known to be only in the second."""
         self.url = first.url
         self.read_bytes, self.read_threads = map(max, reads_of(first), reads_of(second))
         self.second = second
         self.first = first
         self.damaged: set[str] = set()
-        """Keys of objects that are damaged in the first, and are taken from the second."""
+        """Keys of objects that are damaged in the first, so that the second is read."""
         self.missing = {*missing}
-        """Keys that are in the second alone, so far as was listed."""
+        """Keys that are only in the second, as far as known."""
 
     def _stores(self, key: str) -> list[Store]:
         return [self.second] if key in self.damaged else [self.first, self.second]
@@ -123,7 +123,7 @@ class JoinedStore(ViewStore):
 
 
 class JoinedReader:
-    """A reader of the first store that has an object, which may show at the first read only."""
+    """A reader of an object in the first store that has it; `NotFound` may come only at a read."""
 
     def __init__(self, stores: list[Store], key: str) -> None:
         self._left = stores
@@ -156,7 +156,7 @@ class JoinedReader:
 
 
 class PartReader:
-    """A reader of the bytes of another from `start` on."""
+    """A reader of another reader's bytes from `start` on."""
 
     def __init__(self, inner: Reader, start: int) -> None:
         self._inner = inner

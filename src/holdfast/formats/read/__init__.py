@@ -1,1 +1,1 @@
-"""Foreign checkpoints, read where they lie: each format becomes tensors, fragments and extras."""
+"""Readers of foreign checkpoints, in place: each format becomes tensors, fragments and extras."""

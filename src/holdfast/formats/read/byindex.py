@@ -1,9 +1,9 @@
-"""Finds which parameter an optimizer's state number i belongs to.
+"""Names of parameters for optimizer states that are saved by number.
 
-torch's optimizers save state by number: parameters are counted through the groups.  Which name has number i
-is stated by `param_names` (torch 2.6, given `named_parameters()`).  Else it can follow from the model that
-lies beside it: groups hold parameters in the model's order, as `parameters()` gives them.  Then, if all
-parameters of one shape are in one group, only one assignment fits; if not, none is made.
+torch's optimizers number parameters through their groups.  `param_names` states the name of each number
+(torch 2.6, given `named_parameters()`).  Else names may follow from the model in the same checkpoint, if
+groups have parameters in the order of `parameters()`: if all parameters of a shape are in one group, only
+one assignment fits; else none is made.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _Shape = tuple[int, ...]
 
 
 def stated_names(groups: Sequence[Mapping[str, Any]]) -> dict[int, str] | None:
-    """Return the name that the groups state for each number; None unless they state all of them."""
+    """Return the name of each number as the groups state it; None unless they state all names."""
     found: dict[int, str] = {}
     for group in groups:
         names = group.get("param_names")
@@ -26,14 +26,14 @@ def stated_names(groups: Sequence[Mapping[str, Any]]) -> dict[int, str] | None:
 
 
 def hyper_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's hyper-parameters: all that it says but its parameters and their names."""
+    """A group's hyper-parameters: all its entries except the parameters and their names."""
     return {k: v for k, v in group.items() if k not in ("params", "param_names")}
 
 
 def is_buffer(name: str, dtype: str, names: Container[str]) -> bool:
     """True if `name`, one of the tensors `names` of a module, is known to be no parameter.
 
-    Integers are none, nor are batch norm's running statistics; other buffers look like parameters.
+    Integer tensors and batch norm's running statistics are known; other buffers look like parameters.
     """
     module, dot, last = name.rpartition(".")
     statistic = (
@@ -53,7 +53,7 @@ def proved_names(
     shapes: Mapping[int, _Shape],
     model: Sequence[tuple[str, _Shape]],
 ) -> dict[int, str] | None:
-    """Return the only name that fits each number; None if there is none, or more than one.
+    """Return the name of each number if only one assignment fits; else None.
 
     `groups`: numbers of each group; `shapes`: those known, by number; `model`: parameters in order.
 

@@ -1,8 +1,8 @@
-"""Checkpoints of torch.distributed.checkpoint (DCP), read where they lie and without torch.
+"""Checkpoints of torch.distributed.checkpoint (DCP), read in place and without torch.
 
 `.metadata` is a pickle: each tensor's size and chunks, and for each chunk the file, offset and length of
-a small torch.save archive.  Those are opened when their tensor is read.  Values that are no tensors are
-archives too, and become extras (`holdfast.formats.read.dcptree`).
+a small torch.save archive, which is opened when the tensor is read.  Other values are archives too, and
+become extras (`holdfast.formats.read.dcptree`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from holdfast.formats.read.unpickle import MALFORMED, UnknownInstance, record, u
 _METADATA = ".metadata"
 _META = "torch.distributed.checkpoint.metadata"
 _META_BEFORE = "torch.distributed._shard.sharded_tensor.metadata"
-"""Where torch before 2.3 had what says of a tensor's dtype."""
+"""Module of the classes of tensor properties in torch before 2.3."""
 _PLANNER = "torch.distributed.checkpoint.planner"
 _KNOWN = {
     (_META, name): record(name)
@@ -60,7 +60,7 @@ _Key = tuple[str, tuple[int, ...] | None]
 
 @dataclass(frozen=True)
 class Contents:
-    """Contents of `.metadata`: tensors, and where the archives of other values lie, by name."""
+    """Contents of `.metadata`: tensors, and places of the archives of other values, by name."""
 
     tensors: list[Foreign]
     objects: dict[str, UnknownInstance]
@@ -155,7 +155,7 @@ def _tensor(
 
 
 def _dtype(properties: Any) -> str:
-    """Properties are pickled as a tuple, the dtype first, or as fields."""
+    """The dtype in a tensor's properties, pickled as a tuple with the dtype first, or as fields."""
     found = properties.get("dtype") if isinstance(properties, UnknownInstance) else None
     if found is None and isinstance(properties, UnknownInstance):
         state = properties.get("state")
@@ -176,7 +176,7 @@ def _place(places: dict[_Key, UnknownInstance], key: _Key) -> UnknownInstance:
 
 
 def section_range(info: UnknownInstance) -> ArchiveRange:
-    """The file of a value, and the bytes in it that are its archive."""
+    """The file of a value, and the byte range of its archive."""
     path, offset, length = str(info["relative_path"]), int(info["offset"]), int(info["length"])
     if offset < 0 or length < 0:
         raise FormatError(f"bytes {offset}..{offset + length} of {path!r}")
@@ -186,8 +186,7 @@ def section_range(info: UnknownInstance) -> ArchiveRange:
 def section_tree(
     store: Store, info: UnknownInstance, more: More | None = None, *, lenient: bool = False
 ) -> Any:
-    """Return what an archive in the middle of a file holds, tensors as `TensorRef`s; `lenient` as of
-    `unpickle`."""
+    """Read an archive inside a file, with tensors as `TensorRef`s; `lenient` as for `unpickle`."""
     path, start, stop = section_range(info)
     section = PartFile.of(store, path, (start, stop))
     try:
@@ -212,7 +211,7 @@ def _where(
 
 
 def _values(store: Store, objects: dict[str, UnknownInstance]) -> dict[str, Any]:
-    """Values that are no tensors, by flat name, but for those of which something is unknown."""
+    """Values other than tensors, by flat name, without those that hold unknown objects."""
     found, strange = {}, {}
     for flat, info in objects.items():
         value = section_tree(store, info, PLAIN_GLOBALS, lenient=True)
@@ -229,7 +228,7 @@ def _values(store: Store, objects: dict[str, UnknownInstance]) -> dict[str, Any]
 
 
 def _encoded(value: Any, path: str) -> Any:
-    """A value as extras hold it; tensors in it stay behind."""
+    """Encode a value for extras, without its tensors."""
 
     def other(leaf: Any, where: str) -> Any:
         if isinstance(leaf, UnknownInstance):

@@ -1,4 +1,4 @@
-"""Names of what DCP saves: what it calls `optim.state.<parameter>.exp_avg` is `optim.<parameter>.exp_avg`.
+"""Names for values that DCP saves: its `optim.state.<parameter>.exp_avg` is `optim.<parameter>.exp_avg`.
 
 DCP flattens a nested dict and remembers the path of each flat name.  By these paths a rank names its own
 tensors (`StateDictNames.of`), and the coordinator makes extras of all other values
@@ -30,7 +30,7 @@ _OWN = (("common",), ("engine",))
 
 
 def paths_of(planner_data: Any) -> dict[str, Path]:
-    """The paths that a planner remembers by flat name; none if it remembers something else."""
+    """A planner's paths by flat name; empty if its data is something else."""
     found = planner_data if isinstance(planner_data, Mapping) else {}
     sound = all(
         isinstance(k, str) and isinstance(v, tuple) and v and k == ".".join(map(str, v))
@@ -40,10 +40,10 @@ def paths_of(planner_data: Any) -> dict[str, Path]:
 
 
 class StateDictNames:
-    """The names of what is in one state dict."""
+    """The names of the values of one state dict."""
 
     LISTED = DCP_NAMES
-    """The name of the extra that lists what DCP called otherwise than follows from our names."""
+    """Name of the extra with DCP's names that do not follow from holdfast's."""
 
     def __init__(self, planner_data: Any) -> None:
         self.paths = paths_of(planner_data)
@@ -55,11 +55,11 @@ class StateDictNames:
         return self.paths.get(flat, (flat,))
 
     def inner(self, flat: str) -> Path:
-        """The path without the one key that all is under (`{"app": AppState()}`), if there is one."""
+        """The path without a single outermost key (`{"app": AppState()}`)."""
         return self._inner.get(flat, (flat,))
 
     def of(self, flat: str) -> tuple[str, str]:
-        """The name of a tensor, and what it is: `tensor`, or the state of an optimizer that it is."""
+        """The name of a tensor, and its kind: `tensor`, or the name of an optimizer state."""
         path = self.inner(flat)
         found = state_path(path)
         if found is None or found[0] not in self.optimizers:
@@ -68,7 +68,7 @@ class StateDictNames:
         return f"{key}.{_param(param)}.{what}", what
 
     def extras(self, values: Mapping[str, Any], tensors: Iterable[str]) -> dict[str, Any]:
-        """Extras of all values that are no tensors.  Both by flat name; values as JSON trees."""
+        """Extras for `values`, which are JSON trees by flat name; `tensors`: flat names."""
         leaves = dict(values)
         held: list[str] = []
         for flat in tensors:
@@ -106,7 +106,7 @@ def _unwrapped(paths: dict[str, Path]) -> dict[str, Path]:
 
 
 def _optimizers(paths: Iterable[Path]) -> set[str]:
-    """Keys under which lie the groups of an optimizer, whole."""
+    """Keys of optimizers, whose groups are whole values."""
     numbered: dict[str, dict[int, set[str]]] = {}
     flat = set()
     for path in paths:
@@ -125,8 +125,7 @@ def _param(name: str) -> str:
 
 
 def _optimizer_extras(keys: set[str], leaves: dict[Path, Any]) -> dict[str, Any]:
-    """One extra for each optimizer; what lies deeper in a state, or beside states and groups, is one by
-    itself."""
+    """One extra per optimizer, and one for each value deeper in a state, or beside states and groups."""
     numbered: dict[str, dict[int, dict[str, Any]]] = {key: {} for key in keys}
     by_param: dict[str, dict[str, dict[str, Any]]] = {key: {} for key in keys}
     states: dict[str, dict[str, dict[str, Any]]] = {key: {} for key in keys}

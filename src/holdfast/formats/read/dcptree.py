@@ -1,13 +1,13 @@
-"""Rebuilds the state that was saved from a DCP directory; DCP itself keeps flat names.
+"""Rebuilding the nested state from a DCP directory, which has flat names.
 
-Its planner remembers where in the nested dict each name was; by that, optimizers get their groups back,
-objects their `state_dict`, and what `get_state_dict` or an application's wrapper (`{"app": AppState()}`)
-put around the state is taken off.  Optimizers are known in both forms that torch has:
+DCP's planner stores the path of each flat name in the nested dict.  By these paths optimizers get their
+groups and objects their `state_dict`, and the wrapping by `get_state_dict` or an application (`{"app":
+AppState()}`) is removed.  Optimizers are recognised in both of torch's forms:
 
     optim.state.<parameter>.<state>, optim.param_groups.<i>.<name>           # get_state_dict
     optim, state.<parameter>.<state>; optim, param_groups.<parameter>.<name>  # flatten_optimizer_state_dict
 
-and in the first of them also with numbers for parameters, as `optimizer.state_dict()` has them.
+and in the first form also with numbers for parameters, as in `optimizer.state_dict()`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _Groups = dict[str, list[dict[str, Any]]]
 def arrange_tree(
     store: Store, tensors: list[Foreign], values: dict[str, Any], meta: UnknownInstance
 ) -> tuple[list[Foreign], dict[str, Any]]:
-    """Tensors and extras under the names of our own checkpoints.  `values`: as extras hold them."""
+    """Return tensors and extras under holdfast's names.  `values`: encoded, by flat name."""
     tree = _Tree(tensors, values, _paths(meta))
     tree.unwrap()
     tree.take_hyper_tensors(store)
@@ -60,13 +60,13 @@ def _is_path(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A value that is encoded already."""
+    """An encoded value."""
 
     json: Any
 
 
 class _Tree:
-    """Tensors and values by name, and where they were."""
+    """Tensors and values by name, with their paths in the saved dict."""
 
     def __init__(
         self, tensors: list[Foreign], values: dict[str, Any], paths: dict[str, Path]
@@ -79,7 +79,7 @@ class _Tree:
         self._path |= {n: p for n, p in names.items() if n not in paths}
 
     def unwrap(self) -> None:
-        """Remove the one key that everything is under, if there are optimizers below it."""
+        """Remove a single outermost key if there are optimizers below it."""
         tops = {path[0] for path in self._path.values()}
         if len(tops) != 1 or not all(len(path) > 1 for path in self._path.values()):
             return
@@ -92,9 +92,9 @@ class _Tree:
         self._path = {new[name]: path for name, path in inner.items()}
 
     def take_hyper_tensors(self, store: Store) -> None:
-        """Hyper-parameters that are tensors become values that refer to them.
+        """Replace hyper-parameters that are tensors by values that refer to them.
 
-        Flattened, a group's tensor is there for each parameter: those that are equal become one.
+        The flattened form has a group's tensor once per parameter: equal tensors are merged.
         """
         kept: list[Foreign] = []
         known: dict[Any, str] = {}
@@ -144,7 +144,7 @@ class _Tree:
         return groups
 
     def name_numbers(self, groups: _Groups) -> None:
-        """Numbers of parameters become names where these are stated or proved, else `state.<number>`."""
+        """Replace numbers of parameters by names if stated or proved, else by `state.<number>`."""
         for key, found in groups.items():
             numbers = [p for g in found for p in g["params"]]
             if not all(type(p) is int for p in numbers):
@@ -178,14 +178,14 @@ class _Tree:
         return proved_names(groups, one, parameter_shapes(model))
 
     def name_states(self, groups: _Groups) -> None:
-        """`<key>.state.<parameter>.<state>` loses `state`."""
+        """Rename `<key>.state.<parameter>.<state>` to `<key>.<parameter>.<state>`."""
         for i, t in enumerate(self.tensors):
             found = state_path(self._path[t.name])
             if found and found[0] in groups:
                 self._rename(i, ".".join(found), (".".join(found),), found[2])
 
     def name_weights(self, groups: _Groups) -> None:
-        """Weights that lie beside an optimizer of theirs, at the top, are `model.<name>`."""
+        """Rename weights at the top, beside their optimizer, to `model.<name>`."""
         tops = {
             t.name for t in self.tensors if len(self._path[t.name]) == 1 and t.state == "tensor"
         }
@@ -197,9 +197,9 @@ class _Tree:
                 self._rename(i, f"model.{t.name}", (f"model.{t.name}",), t.state)
 
     def nest(self) -> None:
-        """Values of an object or dict become one extra that refers to its tensors by name.
+        """Join the values of an object or dict to one extra, which refers to its tensors by name.
 
-        What modules say of themselves (`_extra_state`) keeps its name: they ask for it by that.
+        Extra states of modules (`_extra_state`) keep their names, by which modules load them.
         """
         keys = {
             path[0]
@@ -231,7 +231,7 @@ class _Tree:
 
 
 def _content(store: Store, t: Foreign) -> Any:
-    """Key that equal tensors share: a single number's dtype and bytes, else the tensor's name."""
+    """A key that equal tensors share: dtype and bytes of a single number, else the tensor's name."""
     if t.shape:
         return t.name
     path, start = row_major_place(t.parts[0].sources[0])
@@ -278,7 +278,7 @@ def is_extra_state(path: Path) -> bool:
 
 
 def spelled(path: Path) -> str:
-    """A path as extras name it: `key.a.b[0]`."""
+    """Format a path as in extras: `key.a.b[0]`."""
     return "".join(_steps(path))
 
 
@@ -295,7 +295,7 @@ def put_at(root: dict[Any, Any], path: Path, leaf: Leaf) -> None:
 
 
 def with_lists(node: Any) -> Any:
-    """Dicts of children 0, 1, 2, ... as the lists that they were."""
+    """Convert dicts with the keys 0, 1, 2, ... back to lists."""
     if isinstance(node, Leaf):
         return node
     made = {key: with_lists(child) for key, child in node.items()}

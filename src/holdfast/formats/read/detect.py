@@ -1,4 +1,4 @@
-"""Finds which format lies at a place: by a prefix (`dcp:PATH`), or by what is there."""
+"""Finding the format of a checkpoint, by a prefix (`dcp:PATH`) or by its files."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class Format:
     """A foreign format: how it is recognised, opened, and its steps listed."""
 
     is_there: Callable[[Store], bool]
-    """True if a folder is one beyond doubt: asked where nobody has said what it is."""
+    """True if a folder is certainly of this format; for paths without a prefix."""
     open: Callable[[Store, int | None], Checkpoint]
     """Open a step; None for the newest.  NotFound if there is no such step."""
     steps: Callable[[Store], list[int]]
     """Return the steps, ascending."""
     if_named: Callable[[Store], bool] | None = None
-    """True if it may be one: asked where a prefix says so.  None if `is_there` alone decides."""
+    """True if a folder may be of this format; for paths with the prefix.  None: use `is_there`."""
     of_files: bool = False
-    """True if a file by itself can be one."""
+    """True if a single file can be a checkpoint of this format."""
 
 
 def _of(module: str, function: str) -> Callable[..., Any]:
-    """A function of a reader that is large; it is imported when it is called."""
+    """A function of a reader, which is imported when the function is called."""
 
     def call(*args: Any) -> Any:
         found = importlib.import_module(f"holdfast.formats.read.{module}")
@@ -63,7 +63,7 @@ SOURCE_FORMATS = {
         is_huggingface, open_huggingface, lambda _: [0], holds_safetensors, of_files=True
     ),
     "torch_checkpointing": Format(
-        # the reader is imported only where its mark is
+        # import the reader only if its marker file exists
         lambda store: (
             "metadata.pkl" in top(store)
             and _of("torch_checkpointing", "is_torch_checkpointing")(store)
@@ -80,13 +80,14 @@ SOURCE_FORMATS = {
         of_files=True,
     ),
 }
-"""Foreign formats by prefix, in the order in which they are looked for."""
+"""Foreign formats by prefix, in the order of detection."""
 
 
 def detect(url: str | os.PathLike[str]) -> str | None:
-    """The foreign format that a prefix names or that lies there; None if it is ours, or nothing.
+    """The foreign format by the prefix or the files of a path; None for holdfast's own, or if there is
+    none.
 
-    A root with steps of our own is ours, whatever else lies in it.
+    A root with holdfast's steps is holdfast's, whatever other files it has.
     """
     prefix, path = split_format(os.fspath(url))
     if not prefix and _has_own_steps(path):
@@ -103,7 +104,7 @@ def detect(url: str | os.PathLike[str]) -> str | None:
             raise NotFound(f"no {prefix} checkpoint in {store.url}", hint=_instead(path, store))
         return prefix
     if not isinstance(store, (LocalStore, OneFile)) and step_numbers(store):
-        return None  # one request, where each format asks for several
+        return None  # one request instead of several per format
     found = next((name for name in SOURCE_FORMATS if _is(name, store)), None)
     if isinstance(store, OneFile):
         if found is None:
@@ -114,7 +115,7 @@ def detect(url: str | os.PathLike[str]) -> str | None:
 
 
 def _has_own_steps(path: str) -> bool:
-    """True if a folder of a bucket has steps of our own, which `steps/` tells: a root is long to list."""
+    """True if a bucket's folder has holdfast's steps; lists only `steps/`, as a root may be large."""
     store = open_store(path)
     return not isinstance(store, LocalStore) and bool(step_numbers(store))
 
@@ -130,7 +131,7 @@ def _may_be(name: str, store: Store) -> bool:
 
 
 def _instead(path: str, store: Store) -> str | None:
-    """Say what the user may have meant: another format, or another path."""
+    """A hint in words: another format, or another path."""
     found = [name for name in SOURCE_FORMATS if _may_be(name, store)]
     if found:
         return f"what is there looks like {' or '.join(found)}"
@@ -140,8 +141,7 @@ def _instead(path: str, store: Store) -> str | None:
 
 
 def near_path(path: str) -> str | None:
-    """Say what may have been meant by a path where there is nothing to open: a near miss, or the root that
-    it leads into."""
+    """A hint for a path without a checkpoint: a near miss, or the root that the path leads into."""
     store = open_place(path)
     folder = store.inner if isinstance(store, OneFile) else store
     if not isinstance(folder, LocalStore):
@@ -165,7 +165,7 @@ def near_path(path: str) -> str | None:
 
 
 def _root_above(place: str) -> str | None:
-    """Name the root that a path leads into, and which of its steps; None if there is none."""
+    """A hint with the root, and the step, that a path leads into; None if there is none."""
     found = re.fullmatch(rf"(.+)/steps(?:/{STEP}(?:/.*)?)?", place)
     if found is None or not step_numbers(LocalStore(found[1])):
         return None
@@ -174,7 +174,7 @@ def _root_above(place: str) -> str | None:
 
 
 def open_as(name: str, url: str | os.PathLike[str], step: int | None = None) -> Checkpoint:
-    """Open what `detect` has found.  NotFound if there is no step `step`."""
+    """Open a checkpoint of the format `name`.  NotFound if there is no step `step`."""
     store = open_place(split_format(os.fspath(url))[1])
     with understood(name, store.url):
         found = SOURCE_FORMATS[name].open(store, step)
@@ -183,7 +183,7 @@ def open_as(name: str, url: str | os.PathLike[str], step: int | None = None) -> 
 
 
 def steps_as(name: str, url: str | os.PathLike[str]) -> list[int]:
-    """The steps of what `detect` has found, ascending."""
+    """The steps of a checkpoint of the format `name`, ascending."""
     store = open_place(split_format(os.fspath(url))[1])
     with understood(name, store.url):
         return SOURCE_FORMATS[name].steps(store)
@@ -204,7 +204,7 @@ def split_format(text: str) -> tuple[str, str]:
 
 
 def _colon(prefix: str, rest: str, text: str) -> str:
-    """Say what a text before a colon may mean, if it is no format."""
+    """A hint for a text before a colon that is no format."""
     found = [f"for a path, write {os.path.join('.', text)!r}"]
     if prefix in SCHEMES and rest.startswith("/"):
         found = [f"for a URL, write '{prefix}://{rest.lstrip('/')}'", *found]

@@ -1,10 +1,10 @@
-"""Lists the top of a store, and makes a store of which one file is meant.
+"""Stores for finding formats: a store with one chosen file, and a folder that is listed once.
 
 Formats are found by the names of files, and a path may name a file itself (`weights/model.safetensors`).
 Then the store is its directory, and `top` shows that file alone.
 
-In a bucket each question is a request.  So a folder is listed once, and what is asked of names and lengths
-is answered from that (`ListedFolder`).
+In a bucket each question is a request.  So `ListedFolder` lists once, and answers questions about names and
+lengths from the listing.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _SUFFIXES = (
     ".bin",
     ".ckpt",
 )
-"""Ends of the names of files that can be checkpoints by themselves."""
+"""Suffixes of files that can be checkpoints by themselves."""
 
 
 MARK = "holdfast-conversion.json"
-"""An object that lies beside the files of a conversion for as long as that is not complete."""
+"""Name of the object beside the files of an unfinished conversion."""
 
 
 class OneFile(ViewStore):
-    """A store of whose objects `name` is meant; the others can be read (an index names them)."""
+    """A store with the chosen object `name`; other objects can be read, as an index may name them."""
 
     shows = "one file"
 
@@ -70,7 +70,7 @@ class OneFile(ViewStore):
 
 
 class ListedFolder(ViewStore):
-    """A store whose objects were listed once, when that was asked first."""
+    """A store whose objects are listed once, at the first question."""
 
     shows = "a listed folder"
 
@@ -87,7 +87,7 @@ class ListedFolder(ViewStore):
         return self._sizes
 
     def anew(self) -> ListedFolder:
-        """The same folder, to be listed again."""
+        """The same folder, with a new listing."""
         return ListedFolder(self.inner)
 
     def open(self, key: str) -> Reader:

@@ -1,10 +1,10 @@
-"""A foreign checkpoint as a manifest: tensors, and parts that lie anywhere in any file.
+"""A foreign checkpoint as a manifest: tensors with parts anywhere in any file.
 
-Our own images follow from shardings in closed form; foreign parts have to be listed.  Each counts as a
-file of its own, a section of a real one, so that its elements are aligned; `Listed` answers `locate`
-from the list.  All that reads (rows, blocks, sharing, restoring) stays as it is.  A part that has several
-sources is their mean: a section that is computed as it is read.  Foreign files have no digests, so nothing
-is verified but lengths.
+holdfast's images follow from shardings in closed form; foreign parts are listed.  Each part counts as a
+file of its own, a section of a real file, so that its elements are aligned; `Listed` implements `locate`
+by the list. All code that reads (rows, blocks, sharing, restoring) stays the same.  A part with several
+sources is their mean, which is computed when it is read.  Foreign files have no digests, so only lengths
+are verified.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ _Ints = NDArray[np.int64]
 
 _MAX_CORNERS = 1 << 24
 FREE_BYTES, MAX_SHARED = 1 << 26, 16
-"""Bytes that tensors of any checkpoint may have together, and how often they may share those of files."""
+"""Bytes of tensors that are always allowed; above that, most bytes of tensors per byte of their files."""
 
 
 @dataclass(frozen=True)
 class StoredPart:
-    """A fragment, and the storages that hold it; of several the mean is taken.
+    """A fragment, and its storages; the value is the mean of several storages.
 
-    `sources` are asked when the part is read; `path` is for messages.
+    `sources` are called when the part is read; `path`: for messages.
     """
 
     fragment: Fragment
@@ -68,13 +68,13 @@ class StoredPart:
 
     @staticmethod
     def of(box: Box, path: str, place: Locator) -> StoredPart:
-        """A box that lies dense at a place."""
+        """A dense box at a place."""
         return StoredPart(Fragment.dense(box), (place,), path)
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """A tensor of a foreign checkpoint.  `copies`: further whole sets of parts, of replicas."""
+    """A tensor of a foreign checkpoint.  `copies`: further complete sets of parts, from replicas."""
 
     name: str
     dtype: str
@@ -86,7 +86,7 @@ class Foreign:
 
 
 class Listed(Placement):
-    """Placement of listed fragments: each lies at the start of its own file."""
+    """Placement of listed fragments, each at the start of its own file."""
 
     def fresh(self) -> Listed:
         """Return itself: what it caches is bounded."""
@@ -132,7 +132,7 @@ class Listed(Placement):
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A part in the file of its own, by number; `stored` if it is not dense there."""
+    """A part and the number of its file; `stored`: its layout if it is not dense."""
 
     file: int
     box: Box
@@ -140,7 +140,7 @@ class _Held:
 
 
 def file_key(section: FileEntry) -> str:
-    """The file that a part of a foreign checkpoint lies in."""
+    """The real file of a part of a foreign checkpoint."""
     return section.path.rpartition(":")[0]
 
 
@@ -154,7 +154,7 @@ def foreign(
     archives: Iterable[ArchiveRange] = (),
     aliases: Mapping[str, str] | None = None,
 ) -> Checkpoint:
-    """A checkpoint of `tensors`, whose parts lie in the files of a store.
+    """Return a checkpoint of `tensors`, whose parts are in files of `store`.
 
     FormatError if parts overlap or leave a hole.  `others` of the checkpoint are the further copies of
     replicated tensors.  `archives`: zip archives in the files, whose CRC-32 can be verified.
@@ -184,7 +184,7 @@ def _listed(
     extras: Mapping[str, Any],
     aliases: Mapping[str, str],
 ) -> tuple[Manifest, dict[str, Section]]:
-    """The manifest, and by key the sections of files that are files of their own in it."""
+    """Return the manifest, and the section of each of its files, by key."""
     names = Counter(t.name for t in tensors)
     if len(names) != len(tensors):
         raise FormatError(f"two tensors are named {names.most_common(1)[0][0]!r}")
@@ -209,7 +209,7 @@ def _listed(
         ALGORITHM, tuple(shardings), tuple(entries), dict(aliases), tuple(files), dict(extras), {},
     )  # fmt: skip
     listed = Listed(manifest.layout, manifest.placement.table, parts)
-    manifest.__dict__["placement"] = listed  # instead of the closed form of our own images
+    manifest.__dict__["placement"] = listed  # replaces the closed form
     return manifest, sections
 
 
@@ -233,8 +233,8 @@ def _stored(t: Foreign, part: StoredPart) -> Stored | None:
 
 
 def _check_cost(store: Store, tensors: Sequence[Foreign]) -> None:
-    """FormatError if tensors are many times as large as the files that hold them: by `expand`, or many over
-    one storage.  Asks for the sizes of as few files as prove that they are not."""
+    """FormatError if tensors are many times larger than their files, by `expand` or shared storages.
+    Asks for no more file sizes than needed to exclude that."""
     wanted = sum(prod(t.shape) * DTYPES[t.dtype].bytes for t in tensors if t.dtype in DTYPES)
     have, missing = FREE_BYTES, None
     for path in dict.fromkeys(part.path for t in tensors for part in t.parts):

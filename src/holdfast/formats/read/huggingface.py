@@ -1,4 +1,4 @@
-"""Safetensors files of Hugging Face, read where they lie and without torch.
+"""Safetensors files of Hugging Face, read in place and without torch.
 
 A model is one file (`model.safetensors`), or shards and an index that says which of them holds each tensor:
 
@@ -31,9 +31,9 @@ SUFFIX, INDEX = ".safetensors", ".safetensors.index.json"
 _SHARD = re.compile(r"(.+)-\d+-of-\d+(\..+)?\.safetensors")
 _FOUND = re.compile(r"(model|diffusion_pytorch_model|pytorch_model|adapter_model)(\.\w+)?"
                     r"\.safetensors(\.index\.json)?")  # fmt: skip
-"""Names that make a folder a checkpoint of Hugging Face without being told."""
+"""Names by which a folder is recognised as a checkpoint of Hugging Face."""
 _OURS = "holdfast."
-"""Tensors of our own images that are no weights."""
+"""Prefix of tensors of holdfast's images that are not weights."""
 
 
 def is_huggingface(store: Store) -> bool:
@@ -75,7 +75,7 @@ def open_huggingface(store: Store, step: int | None = None) -> Checkpoint:
 
 
 def _choose(store: Store) -> str:
-    """The index or file that is the model."""
+    """The key of the model's index or file.  NotFound; UsageError for several models."""
     names = top(store)
     indexes = [n for n in names if n.endswith(INDEX)]
     singles = [
@@ -140,7 +140,7 @@ def _headers(store: Store, files: list[str], named_by: str) -> dict[str, Header]
 
 
 def missing_files(store: Store, files: list[str], named_by: str) -> None:
-    """NotFound, with every file that an index names and that is not there."""
+    """NotFound, with the names, if files of an index are missing."""
     missing = []
     for file in files:
         try:
@@ -172,7 +172,7 @@ def header_of(store: Store, file: str) -> Header:
 
 
 def _check_index(index: Index, headers: dict[str, Header]) -> None:
-    """Check that every tensor lies where the index says, and nowhere else."""
+    """FormatError unless every tensor is in the file of the index, and in no other."""
     where: dict[str, str] = {}
     for file, header in headers.items():
         for entry in header.entries:
@@ -207,7 +207,7 @@ def _tensor(file: str, entry: HeaderEntry) -> Foreign:
 
 
 def _metadata(headers: dict[str, Header], index: Index | None) -> dict[str, Any]:
-    """Return the files' own metadata, once if they agree, else by file; the index's as `index`."""
+    """Return the files' metadata, once if they agree, else by file, and the index's as `index`."""
     found = {file: h.metadata for file, h in headers.items() if h.metadata}
     same = len({tuple(sorted(m.items())) for m in found.values()}) == 1
     out: dict[str, Any] = dict(next(iter(found.values()))) if same else dict(found)

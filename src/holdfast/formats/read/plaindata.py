@@ -26,7 +26,7 @@ def text(value: Any) -> str:
 
 
 def ints(values: Any) -> tuple[int, ...]:
-    """Return a shape, or a place in one, as a tuple.  FormatError for anything but integers."""
+    """Return a shape or index as a tuple.  FormatError for anything but integers."""
     found = tuple(values)
     if not all(isinstance(n, int) for n in found):
         raise FormatError("malformed pickle: a shape or a place of something else than numbers")
@@ -40,12 +40,12 @@ def _encode(text: Any, how: Any) -> bytes:
 
 
 def _bytes(value: Any = b"", how: Any = "latin1") -> bytes:
-    """Return what a bytearray is made from: bytes, or a text in an encoding."""
+    """Return the bytes of a bytearray: given as bytes, or as text in an encoding."""
     return bytes(value) if isinstance(value, (bytes, bytearray)) else _encode(value, how)
 
 
 def _both(name: str, value: Any) -> dict[tuple[str, str], Any]:
-    """A built-in, by its names in Python 2 (torch.save writes protocol 2) and 3."""
+    """A built-in under its names in Python 2 (torch.save writes protocol 2) and 3."""
     return {("builtins", name): value, ("__builtin__", name): value}
 
 
@@ -54,7 +54,7 @@ def _path(*parts: Any) -> str:
 
 
 _TEXTS = "SU"
-"""Kinds of numpy's dtypes of texts."""
+"""Kinds of numpy's text dtypes."""
 _OF_NUMPY = ("scalar", "ndarray", "frombuffer", "dtype")
 _NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
 _ATTRIBUTE_DICTS = (
@@ -101,7 +101,7 @@ PLAIN_GLOBALS: dict[tuple[str, str], Any] = {
 
 
 def plain_value(value: Any) -> Any:
-    """Return the value that a Record of `PLAIN_GLOBALS` stands for.  FormatError for anything else."""
+    """Return the value of an `UnknownInstance` of `PLAIN_GLOBALS`.  FormatError for any other."""
     if isinstance(value, UnknownInstance) and value.name == "Namespace":
         return dict(value.fields)
     if isinstance(value, UnknownInstance) and value.name == "BytesIO":
@@ -142,7 +142,7 @@ def _numpy(value: UnknownInstance) -> Any:
 
 
 def _dtype(value: Any, kinds: str = NUMBERS) -> np.dtype[Any]:
-    """Return a dtype of numbers, or of one of `kinds`.  FormatError for any other, which is not data."""
+    """Return a dtype of one of `kinds`.  FormatError for any other dtype."""
     order = value["state"][1]
     found = np.dtype(text(value.args[0]))
     if found.kind not in kinds or order not in "<>|=":

@@ -1,9 +1,9 @@
-"""Trees of values that ranks have saved each for itself, as one tree.
+"""Merging the trees of values of several ranks into one tree.
 
 A DTensor and a ShardedTensor are pickled with a description of the whole: a ShardedTensor (FSDP1) states
-the offsets of its shards, a DTensor (FSDP2, tensor parallelism) its mesh, this rank's coordinate in it, and
-how each mesh dim cuts the tensor.  `DISTRIBUTED` makes either a `Shards`: boxes of the whole, and where
-their bytes lie.  Then `merged` makes one tree of those of all ranks:
+the offsets of its shards, a DTensor (FSDP2, tensor parallelism) its mesh, this rank's coordinate in it,
+and how each mesh dim cuts the tensor.  `DISTRIBUTED` converts either to `Shards`: boxes of the whole
+tensor, and places of their bytes.  Then `merged` merges the trees of all ranks:
 
     {"w": <rows 0:2>, "epoch": 3}, {"w": <rows 2:4>, "epoch": 3}   ->   {"w": Tensor of 4 rows, "epoch": 3}
 
@@ -97,7 +97,7 @@ def shard_box(
     sizes: tuple[int, ...],
     coordinate: tuple[int, ...],
 ) -> Box:
-    """The box of a tensor that a rank at `coordinate` of a mesh of `sizes` holds, by its placements."""
+    """The box that a rank at `coordinate` of a mesh of `sizes` holds, by the placements."""
     box = whole(shape)
     for mesh_dim, dim in _order(spec, sizes):
         box = chunk(box, dim, coordinate[mesh_dim], sizes[mesh_dim])
@@ -105,7 +105,7 @@ def shard_box(
 
 
 def _mesh_shape(mesh: UnknownInstance) -> tuple[int, ...]:
-    """Sizes of a mesh's dims: as torch 2.13, 2.9 and 2.6 write them."""
+    """Sizes of a mesh's dims, as written by torch 2.13, 2.9 and 2.6."""
     layout = mesh.get("_layout")
     if isinstance(layout, UnknownInstance) and "axes" in layout.fields:
         return tuple(prod(_flat(axis["shape"])) for axis in layout["axes"])
@@ -178,7 +178,7 @@ def _sharded_tensor(shards: Any, metadata: UnknownInstance, group: UnknownInstan
 
 
 def _attribute(owner: Any, name: Any) -> Global | UnknownInstance:
-    """`getattr`: the one class that torch pickles as an attribute of another, and enumerations."""
+    """Stand-in for `getattr`, for a class that torch pickles as an attribute, and for enumerations."""
     full_name = owner.name if isinstance(owner, UnknownInstance) else owner
     if name == "ProcessGroupState" and str(full_name).endswith(".ShardedTensor"):
         return Global(name, record(name))
@@ -225,7 +225,7 @@ DISTRIBUTED: dict[tuple[str, str], Any] = {
 class Tensor:
     """A whole tensor.  `sets`: the parts that make it up, and further sets of replicas.
 
-    `whole`: the whole ones that ranks have saved.  `same` tells which tensors lie in the same place.
+    `whole`: the whole tensors that ranks have saved.  `same`: equal for tensors in the same place.
     """
 
     dtype: str
@@ -236,20 +236,20 @@ class Tensor:
 
     @property
     def of_each(self) -> bool:
-        """True if each rank saved a whole tensor, and nothing says that they are replicas."""
+        """True if each rank saved a whole tensor, which may not be replicas."""
         return len(self.whole) > 1
 
 
 @dataclass(frozen=True)
 class ByRank:
-    """A value of which every rank has another, and the ranks' files."""
+    """A value that differs between ranks, and the ranks' files."""
 
     values: tuple[Any, ...]
     files: tuple[str, ...]
 
 
 def merged(trees: Sequence[Any], files: Sequence[str], path: str = "") -> Any:
-    """One tree of the trees of ranks 0, 1, ...  FormatError where parts do not belong together."""
+    """Merge the trees of ranks 0, 1, ...  FormatError if parts do not belong together."""
     first = trees[0]
     if all(isinstance(t, (TensorRef, Shards)) for t in trees):
         return _tensor(trees, files, path)
@@ -272,7 +272,7 @@ def merged(trees: Sequence[Any], files: Sequence[str], path: str = "") -> Any:
 
 
 def _json(value: Any) -> Any:
-    """Return a plain value encoded so that equal ones compare equal, also NaN and arrays."""
+    """Encode a plain value so that equal values compare equal, also NaN and arrays."""
     return extras.encode(value, lambda other, where: _json(plain_value(other)))
 
 
@@ -302,7 +302,7 @@ def _parts(tensor: TensorRef, box: Box | None, path: str) -> tuple[StoredPart, .
 
 
 def _sets(leaves: Sequence[Shards], path: str) -> tuple[tuple[StoredPart, ...], ...]:
-    """Return sets of parts that each make up the tensor: as many as every box has holders."""
+    """Return complete sets of parts, as many as each box has holders."""
     _check_ranks(leaves, path)
     holders: dict[Box, list[tuple[StoredPart, ...]]] = {}
     for leaf in leaves:
@@ -313,7 +313,7 @@ def _sets(leaves: Sequence[Shards], path: str) -> tuple[tuple[StoredPart, ...], 
 
 
 def _check_ranks(leaves: Sequence[Shards], path: str) -> None:
-    """Check that the files are those of ranks 0, 1, ..., and of all of them."""
+    """FormatError unless the files are those of all ranks, in order."""
     hint = "open the folder that holds the file of every rank, and no other files"
     if len(leaves) == 1 and any(box != whole(leaves[0].shape) for box, _ in leaves[0].held):
         raise FormatError(f"{path!r}: this file holds one rank's part of it", hint=hint)
@@ -333,9 +333,9 @@ def _check_ranks(leaves: Sequence[Shards], path: str) -> None:
 
 
 def replicated_value(store: Store, value: Any, path: str) -> Any:
-    """A value of which ranks hold replicas.  FormatError if they differ, as far as can be told unread.
+    """Return a replicated value.  FormatError if its replicas are known to differ without reading them.
 
-    Tensors are compared by the checksums of their storages where files have them, single numbers always.
+    Tensors are compared by the checksums of their storages, if there are any; single numbers by value.
     """
     if isinstance(value, ByRank):
         shown = [_shown(v) for v in value.values]

@@ -1,4 +1,4 @@
-"""Parts of another store's files as objects of a store: what reading foreign checkpoints reads from."""
+"""Parts of another store's files as objects of a store, from which foreign checkpoints are read."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from holdfast.core.store.views import PartReader, ViewStore
 from holdfast.formats.read.unpickle import understood
 
 FilePlace = tuple[str, int]
-"""A file's key, and the byte at which a storage begins in it."""
+"""A file's key, and the first byte of a storage in it."""
 
 ArchiveRange = tuple[str, int, int]
-"""A file's key, and the bytes of it that are a zip archive."""
+"""A file's key, and the byte range of a zip archive in it."""
 
 
 @dataclass(frozen=True)
 class Strided:
-    """A storage whose elements lie in another order than row-major, densely: `strides` in elements."""
+    """A dense storage that is not row-major; `strides` in elements."""
 
     path: str
     start: int
@@ -55,7 +55,7 @@ class Strided:
         """All its bytes, in row-major order."""
         order, dtype = self.order, numpy_dtype(self.dtype)
         size, stop = prod(self.shape) * dtype.itemsize, store.size(self.path)
-        if self.start + size > stop:  # before memory is taken for what a damaged file claims
+        if self.start + size > stop:  # before memory is allocated for a damaged file's size
             raise Corrupt(f"ends at byte {stop}, {self.start + size} are needed", key=self.path)
         raw = np.empty(size, np.uint8)
         store.read(self.path, self.start, memoryview(raw))  # type: ignore[arg-type]
@@ -68,12 +68,12 @@ Locator = Callable[[], FilePlace | Strided]
 
 
 def at_place(path: str, start: int) -> Locator:
-    """A source whose place is known before it is asked for."""
+    """A locator of a known place."""
     return lambda: (path, start)
 
 
 def row_major_place(source: Locator) -> FilePlace:
-    """Return where a storage begins that must be row-major.  FormatError if it is not."""
+    """Return the place of a row-major storage.  FormatError if it is not row-major."""
     place = source()
     if isinstance(place, Strided):
         raise FormatError(f"strides {place.strides}: not row-major", key=place.path)
@@ -104,7 +104,7 @@ class Sections(ViewStore):
         """The store in which the files themselves lie."""
         self.read_bytes, self.read_threads = reads_of(store)
         self.archives = archives
-        """Archives of torch.save inside of files; a file that ends as theirs do is one itself."""
+        """torch.save archives inside files; a file with torch.save's suffix is an archive itself."""
         self._sections = sections
         self._lock = threading.Lock()
         self._last: tuple[str, NDArray[np.uint8]] | None = None
@@ -133,7 +133,7 @@ class Sections(ViewStore):
         return self._sections[key].bytes
 
     def places(self, key: str) -> list[FilePlace]:
-        """Return where a section begins; several places if it is their mean.  May read files' headers."""
+        """Return the place of a section; several if it is their mean.  May read files' headers."""
         section, found = self._sections[key], []
         for place in (source() for source in section.sources):
             path, start = (place.path, place.start) if isinstance(place, Strided) else place
@@ -141,7 +141,7 @@ class Sections(ViewStore):
         return found
 
     def in_rows(self, key: str, strided: Strided) -> NDArray[np.uint8]:
-        """The bytes of a storage in row-major order; the last one is kept."""
+        """The bytes of a storage in row-major order; caches the last one."""
         with self._lock:
             if self._last is None or self._last[0] != key:
                 self._last = key, strided.read(self.origin)
@@ -153,7 +153,7 @@ class Sections(ViewStore):
 
 
 class _StridedReader:
-    """A reader of a storage in row-major order; it is read whole, for no range of it lies together."""
+    """A reader of a storage in row-major order, which must be read whole."""
 
     def __init__(self, sections: Sections, key: str, strided: Strided) -> None:
         self._sections = sections
@@ -170,7 +170,7 @@ class _StridedReader:
 
 
 class _ComputedReader:
-    """A reader of the mean of several sections, times a factor; in the arithmetic of their dtype."""
+    """A reader of the mean of several sections, times a factor, computed in their dtype."""
 
     def __init__(self, inner: Sequence[Reader], dtype: np.dtype[Any], scale: float) -> None:
         self._inner = inner

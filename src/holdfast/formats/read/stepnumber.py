@@ -1,4 +1,4 @@
-"""The step of a training in the values of a foreign checkpoint that has no number of its own."""
+"""Finding the training step among the values of a foreign checkpoint without a step number."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from holdfast.core.store import Store
 from holdfast.formats.read.foreign import Foreign
 
 NAMES = ("global_step", "step", "iteration", "iter")
-"""Names of a step among values, those before others first."""
+"""Names of a step among values, in order of precedence."""
 
 
 def step_among(values: Mapping[str, Any]) -> int:
-    """The step that values state; 0 if they state none."""
+    """The step among values; 0 if there is none."""
     for name in NAMES:
         value = values.get(name)
         if type(value) is int and 0 <= value <= MAX_STEP:
@@ -26,8 +26,8 @@ def step_among(values: Mapping[str, Any]) -> int:
 
 
 def stated_step(values: Mapping[str, Any], tensors: Iterable[Foreign], store: Store) -> int:
-    """The step that flat values and tensors without dims state: at the top, or else one level down, as
-    `progress.step`, if they do not contradict each other there.  0 if they state none."""
+    """The step among flat values and 0-dim tensors: at the top, else one level down (`progress.step`) if
+    all agree there; 0 if there is none."""
     known = dict(values)
     for one in tensors:
         if one.name.rpartition(".")[2] in NAMES and one.name.count(".") < 2 and not one.shape:
@@ -43,7 +43,7 @@ def stated_step(values: Mapping[str, Any], tensors: Iterable[Foreign], store: St
 
 
 def _number(tensor: Foreign, store: Store) -> Any:
-    """The element of a tensor without dims; None if it cannot be had here, or is no whole number."""
+    """The element of a 0-dim tensor; None if it cannot be read, or is no whole number."""
     place = tensor.parts[0].sources[0] if tensor.parts else None
     found = None if place is None else place()
     if not isinstance(found, tuple) or "int" not in tensor.dtype:

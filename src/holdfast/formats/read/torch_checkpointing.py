@@ -1,4 +1,4 @@
-"""Checkpoints of torch_checkpointing, read where they lie: a directory with a file per item and rank.
+"""Checkpoints of torch_checkpointing, read in place: a directory with a file per item and rank.
 
     model_0.pt, model_1.pt, optim_0.pt, optim_1.pt, epoch_0.pt, ..., metadata.pkl
 
@@ -39,7 +39,7 @@ _Metadata = dict[str, dict[str, Any]]
 
 
 def is_torch_checkpointing(store: Store) -> bool:
-    """True if a folder holds a checkpoint of several ranks, with its metadata."""
+    """True if a folder has files of ranks with their metadata."""
     return _METADATA in top(store) and may_be_torch_checkpointing(store)
 
 
@@ -131,7 +131,7 @@ def _of_ranks(
 
 
 def _groups(paths: Any) -> dict[tuple[Any, ...], dict[int, Any]]:
-    """Return what is said of the tensor at each path, by rank."""
+    """Return the metadata of the tensor at each path, by rank."""
     try:
         return {
             tuple(json.loads(path)): {
@@ -144,7 +144,7 @@ def _groups(paths: Any) -> dict[tuple[Any, ...], dict[int, Any]]:
 
 
 def _placed(value: Any, path: tuple[Any, ...], groups: Any, rank: int) -> Any:
-    """A rank's tree, with the parts of tensors that the metadata says in the place of local tensors."""
+    """A rank's tree, with local tensors replaced by their `Shards` from the metadata."""
     if isinstance(value, dict):
         return {k: _placed(v, (*path, k), groups, rank) for k, v in value.items()}
     if isinstance(value, list):

@@ -1,8 +1,8 @@
-"""Files of torch.save, without torch: the tree of values, and where each tensor's bytes lie.
+"""Files of torch.save, read without torch: the tree of values, and the place of each tensor's bytes.
 
 A file is a zip archive whose members are stored and not compressed: `data.pkl`, the tree, and one member
-`data/<key>` for each storage.  So a tensor is a range of the file.  The same archive stands in the middle
-of a larger file in DCP's format.
+`data/<key>` for each storage.  So a tensor is a range of the file.  DCP puts such archives inside larger
+files.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from holdfast.formats.read.sections import Locator, at_place
 from holdfast.formats.read.unpickle import UnknownInstance, new_dict, new_set, unpickle
 
 More = MutableMapping[tuple[str, str], Any]
-"""Globals that a file may name besides those that all may; they are looked up first."""
+"""Further globals that a file may name; they take precedence over `torch_globals`."""
 
 _MAX_TREE_BYTES = 1 << 29
 _MAX_PARTS = 1 << 12
-"""Most parts into which an expanded tensor is divided."""
+"""Most parts of an expanded tensor."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class TensorRef:
     path: str
     offset: int
     content: tuple[int, int, int] | None = None
-    """(CRC-32 of its storage, bytes of that, byte there where it begins); None if the file has no sums."""
+    """(CRC-32 of its storage, bytes of the storage, its first byte there); None without CRCs."""
 
     @property
     def contiguous(self) -> bool:
@@ -64,9 +64,9 @@ class TensorRef:
         return at_place(self.path, self.offset)
 
     def parts(self, box: Box | None = None) -> tuple[StoredPart, ...]:
-        """Return where the elements lie; `box`: the part of a larger tensor that this is.
+        """Return the stored parts of the tensor; `box`: its place in a larger tensor.
 
-        A dim of stride 0 (`expand`) holds the same elements again and again: a part for each.
+        A dim of stride 0 (`expand`) repeats its elements, and gets one part per index.
         """
         box = whole(self.shape) if box is None else box
         if not box.size:
@@ -116,9 +116,9 @@ _AHEAD_BLOCKS = 32
 
 
 class _Ahead:
-    """A reader that reads a block where less is asked for, and keeps the blocks used last.
+    """A reader that reads ahead in blocks and caches recent blocks.
 
-    Who reads an archive asks for a few bytes here and there, and in a bucket each of these is a request.
+    Reading an archive takes many small reads, each of which is a request in a bucket.
     """
 
     def __init__(self, reader: Reader, size: int) -> None:
@@ -160,14 +160,14 @@ class _Ahead:
 
 
 class PartFile:
-    """A part of an object, as the file that `zipfile` wants."""
+    """A range of an object as a file object for `zipfile`."""
 
     threads = 1
-    """Threads that may read it at the same time, each by a `part` of its own."""
+    """Number of threads that may read at the same time, each with a `part` of its own."""
 
     @classmethod
     def of(cls, store: Store, key: str, bounds: tuple[int, int] | None = None) -> PartFile:
-        """Open an object, or a range of it; to be closed."""
+        """Open an object, or a range of it; the caller closes it."""
         threads, reader = reads_of(store).threads, store.open(key)
         try:
             size = store.size(key) if threads or bounds is None else 0
@@ -185,7 +185,7 @@ class PartFile:
         self._at = 0
 
     def part(self, bounds: tuple[int, int]) -> PartFile:
-        """Other bytes of the same object, or the same with a position of their own (for a thread)."""
+        """A range of the same object, with a position of its own (for a thread)."""
         return PartFile(self._reader, *bounds)
 
     def close(self) -> None:
@@ -220,7 +220,7 @@ STORAGES = {
 
 
 class _StorageKind:
-    """A storage class, on its way into a persistent id."""
+    """A storage class inside a persistent id."""
 
     def __init__(self, dtype: str | None) -> None:
         self.dtype = dtype
@@ -231,19 +231,19 @@ _RawName = bytes
 
 @dataclass(frozen=True, slots=True)
 class ArchiveMember:
-    """A member of an archive: where its own header lies in the section, its length and its CRC-32."""
+    """A member of an archive: the place of its header in the section, its length and its CRC-32."""
 
     name: str
     header: int
     length: int
     crc: int
     recorded: _RawName
-    """Its name as the header has it."""
+    """Its name in the header."""
 
 
 @dataclass(frozen=True)
 class Archive:
-    """The members of a torch.save file, by name without the folder that they all lie in."""
+    """The members of a torch.save file, by name without their common folder."""
 
     members: dict[str, ArchiveMember]
 
@@ -261,7 +261,7 @@ RESAVE = "convert it where it can be trusted: torch.save(torch.load(old), new)"
 
 
 def read_archive(section: PartFile, path: str) -> Archive:
-    """Return the members of a torch.save file.  Corrupt if not whole; FormatError if of another kind."""
+    """Read the members of a torch.save file.  Corrupt if incomplete; FormatError for another format."""
     section.seek(0)
     head = section.read(len(_LEGACY))
     if head == _LEGACY:
@@ -304,7 +304,7 @@ def _member(section: PartFile, info: zipfile.ZipInfo, top: str, path: str) -> Ar
 
 
 def start_of(section: PartFile, member: ArchiveMember, path: str) -> int:
-    """Return where a member's bytes begin, counted from the start of the file of the section."""
+    """Return the first byte of a member's data, counted from the start of the section's file."""
     section.seek(member.header)
     head = section.read(30 + len(member.recorded))
     if len(head) < 30 or head[:4] != b"PK\x03\x04":
@@ -321,8 +321,7 @@ def start_of(section: PartFile, member: ArchiveMember, path: str) -> int:
 def read_tree(
     section: PartFile, path: str, more: More | None = None, *, lenient: bool = False
 ) -> Any:
-    """Return what torch.save was given, tensors as `TensorRef`s; `lenient` as of `unpickle`.  FormatError
-    or Corrupt if unsound."""
+    """Return the saved value, tensors as `TensorRef`s; `lenient`: see `unpickle`.  FormatError; Corrupt."""
     archive = read_archive(section, path)
     data = _read_member(section, archive, _TREE, path)
     if "byteorder" in archive.members:
@@ -350,8 +349,8 @@ def read_tree(
 
 
 def _starts(section: PartFile, archive: Archive, path: str) -> dict[ArchiveMember, int]:
-    """Where storages begin, if it takes long to ask for one after the other; whoever needs one that is left
-    out hears what is wrong with it."""
+    """Read the places of storages in parallel, if reading them one by one is slow.  Faulty members are left
+    out; their errors are raised when they are needed."""
     found: dict[ArchiveMember, int] = {}
 
     def one(member: ArchiveMember) -> None:
@@ -366,7 +365,7 @@ def _starts(section: PartFile, archive: Archive, path: str) -> dict[ArchiveMembe
 
 
 def read_file(store: Store, path: str, more: More | None = None, *, lenient: bool = False) -> Any:
-    """Return what a file of torch.save holds, as `read_tree`."""
+    """Read a file of torch.save, as `read_tree`."""
     section = PartFile.of(store, path)
     try:
         return read_tree(section, path, more, lenient=lenient)
@@ -392,7 +391,7 @@ def _read_member(
 
 
 def check_crc(member: ArchiveMember, start: int, found: int, path: str) -> None:
-    """Corrupt if the bytes of a member have another CRC-32 than was written."""
+    """Corrupt if `found` is not a member's CRC-32."""
     if found != member.crc:
         raise Corrupt(
             f"{member.name} differs from what was written: CRC-32 {found:08x}, "
@@ -455,7 +454,7 @@ def _rebuild_v3(*args: Any) -> TensorRef:
 
 
 def enumerated(owner: Any, name: Any) -> UnknownInstance:
-    """A member of an enumeration, as Python 3.11.0 to 3.11.3 pickle it; nothing is looked up."""
+    """A member of an enumeration as pickled by Python 3.11.0 to 3.11.3; looks nothing up."""
     if not isinstance(owner, UnknownInstance) or not isinstance(name, str):
         raise FormatError("an attribute of something that is no class")
     return type(owner)(f"{owner.name}.{name}")

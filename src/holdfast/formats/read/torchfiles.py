@@ -1,4 +1,4 @@
-"""Finds which files of torch.save make a checkpoint, and reads their trees.
+"""Finding the torch.save files of a checkpoint, and reading their trees.
 
 One file (`model.pt`); shards of Hugging Face with their index (`pytorch_model.bin.index.json`); or one file
 of each rank (`rank0.pt`, `rank1.pt`, ...; `model_world_size_2_rank_0.pt`), perhaps several such sets.
@@ -28,7 +28,7 @@ _KNOWN = plaindata.PLAIN_GLOBALS | DISTRIBUTED
 
 
 def is_torch(store: Store) -> bool:
-    """True if a folder holds torch.save's files under names that tell, or is such a file itself."""
+    """True if a folder has torch.save files under known names, or is such a file."""
     if isinstance(store, OneFile):
         return store.name.endswith((*_SUFFIXES, _INDEX))
     names = top(store)
@@ -37,13 +37,13 @@ def is_torch(store: Store) -> bool:
 
 
 def holds_torch(store: Store) -> bool:
-    """True if a folder holds any file that torch.save may have written, or is one file."""
+    """True if a folder has any file that torch.save may have written, or is one file."""
     return any(n.endswith((*_SUFFIXES, _INDEX)) for n in top(store)) or isinstance(store, OneFile)
 
 
 def trees_of(store: Store) -> list[Any]:
-    """Return the trees of a checkpoint's files, those of a set of ranks merged into one; more than one if
-    a set holds the model and another the optimizer."""
+    """Return the trees of a checkpoint's files, with those of a set of ranks merged; several if the model
+    and the optimizer are in different sets."""
     names = top(store)
     if isinstance(store, OneFile):
         name = store.name
@@ -69,8 +69,7 @@ def trees_of(store: Store) -> list[Any]:
 
 
 def files_trees(store: Store, files: list[str]) -> list[Any]:
-    """The trees of files that are one checkpoint, without values that hold something unknown, which is
-    told."""
+    """The trees of the files of one checkpoint; values with unknown objects are left out with a warning."""
     try:
         trees = [read_file(store, file, _KNOWN, lenient=True) for file in files]
         return known_parts(trees, files)

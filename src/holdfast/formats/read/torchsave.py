@@ -1,11 +1,11 @@
-"""Opens what torch.save has written as a checkpoint: state dicts, training checkpoints, ranks' files.
+"""Opening torch.save files as a checkpoint: state dicts, training checkpoints, ranks' files.
 
     {"model_state_dict": {...}, "optimizer_state_dict": {...}, "epoch": 3}
         -> model.<name>, optim.<parameter>.<state>, extras epoch
 
-A flat dict of tensors is a model.  In a dict of several things, what holds the model and the optimizer is
-known by its usual names; the rest keeps its keys and becomes extras.  Files of several ranks are first made
-one tree (`ranks`).  Trees are read without running anything, tensors when they are asked for.
+A flat dict of tensors is a model.  In other dicts, models and optimizers are recognised by their usual
+keys; other values become extras under their keys.  Files of several ranks are first merged to one tree
+(`ranks`). Trees are read without running code, tensors only on demand.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def open_torch(store: Store, step: int | None = None) -> Checkpoint:
 def open_trees(
     store: Store, trees: list[Any], step: int | None, software: dict[str, str] | None = None
 ) -> Checkpoint:
-    """A checkpoint of what files hold, as trees of all ranks."""
+    """Make a checkpoint of merged trees."""
     found = _FileContents(store)
     sections = [s for tree in trees for s in _sections(tree)]
     named = Counter(key for key, _ in sections)
@@ -68,15 +68,15 @@ def open_trees(
 
 
 def torch_steps(store: Store) -> list[int]:
-    """The one step of what torch.save has written."""
+    """The one step of a torch.save checkpoint."""
     return [open_torch(store).step]
 
 
-# -- which key is what ----------------------------------------------------------------------------
+# -- keys -----------------------------------------------------------------------------------------
 
 
 def is_state_dict(value: Any) -> bool:
-    """True if a value is what `Module.state_dict()` gives: tensors by name, and extra states."""
+    """True if a value is like a `Module.state_dict()`: tensors by name, and extra states."""
     if not isinstance(value, dict) or not all(isinstance(k, str) for k in value):
         return False
     tensors = {k for k, v in value.items() if isinstance(v, Tensor)}
@@ -86,7 +86,7 @@ def is_state_dict(value: Any) -> bool:
 
 
 def _is_optimizer(value: Any) -> bool:
-    """True if a value is what `Optimizer.state_dict()` gives."""
+    """True if a value is like an `Optimizer.state_dict()`."""
     if not isinstance(value, dict) or value.keys() < {"state", "param_groups"}:
         return False
     state, groups = value.get("state"), value.get("param_groups")
@@ -99,7 +99,7 @@ def _is_optimizer(value: Any) -> bool:
 
 
 def _sections(tree: Any) -> Iterator[tuple[str, Any]]:
-    """(key, value) of what a file holds, under our names of model, optimizer and scheduler."""
+    """(key, value) of a file's contents, under holdfast's keys for model, optimizer and scheduler."""
     if is_state_dict(tree):
         yield "model", tree
     elif _is_optimizer(tree):
@@ -113,7 +113,7 @@ def _sections(tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _one_section(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Lists of Lightning are taken apart: `optim`, or `optim0`, `optim1` if there are several."""
+    """Split Lightning's lists: `optim`, or `optim0`, `optim1` for several."""
     to = {"optimizer_states": "optim", "lr_schedulers": "scheduler"}.get(key)
     if to is None or not isinstance(value, list):
         yield key, value
@@ -123,7 +123,7 @@ def _one_section(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _renamed(tree: dict[Any, Any]) -> dict[Any, str]:
-    """Our name for each key that has another: `model`, `optim`, others without `_state_dict`."""
+    """holdfast's key for each key that changes: `model`, `optim`, others without `_state_dict`."""
     out: dict[Any, str] = {}
     for ours, names, fits in (("model", _MODEL, _has_tensors), ("optim", _OPTIM, _is_optimizer)):
         found = [k for k in names if k in tree and fits(tree[k])]
@@ -148,7 +148,7 @@ def _has_tensors(value: Any) -> bool:
 
 
 def clean_names(names: list[str]) -> dict[str, str]:
-    """Map names in a file to the module's own, without what compiling and wrapping put in."""
+    """Map names in a file to the module's own, without prefixes of compilation and wrappers."""
     found = {n: ".".join(p for p in n.split(".") if p not in _WRAPPERS) for n in names}
     if found and all(n.startswith("module.") for n in found.values()):  # DistributedDataParallel
         found = {k: n.removeprefix("module.") for k, n in found.items()}
@@ -157,7 +157,7 @@ def clean_names(names: list[str]) -> dict[str, str]:
 
 @dataclass
 class _FileContents:
-    """Tensors by our names, and extras, that have been found in a file."""
+    """Tensors, under holdfast's names, and extras of a file."""
 
     store: Store
     tensors: list[Foreign] = field(default_factory=list)
@@ -220,7 +220,7 @@ class _FileContents:
                 self.extras[full] = self._encoded(full, item)
 
     def _encoded(self, key: str, value: Any) -> Any:
-        """A value as extras hold it; tensors in it become tensors of the checkpoint."""
+        """Encode a value for extras; its tensors become tensors of the checkpoint."""
 
         def on_other(leaf: Any, path: str) -> Any:
             if isinstance(leaf, ByRank):
@@ -244,7 +244,7 @@ class _FileContents:
     # -- optimizers -------------------------------------------------------------------------------
 
     def _add_optimizer(self, key: str, value: dict[str, Any]) -> None:
-        """Add state by parameter name; where names cannot be known, by `state.<number>`."""
+        """Add states under parameter names; under `state.<number>` if names are unknown."""
         names = self._names(value)
         rest: dict[str, dict[str, Any]] = {}
         for param, states in value["state"].items():
@@ -295,8 +295,8 @@ def _tensors(states: Any) -> list[Tensor]:
 
 
 def _parameters(model: list[tuple[str, Tensor]]) -> list[tuple[str, tuple[int, ...]]]:
-    """Return names and shapes of what can be parameters in a state dict, tied ones once: under the first
-    name and at its place, as `parameters()` counts them."""
+    """Return names and shapes of possible parameters in a state dict, tied ones once at their first name,
+    as in `parameters()`."""
     once: dict[str, tuple[str, Tensor]] = {}
     for name, tensor in model:
         once.setdefault(name if tensor.same is None else tensor.same, (name, tensor))

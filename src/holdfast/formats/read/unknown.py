@@ -1,8 +1,8 @@
-"""Values that hold something of which nothing is known: an object of a class that no table has.
+"""Values that hold unknown objects: instances of classes that no table has.
 
-Such a value is left out, and told; the tensors and the plain values beside it are read.  Where tensors are
-part of it (a whole module, an optimizer that keeps objects), or where a run would miss it (a module's own
-state, an optimizer's), the file is refused, with that name.
+Such a value is left out with a warning; other tensors and values are read.  If it holds tensors (a whole
+module, an optimizer with objects), or if a run needs it (a module's or an optimizer's own state), the
+file is refused with the class's name.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _OPTIMIZERS = {"state", "param_groups"}
 def known_parts(
     trees: Sequence[Any], files: Sequence[str], needed: Collection[str] = ()
 ) -> list[Any]:
-    """Return the trees of a checkpoint's files without those of their values that hold something unknown in
-    any of them; warn of these once.
+    """Return the trees of a checkpoint's files without values that hold unknown objects in any of them;
+    warn about these once.
 
-    FormatError if there are tensors in such a value, if it is `needed`, or if a tree is one.
+    FormatError if such a value holds tensors, is `needed`, or is a whole tree.
     """
     found: dict[Any, str] = {}
     for tree, file in zip(trees, files):
@@ -52,7 +52,7 @@ def known_parts(
 
 
 def is_needed(path: Sequence[Any], tree: Mapping[Any, Any] | None = None) -> bool:
-    """True if a run would miss the value at a path: a module's own state, or part of an optimizer's."""
+    """True if a run needs the value at a path: part of a module's or an optimizer's state."""
     parts = [part for part in path if isinstance(part, str)]
     is_optimizers = tree is None or tree.keys() >= _OPTIMIZERS
     return any(part.endswith("_extra_state") for part in parts) or (
@@ -61,10 +61,10 @@ def is_needed(path: Sequence[Any], tree: Mapping[Any, Any] | None = None) -> boo
 
 
 def unknown_in(value: Any, place: str, seen: set[int]) -> str | None:
-    """Return the name of something unknown in a value; None if there is nothing such.
+    """Return the class name of an unknown object in a value; None if there is none.
 
     FormatError if there are tensors beside it.
-    `seen`: what was met in other values of the same pickle, none of which holds a tensor.
+    `seen`: ids of objects in other values of the same pickle, none of which holds a tensor.
     """
     name, has_tensors, todo = None, False, [value]
     while todo:
@@ -79,7 +79,7 @@ def unknown_in(value: Any, place: str, seen: set[int]) -> str | None:
 
 
 def warn_left_out(found: Mapping[str, str], files: Sequence[str]) -> None:
-    """Warn of values that are left out: what is unknown in each, by key."""
+    """Warn about left-out values; `found`: the unknown class by key."""
     if not found:
         return
     values = listed((f"{key:.60} ({name:.100})" for key, name in found.items()), _MOST_TOLD)

@@ -1,17 +1,18 @@
-"""Reading pickles as data: an interpreter that builds values and cannot run anything.
+"""Reading pickles as data: an interpreter that builds values and cannot run code.
 
-Foreign checkpoints are pickled.  Python's own unpickler imports and calls whatever a pickle names, and
-even a restricted one can be made to allocate without bounds.  This one knows the opcodes that data
-needs, keeps its memo in a dict, and turns every global into what a table says, or refuses it:
+Foreign checkpoints are pickled.  Python's unpickler imports and calls any global that a pickle names, and
+even a restricted one can be made to allocate without bounds.  This one has only the opcodes that data
+needs, keeps its memo in a dict, and replaces every global by its entry in a table, or refuses it:
 
     tree = unpickle(data, {("collections", "OrderedDict"): dict})
 
 A table maps (module, name) to a function, which is called where the pickle calls the global, or to a
 plain value (a dtype's name, say).  Classes whose instances only carry fields are `UnknownInstance`s.
 
-A few bytes can stand for much: a list that is met a million times, a number of which text is made again and
-again, keys of one hash.  So what a pickle asks for is counted while it is read, and its value at the end,
-shared parts as often as they are met; both are bounded by the length of the pickle.
+A few bytes can cost much: a list that is referred to a million times, a number that is formatted again
+and again, keys with one hash.  So the cost of operations is counted while the pickle is read, and the
+size of its value at the end, shared parts each time they occur; both are bounded by the length of the
+pickle.
 """
 
 from __future__ import annotations
@@ -28,33 +29,33 @@ _Table = Mapping[tuple[str, str], Any]
 
 _MAX_STACK = 1 << 24
 _MAX_NODES = 1 << 21
-"""Most parts that a value may have, counting shared ones as often as they are met."""
+"""Most parts of a value; shared parts count each time they occur."""
 FREE_NODES, NODES_PER_BYTE = 1 << 17, 8
-"""Parts that any value may have, and those for each byte of its pickle."""
+"""Parts allowed for any value, and per byte of its pickle."""
 _CONTAINER_NODES = 8
-"""Parts that a container or an instance counts for: it costs more than a number."""
+"""Parts that a container or an instance counts as."""
 FREE_TEXT, TEXT_PER_BYTE = 1 << 20, 16
-"""Bytes that all texts of any value may have together, and those for each byte of its pickle."""
+"""Bytes of text allowed for any value, and per byte of its pickle."""
 _DIGITS = 4300
-"""Most digits of a number: Python makes no text of more."""
+"""Most digits of a number: Python formats no more."""
 _MAX_ALIKE = 1 << 8
-"""Most keys of a dict, or members of a set, that may have one hash: they are compared with each other."""
+"""Most keys of a dict, or members of a set, with one hash: they are compared pairwise."""
 _MAX_NAME = 1 << 10
-"""Most characters that a global's name may have."""
+"""Most characters of a global's name."""
 _MAX_KEY = 1 << 10
-"""Most parts that a tuple may have that is a key."""
+"""Most parts of a tuple as a key."""
 COST_PER_BYTE, PART_COST = 64, 16
-"""A byte of a pickle may make functions look at four parts, or at 64 characters of text."""
+"""Cost allowed per byte of a pickle, and cost of a part: 4 parts, or 64 characters, per byte."""
 
 MALFORMED = (
     TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RuntimeError, struct.error,
 )  # fmt: skip
-"""Errors that Python raises for a value that is not what a reader expects, RecursionError among them."""
+"""Errors that Python raises for unexpected values, RecursionError included."""
 
 
 @contextmanager
 def understood(what: str, place: str) -> Iterator[None]:
-    """Raise FormatError, in this block, where Python stumbles over what files hold."""
+    """Raise Python's errors for unexpected values, in this block, as FormatError."""
     try:
         yield
     except HoldfastError:
@@ -65,7 +66,7 @@ def understood(what: str, place: str) -> Iterator[None]:
 
 
 class UnknownInstance:
-    """An instance of a class that is known by name only: what it was made from, and its fields."""
+    """An instance of a class that is not imported: class name, arguments and fields."""
 
     def __init__(self, name: str, args: tuple[Any, ...] = ()) -> None:
         self.name = name
@@ -82,18 +83,18 @@ class UnknownInstance:
 
 
 class OpaqueInstance(UnknownInstance):
-    """An instance of a class that no table knows, with all that it was made from."""
+    """An instance of a class that is in no table, with all values that it was made from."""
 
     is_stored = False
-    """True once a pickle has stored it; what a call has given, and nobody stored, is of no object's own."""
+    """True once a pickle has stored it; the result of a call that is never stored belongs to no object."""
 
     def keep(self, *values: Any) -> None:
-        """Keep what a pickle gives to it."""
+        """Add values that a pickle passes to it."""
         self.fields.setdefault("held", []).extend(values)
 
 
 class _Stranger:
-    """A global that a pickle names and no table knows."""
+    """A global that is in no table."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -103,13 +104,13 @@ class _Stranger:
 
 
 def record(name: str) -> Callable[..., UnknownInstance]:
-    """Return a table's entry for a class whose instances become Records."""
+    """Return a table entry for a class whose instances become `UnknownInstance`s."""
     return lambda *args: UnknownInstance(name, args)
 
 
 _CONTAINERS = (tuple, list, dict, set, frozenset)
 _PRIME = (1 << 61) - 1
-"""Hashes of numbers are their rests by it."""
+"""Modulus of Python's hashes of numbers."""
 _TOO_LARGE = 10**_DIGITS
 
 
@@ -132,11 +133,11 @@ def unpickle(
     lenient: bool = False,
     most: int | None = None,
 ) -> Any:
-    """The value that a pickle of protocol 2 to 5 describes, of at most `most` parts (else `_MAX_NODES`).
+    """Return the value of a pickle of protocol 2 to 5, of at most `most` parts (default `_MAX_NODES`).
 
-    FormatError for anything malformed, any opcode that data does not need, and any global that is not
-    in the table; nothing of the pickle is run.  `lenient`: what is not in the table, and makes no tensor,
-    becomes an `OpaqueInstance`, for which the caller has to look.
+    Runs no code of the pickle.  FormatError if it is malformed, or has an opcode that data does not need
+    or a global that is not in the table.  `lenient`: an object of such a global becomes an
+    `OpaqueInstance`, unless it makes a tensor; the caller must look for these.
     """
     machine = _Machine(memoryview(data), table, persistent, lenient=lenient)
     try:
@@ -154,7 +155,7 @@ def unpickle(
 
 
 class Global:
-    """A global that the table knows, on the stack."""
+    """A global of the table, on the stack."""
 
     def __init__(self, name: str, value: Any) -> None:
         self.name = name
@@ -259,12 +260,12 @@ class _Machine:
         make, unknown = function.value, self.pay(args)
         if not callable(make):
             unknown = function.name
-        # what a known function makes of something unknown is unknown, too
+        # a known function's result of an unknown argument is unknown, too
         self.push(make(*args) if unknown is None else OpaqueInstance(unknown, args))
 
     def pay(self, value: Any) -> str | None:
-        """Count what a function may copy, hash or format: shared parts as often as they are met.  Return
-        the name of something unknown among it."""
+        """Count the parts that a function may copy, hash or format, shared ones each time.  Return the
+        name of an unknown object among them."""
         unknown: str | None = None
         seen: dict[int, UnknownInstance] = {}
         most, todo = COST_PER_BYTE * len(self.data) + (1 << 16), [value]
@@ -308,29 +309,29 @@ class _Machine:
                 elif part is not None:
                     self.pay(part)
                     target.fields["state"] = part
-        elif not isinstance(target, (dict, list)):  # attributes of containers are nobody's data
+        elif not isinstance(target, (dict, list)):  # attributes of containers are dropped
             raise _Refuse(f"it sets the state of a {type(target).__name__}")
 
     def push(self, made: Any) -> None:
-        """Push a new container or instance: an empty one takes a byte of the pickle, hundreds of memory."""
+        """Push a new container or instance; counted, as one byte of a pickle takes hundreds of memory."""
         self.num_made += 1
         if self.num_made > max(_MAX_NODES >> 1, len(self.data) >> 3):
             raise _Refuse(f"it makes more than {_MAX_NODES >> 1} lists, dicts, sets and objects")
         self.stack.append(made)
 
     def spend(self, cost: int) -> None:
-        """Count what something costs; refuse what the pickle is too short for."""
+        """Count a cost; refuse if it exceeds the bound for the pickle's length."""
         self.spent += cost
         if self.spent > COST_PER_BYTE * len(self.data) + (1 << 16):
             raise _Refuse("it asks for more than it holds")
 
     def changes(self, *values: Any) -> None:
-        """Take note that something is given values: what was clean may hold it."""
+        """Record that an object changes, so that objects known to be clean may hold unknown ones."""
         if self.clean and any(isinstance(v, (UnknownInstance, *_CONTAINERS)) for v in values):
             self.clean.clear()
 
     def drop(self, *values: Any) -> None:
-        """Take note of what a pickle throws away: the result of a function that sets an object's state, or
+        """Check values that a pickle discards: the result of a function that sets an object's state, or
         parts of a tuple that holds itself, which are stored."""
         for value in values:
             if not isinstance(value, OpaqueInstance) or value.is_stored:
@@ -342,7 +343,7 @@ class _Machine:
 
 
 def _value(x: Any) -> Any:
-    """Return what a global stands for where it is used as a value; other values as they are."""
+    """Return the table's value of a global; other values unchanged."""
     if x is _MARK:
         raise _Refuse("a mark where a value should be")
     if isinstance(x, Global):
@@ -355,13 +356,13 @@ def _value(x: Any) -> Any:
 
 
 def _length(value: str | bytes | bytearray | int) -> int:
-    """Return the length of a text or of a number's."""
+    """Return the length of a text, or of a number as text."""
     return value.bit_length() >> 2 if isinstance(value, int) else len(value)
 
 
 def check_size(value: Any, most: int, most_text: int | None = None) -> None:
-    """FormatError for a value of more parts than `most`, or of texts and numbers of more bytes than
-    `most_text` together, shared ones counted as often as they are met."""
+    """FormatError for a value of more than `most` parts, or of more than `most_text` bytes of texts and
+    numbers; shared parts count each time they occur."""
     count, length, todo = 1, 0, [value]
     seen: set[int] = set()
     while todo:
@@ -370,7 +371,7 @@ def check_size(value: Any, most: int, most_text: int | None = None) -> None:
             length += _length(node)
             continue
         parts = contents_of(node, seen)
-        count += len(parts)  # before they are held: a list may hold itself a thousand times
+        count += len(parts)  # counted first: a list may hold itself a thousand times
         if isinstance(node, (UnknownInstance, *_CONTAINERS)):
             count += _CONTAINER_NODES - 1
         if count > most or (most_text is not None and length > most_text):
@@ -382,8 +383,8 @@ def check_size(value: Any, most: int, most_text: int | None = None) -> None:
 
 
 def contents_of(value: Any, seen: set[int]) -> Collection[Any]:
-    """Return what a container or an instance holds; nothing for other values, and for an `OpaqueInstance`
-    that was `seen`: such objects often hold each other."""
+    """Return the contents of a container or an instance; empty for other values, and for an
+    `OpaqueInstance` in `seen`, as such objects often hold each other."""
     if isinstance(value, OpaqueInstance):
         if id(value) in seen:
             return ()
@@ -393,7 +394,7 @@ def contents_of(value: Any, seen: set[int]) -> Collection[Any]:
 
 
 def _parts(value: Any) -> Collection[Any]:
-    """Return what a plain container holds, a dict's keys and values; nothing for other values."""
+    """Return the items of a plain container, a dict's keys and values; empty for other values."""
     if isinstance(value, dict):
         return (*value.keys(), *value.values())
     return value if isinstance(value, _CONTAINERS) else ()
@@ -451,13 +452,13 @@ def _add_items(m: _Machine) -> None:
 def _keys(
     items: list[Any], alike: Counter[tuple[int, int]] | None = None, owner: Any = None
 ) -> list[Any]:
-    """Return `items` if safe to hash, as keys of `owner`.  Nested tuples are refused, which can take
-    exponential time, and many of one hash, which take quadratic time.  `alike`: how many of each are there.
+    """Return `items` if they are safe to hash as keys of `owner`.  Refuses nested tuples, which can take
+    exponential time, and many keys of one hash, which take quadratic time.  `alike`: counts by hash so far.
     """
     alike = Counter() if alike is None else alike
     for item in items:
         if isinstance(item, (str, bytes, UnknownInstance)) or item is None or _is_small(item):
-            continue  # no file can give many of these one hash
+            continue  # no file can make many of these with one hash
         parts = item if isinstance(item, tuple) else ()
         if len(parts) > _MAX_KEY:
             raise _Refuse(f"a key of more than {_MAX_KEY} parts")
@@ -516,7 +517,7 @@ def _stack_global(m: _Machine) -> None:
 
 
 def _new_with_names(m: _Machine) -> None:
-    """NEWOBJ_EX, with arguments by name: plain data has none, what is unknown may."""
+    """NEWOBJ_EX, with arguments by name, which only unknown objects may have."""
     named, args = _value(m.pop()), m.pop()
     function = m.stack[-1]
     if not (isinstance(function, Global) and isinstance(function.value, _Stranger)):

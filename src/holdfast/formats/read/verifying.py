@@ -1,9 +1,8 @@
-"""Verifying a foreign checkpoint, as far as its format lets one.
+"""Verifying a foreign checkpoint, as far as its format allows.
 
-There are no digests.  What can be done: read every byte that tensors are made of (so nothing is missing or
-cut short; that parts cover every tensor was found at open), compare replicas with each other, and check
-the CRC-32 that zip archives of torch.save carry, unless torch was told to leave them out.  The report says
-what was done and what was not.
+There are no digests.  Verifying reads every byte of tensors (so no file is missing or cut short; opening
+has checked that parts cover every tensor), compares replicas, and checks the CRC-32 of torch.save's zip
+archives, unless torch was told to omit them.  The report states what was checked.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ _BLOCK_BYTES = 4 << 20
 _ARCHIVES = (".pt", ".pth", ".bin", ".ckpt")
 
 _Ranges = list[tuple[int, int] | None]
-"""Bytes of a file that are archives; None for all of it."""
+"""Byte ranges of archives in a file; None for the whole file."""
 
 
 @dataclass
 class ForeignReport(Report):
-    """The findings in another format: of `num_archives` archives `num_with_crc` have sums."""
+    """The report of a foreign checkpoint; `num_with_crc` of `num_archives` archives have a CRC-32."""
 
     format: str = ""
     num_copies: int = 0
@@ -49,9 +48,9 @@ class ForeignReport(Report):
 def verify_foreign(
     checkpoint: Checkpoint, *, quick: bool = False, progress: Progress | None = None
 ) -> ForeignReport:
-    """Read all parts, check what sums there are, compare replicas.  `quick`: lengths alone.
+    """Read all parts, check CRCs, compare replicas.  `quick`: check only lengths.  Blocks.
 
-    Raises nothing for what is wrong with the files: that is in the report.
+    Problems of the files are in the report and raise nothing.
     """
     work = _ForeignVerification(checkpoint, quick, progress)
     began = time.perf_counter()
@@ -61,13 +60,13 @@ def verify_foreign(
 
 
 def _files_of(checkpoint: Checkpoint) -> list[str]:
-    """The files that tensors and their copies lie in, sorted."""
+    """The files of tensors and their copies, sorted."""
     everything = (checkpoint, *checkpoint.others)
     return sorted({file_key(f) for c in everything for f in c.manifest.files})
 
 
 def archives_of(checkpoint: Checkpoint) -> dict[str, _Ranges]:
-    """Return where archives of torch.save lie, by file."""
+    """Return the places of torch.save archives, by file."""
     assert isinstance(checkpoint.store, Sections)
     archives: dict[str, _Ranges] = {
         f: [None] for f in _files_of(checkpoint) if f.endswith(_ARCHIVES)
@@ -78,7 +77,7 @@ def archives_of(checkpoint: Checkpoint) -> dict[str, _Ranges]:
 
 
 def check_sums(checkpoint: Checkpoint, files: Iterable[str], progress: Progress) -> None:
-    """Compare the CRC-32 of archives in files with what they hold, where they have any.  Corrupt."""
+    """Check the CRC-32 of archives in files, if they have any.  Corrupt."""
     work, archives = _ForeignVerification(checkpoint, False, progress), archives_of(checkpoint)
     for file in files:
         work.check(file, archives[file])
@@ -114,7 +113,7 @@ class _ForeignVerification:
     # -- parts ------------------------------------------------------------------------------------
 
     def _part(self, key: str) -> None:
-        """Read every byte of one part, or its last one alone if that is to be quick."""
+        """Read every byte of a part, or only the last one if `quick`."""
         size = self.sections.size(key)
         block = memoryview(bytearray(min(_BLOCK_BYTES, size)))
         try:
@@ -132,7 +131,7 @@ class _ForeignVerification:
     # -- archives ---------------------------------------------------------------------------------
 
     def check(self, file: str, ranges: _Ranges) -> bool:
-        """Check the archives of a file; False if some were not read, as they have no sums."""
+        """Check the archives of a file; False if some have no CRCs and were not read."""
         store = self.sections.origin
         self.report.num_archives += len(ranges)
         try:
@@ -147,7 +146,7 @@ class _ForeignVerification:
         return all(found)
 
     def _archive(self, section: PartFile, file: str) -> bool:
-        """Check every member of an archive; False if it has no sums, and was not read."""
+        """Check every member of an archive; False if it has no CRCs and was not read."""
         try:
             archive = read_archive(section, file)
             if not archive.has_crc:

@@ -1,9 +1,8 @@
-"""Names against rules: those without a rule, rules without a name, rules that no order makes clear.
+"""Checks of names and rules: names without a rule, rules without a name, ambiguous rules.
 
-First match wins, so the more specific rule must come first.  Of two globs that match a name, the later one
-has to cover the earlier one (match whatever that matches); else it is chance which is meant.  Rules of
-different files are not compared: what stands above an include overrides it.  A regular expression is not
-compared either.
+The first match wins, so the more specific rule must come first.  If two globs match a name, the later one
+must cover the earlier one (match all names that it matches); else they are ambiguous.  Rules of different
+files are not compared, as rules above an include override it; nor are regular expressions.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ MAX_PROBLEMS = 20
 
 
 def matching(rules: Sequence[Rule], names: Iterable[str]) -> Iterator[tuple[str, Rule]]:
-    """Names that have a rule, and the rule."""
+    """Yield each name that has a rule, with the rule."""
     for name in names:
         rule = next((r for r in rules if r.pattern.match(name) is not None), None)
         if rule is not None:
@@ -27,7 +26,7 @@ def matching(rules: Sequence[Rule], names: Iterable[str]) -> Iterator[tuple[str,
 
 
 def check_covered(rules: Sequence[Rule]) -> None:
-    """RuleError if a rule can never win, because an earlier one of its file covers it."""
+    """RuleError if a rule can never win because an earlier one of its file covers it."""
     for i, rule in enumerate(rules):
         for earlier in rules[:i]:
             if not _same_file(earlier, rule):
@@ -43,7 +42,7 @@ def check_covered(rules: Sequence[Rule]) -> None:
 def problems_of_names(
     rules: Sequence[Rule], names: Sequence[str], match: Callable[[str], object]
 ) -> list[str]:
-    """Describe what is wrong between names and rules, at most `MAX_PROBLEMS` of each kind."""
+    """Describe the problems of names and rules, at most `MAX_PROBLEMS` of each kind."""
     used: dict[Rule, None] = {}
     taken: dict[Rule, tuple[str, Rule]] = {}
     unmatched: list[str] = []
@@ -68,7 +67,7 @@ def problems_of_names(
 
 
 def _unmatched(names: Sequence[str], match: Callable[[str], object]) -> list[str]:
-    """One text for all names that differ in numbers alone."""
+    """Describe names without a rule; one text for names that differ only in numbers."""
     alike: dict[str, list[str]] = {}
     for name in names:
         alike.setdefault(re.sub(r"\d+", "#", name), []).append(name)

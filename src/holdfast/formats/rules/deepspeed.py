@@ -1,6 +1,6 @@
 """DeepSpeed's `universal_checkpoint_info` as rules.
 
-The info says by regular expressions how the slices that tensor-parallel ranks hold make up each parameter
+The info states by regular expressions how the slices of tensor-parallel ranks make up each parameter
 (deepspeed/checkpoint/ds_to_universal.py, `merge_tp_slices`).  Together with the slices' shapes that is a
 rule per name, in this order: replicated, averaged, two or more sub-parameters, cut along dim 1, else along
 dim 0; and a padded vocabulary is padded along dim 0 besides.  Names that differ in numbers alone share one.
@@ -17,8 +17,8 @@ dim 0; and a padded vocabulary is padded along dim 0 besides.  Names that differ
     >>> found.shape("1.dense.weight")
     (8, 8)
 
-From 0.19 on DeepSpeed also writes an `affine_map`, which says the same by geometry, and more: where there
-is one, it counts.  `Slices.view` follows it; `Slices.text`, being rules, has only what patterns say.
+From 0.19 on DeepSpeed also writes an `affine_map`, which states the geometry, and takes precedence over the
+patterns.  `Slices.view` follows it; `Slices.text`, being rules, only has the patterns.
 
 A map lists, by rank, the slice's shape and pieces: shape, offset and strides in the whole parameter and in
 the slice, perhaps a scale (slice = whole * scale).  All that DeepSpeed makes are ranges of rows along one
@@ -48,14 +48,14 @@ _Shape = tuple[int, ...]
 
 _AFFINE_VERSION = 1
 _SPECIAL = re.compile(r"[*{}\s#/]")
-"""Characters that have a meaning of their own in patterns."""
+"""Characters with a special meaning in patterns."""
 _SUB_PARAMS = "parameter_with_sub_params"
 _UNSUPPORTED = "autotp_unsupported_parameter_patterns"
 _WIDTHS = "sub_param_shard_widths"
 
 
 class Slices:
-    """Parameters, of which each tensor-parallel rank holds a slice.
+    """Parameters whose slices are on tensor-parallel ranks.
 
     `shapes`: by name, the shapes of the slices in the order of the ranks.  RuleError if info and shapes
     do not fit each other.
@@ -91,14 +91,14 @@ class Slices:
             return tuple(entry["logical_shape"]) if entry is not None else self._logical[name]
 
     def replica(self, name: str) -> Replica:
-        """Tell how copies are to be taken.  A map knows no averages."""
+        """Return how copies are merged; with a map, never by averaging."""
         if self._categories.affine(name) is None:
             return self.rules.match(name).rule.replica
         views = [self.view(name, rank) for rank in range(self.tp)]
         return "unique" if self.tp == 1 or len(set(views)) > 1 else "replicated"
 
     def view(self, name: str, rank: int, *, state: str = "param") -> View:
-        """Return the view that relates the slice of a rank to the whole parameter."""
+        """Return the view from a rank's slice to the whole parameter.  RuleError."""
         entry = self._categories.affine(name)
         if entry is not None:
             with _understood():
@@ -131,7 +131,7 @@ class Slices:
     # -- a rule per name --------------------------------------------------------------------------
 
     def _found(self, name: str, shapes: list[_Shape]) -> tuple[str, _Shape] | None:
-        """The rule of a name; perhaps none, if a map says how it lies."""
+        """The rule of a name and its whole shape; None if only a map describes it."""
         for pattern, reason in (self._info.get(_UNSUPPORTED) or {}).items():
             if _starts(pattern, name):
                 raise RuleError(f"{name!r} cannot be put together: {reason}")
@@ -143,7 +143,7 @@ class Slices:
             return None
 
     def _ruled(self, name: str, shapes: list[_Shape]) -> tuple[str, _Shape]:
-        """Return what stands behind the name in its rule, and the shape of the whole."""
+        """Return the text after the name in its rule, and the shape of the whole."""
         known = self._categories
         vocabulary = known.pattern("vocabulary_parameter_patterns", name) is not None
         if known.pattern("tp_replicated_parameter_patterns", name) is not None:
@@ -226,7 +226,9 @@ class Slices:
             if any(len(each) != self.tp for each in found):
                 raise RuleError(f"{name!r}: widths {found} are not those of {self.tp} ranks")
             return found
-        if not isinstance(sizes, (tuple, list)):  # before 0.4: the number of equal ones
+        if not isinstance(
+            sizes, (tuple, list)
+        ):  # before DeepSpeed 0.4: the number of equal sub-parameters
             count = int(sizes)
             full = sum(s[at] if at < len(s) else 0 for s in shapes)
             if count < 1 or full % count:
@@ -257,7 +259,7 @@ class Slices:
 
 @contextmanager
 def _understood() -> Iterator[None]:
-    """Raise RuleError, in this block, for what is not of the types that DeepSpeed writes."""
+    """Raise a type error of malformed info in this block as RuleError."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
@@ -302,7 +304,7 @@ def _only(key: str, patterns: Sequence[str], name: str) -> str | None:
 
 
 def _starts(pattern: str, name: str) -> bool:
-    """True if `re.match` finds the pattern.  Expressions that may take for ever are refused."""
+    """True if `re.match` finds the pattern.  RuleError if that could take exponential time."""
     literal = re.fullmatch(r"\^((?:[\w ]|\\.)*)\$", pattern)
     if literal:  # re.escape of a name, as AutoTP writes it
         return re.sub(r"\\(.)", r"\1", literal[1]) == name
@@ -316,7 +318,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _joined(name: str, shapes: list[_Shape], dim: int) -> _Shape:
-    """Slices put one behind the other along a dim."""
+    """The shape of slices concatenated along a dim."""
     others = {(*s[:dim], *s[dim + 1 :]) for s in shapes}
     if len(others) > 1 or len({len(s) for s in shapes}) > 1:
         raise RuleError(f"{name!r}: slices {shapes} differ in other dims than {dim}")
@@ -331,7 +333,7 @@ def _is_chunked(widths: Sequence[int]) -> bool:
 
 
 def _folded(texts: Mapping[str, str]) -> list[str]:
-    """Lines of rules: one for names that differ in numbers alone, if all of them have one rule.
+    """Lines of rules; names that differ only in numbers share one if their rules are equal.
 
     A pattern can match a name of another group only if it has more stars: those come later.
     """
@@ -385,7 +387,7 @@ def view_of_map(name: str, entry: Mapping[str, Any], rank: int, state: str) -> V
 
 
 def _rows(name: str, view: View, pieces: list[Mapping[str, Any]], stored: _Shape, dim: int) -> View:
-    """The rows of `dim` that pieces are, which must lie in the slice one after the other."""
+    """Select the rows of `dim` that the pieces are; they must be contiguous in the slice."""
     shape, ranges, at = view.shape, [], 0
     from_strides, to_strides = row_major(shape), row_major(stored)
     for piece in pieces:

@@ -1,8 +1,8 @@
 """Numbers in rules: `heads / kv_heads * head_dim`.
 
 `/` divides exactly, `//` rounds down.  Names are variables, captures of the pattern, mesh axes (their size)
-and `size`, the length of the dim that a step acts on.  An expression is kept as postfix, so that no nesting
-is deep, and its numbers stay below 2**63.
+and `size`, the length of the dim that a step acts on.  An expression is stored in postfix form, so that
+evaluation does not recurse; numbers stay below 2**63.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Numbers = Mapping[str, Fraction]
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A name, and where it stands."""
+    """A name and its place in the text."""
 
     name: str
     span: Span
@@ -29,7 +29,7 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """`+ - * / // %`, and where it stands."""
+    """`+ - * / // %` and its place in the text."""
 
     sign: str
     span: Span
@@ -40,7 +40,7 @@ Item = Fraction | Named | Operator
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """An expression of numbers, kept as postfix."""
+    """An expression of numbers in postfix form."""
 
     items: tuple[Item, ...]
     span: Span
@@ -49,7 +49,7 @@ class Expression:
         return [item for item in self.items if isinstance(item, Named)]
 
     def value(self, numbers: _Numbers) -> Fraction:
-        """Its value.  RuleError if it has none."""
+        """Evaluate; RuleError for a division by zero or too large a number."""
         stack: list[Fraction] = []
         for item in self.items:
             if isinstance(item, Operator):
@@ -61,7 +61,7 @@ class Expression:
         return result
 
     def whole(self, numbers: _Numbers) -> int:
-        """Its value as a whole number.  RuleError if it is none."""
+        """Evaluate to a whole number; RuleError if it is none."""
         value = self.value(numbers)
         if value.denominator != 1:
             raise self.span.error(f"{value} is not a whole number{self._of(numbers)}")

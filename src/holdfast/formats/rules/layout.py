@@ -1,6 +1,6 @@
-"""One tensor over a mesh by its rule: what each rank stores; whether all together store it once.
+"""The layout of a tensor over a mesh by its rule, and the check that ranks store every element once.
 
-Where they do not, the message names a hole that the ranks' boxes leave in the tensor, or an overlap.
+If they do not, the message names a hole between the ranks' boxes, or an overlap.
 
 Tensors of one shape and one rule share a `ShapeLayout`, so that thousands of them cost what a few do.
 """
@@ -22,11 +22,11 @@ from holdfast.formats.rules.source import Span
 from holdfast.formats.rules.statements import Replica, Rule
 
 POWERS = {"param": 1, "exp_avg": -1, "exp_avg_sq": -2}
-"""Power of a scale, by state: parameters stored times s have gradients that are times 1 / s."""
+"""Power of a scale by state: if parameters are scaled by s, gradients are scaled by 1 / s."""
 
 
 class Unfit(LayoutError):
-    """A rule does not fit a shape; `span`: the step that does not."""
+    """A rule does not fit a shape; `span`: the step at fault."""
 
     def __init__(self, span: Span, message: str, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
@@ -35,7 +35,7 @@ class Unfit(LayoutError):
 
 @dataclass(eq=False)
 class ShapeLayout:
-    """All tensors of a shape that one rule lays out alike over a mesh.
+    """The layout, over a mesh, of all tensors with one shape and one rule.
 
     `numbers` are those that its expressions name, `copies` the axes along which there may be copies.
     """
@@ -57,7 +57,7 @@ class ShapeLayout:
         return tuple(self.mesh.coordinate(rank, a) for a in self.axes)
 
     def views(self) -> Iterator[tuple[dict[str, int], View]]:
-        """Each distinct view: coordinates on `axes`, what ranks there store."""
+        """Yield each distinct view with its coordinates on `axes`."""
         for at in product(*(range(self.mesh.sizes[a]) for a in self.axes)):
             yield dict(zip(self.axes, at)), self.view(at)
 
@@ -116,7 +116,7 @@ class ShapeLayout:
 
     @cached_property
     def problem(self) -> tuple[str, str | None] | None:
-        """Message and hint, if ranks do not hold every element exactly once."""
+        """Message and hint if ranks do not hold every element exactly once; else None."""
         if self.rule.replica == "unique":
             for axis, size in self.mesh.axes:
                 if size > 1 and axis not in self.rule.axes + self.copies:
@@ -125,7 +125,7 @@ class ShapeLayout:
                         f"divide it over {axis}, or say replicated, or `copies {axis}` above all rules",
                     )
         if self.sharding is not None and not self.sharding.on:
-            return None  # cuts over distinct axes leave nothing out
+            return None  # cuts over distinct axes cover the tensor
         held = [(at, v) for at, v in self.views() if v.is_here]
         if self.rule.replica != "unique":
             distinct = {(v.lines, v.window, v.scale): (at, v) for at, v in reversed(held)}
@@ -142,7 +142,7 @@ class ShapeLayout:
 
 @dataclass(frozen=True)
 class Layout:
-    """A tensor over a mesh by its rule."""
+    """The layout of a tensor over a mesh by its rule."""
 
     name: str
     alike: ShapeLayout
@@ -161,18 +161,18 @@ class Layout:
         return self.alike.rule.replica
 
     def view(self, rank: int) -> View:
-        """Return what a rank stores.  RuleError if the rule's steps do not fit the shape."""
+        """Return a rank's view.  RuleError if the rule's steps do not fit the shape."""
         try:
             return self.alike.view(self.alike.at(rank))
         except Unfit as error:
             raise self._error(error.span, error.message, error.hint) from None
 
     def fragments(self, rank: int) -> list[Fragment]:
-        """Return which box lies where in a rank's storage."""
+        """Return the boxes that a rank stores, with their places in its storage."""
         return self.view(rank).fragments()
 
     def sharding(self) -> Sharding | None:
-        """The same as cuts over axes, if it has that form: nothing fused, reordered, padded or flat.
+        """The layout as cuts over axes; None if it is fused, reordered, padded or flat.
 
         A sharding says which boxes ranks hold, not how they store them, nor a scale.
         """
@@ -210,13 +210,13 @@ def _place_text(at: Mapping[str, int]) -> str:
 
 _MAX_CORNERS = 1 << 22
 _MAX_BOXES = 1 << 11
-"""Most boxes that are looked at one against the other, once it is known that something is wrong."""
+"""Most boxes that are compared pairwise, to find the fault of a wrong layout."""
 
 _Held = Sequence[tuple[str, Sequence[Box]]]
 
 
 def gap_or_overlap(shape: tuple[int, ...], held: _Held) -> str | None:
-    """Describe what is wrong, with the region; None if every element is held exactly once."""
+    """Describe a hole or an overlap; None if every element is held exactly once."""
     boxes = [box for _, some in held for box in some if box.size]
     if num_corners(boxes, shape) > _MAX_CORNERS:
         return f"{len(boxes):,} fragments are too many to check"
@@ -226,7 +226,7 @@ def gap_or_overlap(shape: tuple[int, ...], held: _Held) -> str | None:
 
 
 def gap(shape: tuple[int, ...], held: _Held) -> str | None:
-    """A region that nobody holds, if there is one; what is held twice is not looked for."""
+    """Describe a hole; None if there is none.  Ignores overlaps."""
     return _hole(shape, [box for _, some in held for box in some if box.size])
 
 
@@ -256,7 +256,7 @@ def _hole(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
 
 
 def _without(box: Box, other: Box) -> list[Box]:
-    """Return what `other` leaves of a box, as boxes."""
+    """Return `box` minus `other`, as boxes."""
     common = box & other
     if common is None:
         return [box]

@@ -1,8 +1,8 @@
-"""From text to statements.
+"""Parser of rules: text to statements.
 
-A statement begins at the start of a line; lines that begin with a blank go on with it; `#` at the start of
-a line or behind a blank begins a comment.  The grammar is in docs/reference/rules.md.  An include is
-replaced by the statements of what it includes.
+A statement begins at the start of a line; lines that begin with a blank continue it; `#` at the start of a
+line or after a blank begins a comment.  docs/reference/rules.md has the grammar.  An include is replaced by
+the statements of the included text.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A word or sign; the last one of a statement is empty."""
+    """A word or sign; a statement ends with an empty token."""
 
     text: str
     span: Span
@@ -57,7 +57,7 @@ class Token:
 
 
 def parsed(source: Text) -> list[Statement]:
-    """The statements of a text, in order.  RuleError at the first that is none."""
+    """Parse the statements of a text, in order.  RuleError at the first error."""
     if len(source.text) > MAX_RULES_CHARS:
         raise RuleError(f"{source.path}: rules of more than {MAX_RULES_CHARS} characters")
     found = [_Parser(source, lines).statement() for lines in _statements(source)]
@@ -67,7 +67,7 @@ def parsed(source: Text) -> list[Statement]:
 
 
 def statements_of(source: Text, seen: tuple[str, ...] = ()) -> Iterator[Statement]:
-    """A text's statements, in the place of each include what it includes."""
+    """A text's statements, with each include replaced by its content."""
     inside = (*seen, source.path)
     for statement in parsed(source):
         if isinstance(statement, Let):
@@ -114,7 +114,7 @@ def _statements(source: Text) -> Iterator[list[tuple[int, str]]]:
 
 @dataclass
 class _Parser:
-    """One statement: its first words, or its tokens from one of them on."""
+    """Parser of one statement: by words, or by tokens after a word."""
 
     source: Text
     lines: list[tuple[int, str]]
@@ -126,7 +126,7 @@ class _Parser:
     # -- words and tokens -------------------------------------------------------------------------
 
     def words(self) -> list[Token]:
-        """Return the words, separated by blanks; a regular expression is one."""
+        """Return the words, separated by blanks; a regular expression is one word."""
         return [
             Token(m[0], Span(self.source, number, m.start(), m.end() - m.start()))
             for number, text in self.lines
@@ -134,7 +134,7 @@ class _Parser:
         ]
 
     def tokenize(self, behind: Token) -> None:
-        """Tokens of what stands behind a word of the first line that has any."""
+        """Split the text after a word of the first non-empty line into tokens."""
         span = behind.span
         for number, text in self.lines:
             start = 0 if number != span.line else span.column + span.width
@@ -159,14 +159,14 @@ class _Parser:
         return token
 
     def accept(self, text: str) -> bool:
-        """True if `text` is the next token; then it is taken."""
+        """Take the next token if it is `text`; return whether it was."""
         if self.next.text != text:
             return False
         self.at += 1
         return True
 
     def several(self, item: Callable[[], _T], sign: str = ",") -> tuple[_T, ...]:
-        """One item or more, with signs between them."""
+        """Parse one or more items, separated by `sign`."""
         found = [item()]
         while self.accept(sign):
             found.append(item())
@@ -203,7 +203,7 @@ class _Parser:
     # -- statements -------------------------------------------------------------------------------
 
     def statement(self) -> Statement:
-        """Parse the statement that the first word says; a rule if it is no keyword."""
+        """Parse the statement of the first word; a rule if that is no keyword."""
         words = self.words()
         first = words[0]
         if first.text in ("include", "rename"):

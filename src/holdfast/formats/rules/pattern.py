@@ -4,12 +4,12 @@ r"""Patterns over names: globs with captures, and regular expressions.
     **.bias
     /(?:transformer|model)\.h\.\d+\.ln_1\..*/
 
-`*` is one or more characters but dots, `**` one or more of any; `{layer}` captures what `*` would match,
-`{a|b}` is one of several, `{x:a|b}` captures one of several, `{x:**}` captures what `**` would.  A pattern
-matches whole names.
+`*` matches one or more characters except dots, `**` one or more of any; `{layer}` captures a match of
+`*`, `{a|b}` matches one of several, `{x:a|b}` captures one of several, `{x:**}` captures a match of
+`**`.  A pattern matches whole names.
 
-Names may come from anybody's checkpoint, and a regular expression with N wildcards tries a name's length to
-the power of N.  Where that is much, a glob is first tried at all places of the name at once (`_may_match`),
+Names may come from untrusted checkpoints, and a regular expression with N wildcards may take time by the
+length of a name to the power of N.  If that is long, a glob is first matched in linear time (`_may_match`),
 and a regular expression is refused.
 """
 
@@ -25,13 +25,13 @@ _MAX_STARS = 12
 _MAX_REPEATS = 4
 _MAX_SAMPLES = 64
 _MANY_TRIES = 1e6
-"""Places to try from which on a glob is tried at all of them at once."""
+"""Number of tries above which a glob is first matched by `_may_match`."""
 _MAX_TRIES = 3e8
-"""Most places that a regular expression may try: a second, or two."""
+"""Most tries of a regular expression: one or two seconds."""
 _OPAQUE = 0xE000
-"""First of the private characters for what one `*` may match, one each: no literal matches them."""
+"""First private character that stands for a match of `*` in samples; no literal matches it."""
 _DOTTED = 0xE100
-"""The first of those for what one `**` may match: nothing but `**` matches them."""
+"""First private character that stands for a match of `**` in samples; only `**` matches it."""
 _PLAIN = f"[^.{chr(_DOTTED)}-{chr(_DOTTED + 0xFF)}]+"
 
 _PIECE = re.compile(r"(\*\*)|(\*)|\{([^{}]*)\}|([^*{}]+)|(.)", re.DOTALL)
@@ -42,8 +42,8 @@ _CAPTURE = re.compile(r"([A-Za-z_]\w*)(?::(.*))?", re.ASCII)
 class Pattern:
     """`regex` matches whole names; `captures` are its named groups.
 
-    `samples`: names with private characters in the places of wildcards, to compare patterns by; none of a
-    regular expression.
+    `samples`: names with private characters for wildcards, by which `covers` compares globs; a regular
+    expression has none.
     """
 
     text: str
@@ -56,7 +56,7 @@ class Pattern:
 
     @staticmethod
     def of(text: str, span: Span) -> Pattern:
-        """Make a pattern from its text.  RuleError if it is none."""
+        """Parse a pattern.  RuleError."""
         return _regex(text, span) if text.startswith("/") else _glob(text, span)
 
     @property
@@ -66,16 +66,16 @@ class Pattern:
         return "*" in bare or "{" in bare
 
     def like(self, text: str) -> str:
-        """Another pattern's text, in which a plain `{x}` matches what it does in this one."""
+        """Return another pattern's text, in which a plain `{x}` gets its definition from this pattern."""
         kinds = {m[1]: m[0] for m in re.finditer(r"\{([A-Za-z_]\w*)(:[^{}]*)\}", self.text)}
         return re.sub(r"\{([A-Za-z_]\w*)\}", lambda m: kinds.pop(m[1], m[0]), text)
 
     def filled(self, captures: Mapping[str, str]) -> str:
-        """The name that has those captures."""
+        """Return the name with these captures."""
         return re.sub(r"\{([A-Za-z_]\w*)(:[^{}]*)?\}", lambda m: captures[m[1]], self.text)
 
     def match(self, name: str) -> dict[str, str] | None:
-        """The captures, None if it does not match.  RuleError if a regular expression may take long."""
+        """Return the captures; None if it does not match.  RuleError if matching may take too long."""
         tries = float(max(len(name), 1)) ** self.num_wildcards
         if tries > _MANY_TRIES and not self.text.startswith("/"):
             fits = _may_match(self.text, name)
@@ -91,17 +91,17 @@ class Pattern:
         return None if found is None else found.groupdict()
 
     def covers(self, other: Pattern) -> bool:
-        """True if each name that `other` matches is surely matched by this one, too."""
+        """True if this pattern certainly matches every name that `other` matches."""
         return bool(other.samples) and all(self.match(s) is not None for s in other.samples)
 
 
 def _may_match(text: str, name: str) -> bool:
-    """True if a glob matches a name, or would if what one `{x}` captures twice might differ.
+    """True if a glob matches a name, even with different captures for a repeated `{x}`.
 
-    It takes time by the length of the name, not a power of it.
+    Takes time linear in the length of the name.
     """
     ends = {0}
-    """Places of the name up to which the pieces so far may reach."""
+    """Positions in the name at which a match of the pieces so far may end."""
     for deep, _, group, literal, _ in _PIECE.findall(text):
         _, colon, kind = group.partition(":")
         words = [literal] if literal else (kind if colon else group).split("|")
@@ -117,7 +117,7 @@ def _may_match(text: str, name: str) -> bool:
 
 
 def _star(begins: set[int], name: str) -> set[int]:
-    """The ends of what `*` may match from some places on."""
+    """The positions at which a match of `*` that begins at one of `begins` may end."""
     ends, inside = set(), False
     for at, char in enumerate(name):
         inside = (inside or at in begins) and char != "." and not 0 <= ord(char) - _DOTTED <= 0xFF
@@ -198,7 +198,7 @@ def _regex(text: str, span: Span) -> Pattern:
 
 
 def _without_classes(regex: str) -> str:
-    """A regular expression with one letter for each class of characters."""
+    """A regular expression with each character class replaced by a letter."""
     plain = re.sub(r"\\.", "a", regex, flags=re.DOTALL)
     return re.sub(r"\[\^?\]?(?:\\.|[^\]\\])*\]", "a", plain)
 
@@ -208,7 +208,7 @@ def _num_repeats(plain: str) -> int:
 
 
 def _may_explode(regex: str) -> bool:
-    """True if matching may take exponential time, or a polynomial of high degree: a coarse, safe answer."""
+    """True if matching may take exponential or high polynomial time; may be true without need."""
     plain = _without_classes(regex)
     if _num_repeats(plain) > _MAX_REPEATS:
         return True

@@ -1,8 +1,8 @@
-"""Shares of a step that ranks of a mesh would store, by rules; nothing but the manifest is read.
+"""The share of a step that each rank of a mesh would store by rules; reads only the manifest.
 
 Rules name parameters.  A tensor `model.h.0.weight` is parameter `h.0.weight`, and so is the optimizer state
-`optim.h.0.weight.exp_avg`.  A state that has not its parameter's shape (a counter, a factored moment) has
-no layout of its own: each rank keeps it whole.
+`optim.h.0.weight.exp_avg`.  A state whose shape differs from its parameter's (a counter, a factored moment)
+has no layout: each rank keeps it whole.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OF_THE_MODEL = ("param", "buffer", "tensor")
 
 @dataclass(frozen=True)
 class RuledTensor:
-    """A tensor, the parameter that it belongs to, and its layout; None if it is kept whole."""
+    """A tensor, its parameter, and its layout; None if it is kept whole."""
 
     entry: TensorEntry
     parameter: str
@@ -30,7 +30,7 @@ class RuledTensor:
 
     @property
     def follows(self) -> bool:
-        """True if nothing need be said of it: it lies as its parameter does, or is a counter."""
+        """True if it has its parameter's layout or is a counter, so that reports omit it."""
         return self.layout is not None or not self.entry.shape
 
     @property
@@ -40,7 +40,7 @@ class RuledTensor:
 
 @dataclass(frozen=True)
 class Share:
-    """The amount that one rank stores: bytes, padding among them; tensors it has any part of."""
+    """One rank's share: bytes with padding, and the number of tensors that it has parts of."""
 
     rank: int
     num_tensors: int
@@ -59,7 +59,7 @@ class RulePlan:
 
     @staticmethod
     def of(manifest: Manifest, rules: RuleSet, mesh: Mesh) -> RulePlan:
-        """RuleError if names and rules do not fit each other, or ranks would not hold everything once."""
+        """Plan a step.  RuleError if names and rules do not match, or ranks would not hold all once."""
         shapes = {
             parameter_of(t): t.shape for t in manifest.tensors if t.state in _OF_THE_MODEL
         } or {parameter_of(t): t.shape for t in manifest.tensors if t.shape}
@@ -75,7 +75,7 @@ class RulePlan:
         return RulePlan(manifest, rules, mesh, tuple(found))
 
     def share(self, rank: int) -> Share:
-        """The amount that a rank stores."""
+        """The share of a rank."""
         tensors = total = padding = 0
         for (alike, itemsize), count in self._kinds.items():
             view = alike.view(alike.at(rank))
@@ -94,7 +94,7 @@ class RulePlan:
 
 
 def parameter_of(t: TensorEntry) -> str:
-    """The name that rules know: without the key of the state, and the name of an optimizer's state."""
+    """The parameter's name, without the key of the state and the name of an optimizer state."""
     name = _without_key(t.name)
     if t.state not in _OF_THE_MODEL:
         name = name.removesuffix(f".{t.state}")

@@ -1,4 +1,4 @@
-"""Rule sets: which rule a name has, and how a tensor lies by it over a mesh.
+"""Rule sets: the rule of a name, and the layout of a tensor over a mesh by it.
 
     >>> rules = RuleSet.parse('''
     ... axes tp
@@ -12,8 +12,8 @@
     ['0:8,3:6']
     >>> rules.check({"h.0.proj.weight": (8, 6), "h.0.fc.weight": (8, 6)}, mesh)
 
-The first rule that matches a name wins.  Renames lead from one program's names to another's, one to one,
-and back:
+The first rule that matches a name wins.  Renames map one program's names to another's, one to one, and
+back:
 
     >>> rules = RuleSet.parse("rename h.{n}.{x:**} -> layers.{n}.{x}")
     >>> rules.renamed(["h.0.ln.weight"])
@@ -52,7 +52,7 @@ class Match:
 
 
 class RuleSet:
-    """Rules in their order, renames, axes and variables; every name in them is known to exist."""
+    """Rules in order, renames, axes and variables; every name in them is checked to exist."""
 
     def __init__(
         self, statements: Iterable[Statement], path: str, let: Mapping[str, int | Fraction]
@@ -73,12 +73,12 @@ class RuleSet:
     def parse(
         text: str, path: str = "<rules>", *, let: Mapping[str, int | Fraction] | None = None
     ) -> RuleSet:
-        """Make a rule set from text; `let` gives values to variables, before the text does."""
+        """Parse a rule set; values of variables in `let` take precedence over the text's.  RuleError."""
         return RuleSet(statements_of(Text(path, text)), path, let or {})
 
     @staticmethod
     def load(what: str, *, let: Mapping[str, int | Fraction] | None = None) -> RuleSet:
-        """Load a preset by its name, or a file."""
+        """Load a preset by its name, or a file.  RuleError."""
         source = source_of(what, Path())
         return RuleSet(statements_of(source), source.path, let or {})
 
@@ -97,12 +97,12 @@ class RuleSet:
         )
 
     def rename(self, name: str) -> str:
-        """The new name of one; a name without a rename keeps its own.  `renamed` checks all of a set."""
+        """The new name; a name without a rename stays.  `renamed` also checks a set of names."""
         found = _first(self.renames, name)
         return name if found is None else found[1]
 
     def renamed(self, names: Iterable[str]) -> dict[str, str]:
-        """New names by old ones; without renames names stay.
+        """Map old names to new names; without renames names stay.
 
         RuleError if a name has no rename, a rename no name, or two names become one.
         """
@@ -136,7 +136,7 @@ class RuleSet:
     def layout(
         self, name: str, shape: Iterable[int], mesh: Mesh, *, state: str = "param"
     ) -> Layout:
-        """Return how a tensor lies over a mesh by its rule.  `shape` is that of the logical tensor.
+        """Return the layout of a tensor over a mesh by its rule.  `shape`: of the logical tensor.
 
         An axis that the mesh lacks has one rank.  `state` matters where values are scaled.
         """
@@ -156,7 +156,7 @@ class RuleSet:
         return ShapeLayout(shape, rule, mesh, numbers, state, self.copies)
 
     def _numbers_of(self, mesh: Mesh) -> dict[str, Fraction]:
-        """Return the numbers that names stand for: axes are their sizes, variables their values."""
+        """Return the values of names: the sizes of axes, and variables."""
         for axis, size in mesh.axes:
             if size > 1 and axis not in self.axes + self.copies:
                 known = self.axes + self.copies
@@ -171,7 +171,7 @@ class RuleSet:
         return numbers
 
     def check(self, shapes: Mapping[str, Iterable[int]], mesh: Mesh) -> None:
-        """Check that names have one rule, rules a name, and ranks hold every element exactly once.
+        """Check that names have a rule, rules a name, and ranks hold every element exactly once.
 
         Copies on the axes of `copies`, and of what is replicated or averaged, aside.  RuleError with
         all that is wrong.
@@ -191,7 +191,7 @@ class RuleSet:
             raise RuleError("\n\n".join(dict.fromkeys(problems)))
 
     def _check_given(self, statements: list[Statement]) -> None:
-        """Check that whatever the call gives a value is a variable of the text."""
+        """RuleError if the call gives a value to an unknown variable."""
         declared = _declared(statements)
         for rule in self.rules:
             declared |= {n.name for e in rule.expressions for n in e.names()}
@@ -204,7 +204,7 @@ class RuleSet:
                 raise RuleError(f"{self.path}: {name!r} is none of its variables", hint=hint)
 
     def _check_names(self, statements: list[Statement]) -> None:
-        """Check that names used in expressions and steps are known; what is needed has a value."""
+        """RuleError for an unknown name in expressions or steps, or a needed variable without a value."""
         known = {*self.axes, *self.copies, *self._given}
         self._check_given(statements)
         lets = {let.name: let for let in self._lets}
@@ -238,7 +238,7 @@ class RuleSet:
 
 
 def _declared(statements: list[Statement]) -> set[str]:
-    """Variables that a text gives or needs."""
+    """The variables that statements define or need."""
     needed = {n.name for s in statements if isinstance(s, Need) for n in s.names}
     return needed | {s.name for s in statements if isinstance(s, Let)}
 
@@ -261,7 +261,7 @@ def _axes(statements: list[Statement], *, copies: bool) -> list[str]:
 
 
 def _lets(statements: list[Statement], given: Mapping[str, Fraction]) -> tuple[Let, ...]:
-    """Return the first `let` of each name, but for names that are given.
+    """Return the first `let` of each name that is not given.
 
     What is included may have defaults; other than that a name has one value.
     """
@@ -294,7 +294,7 @@ def _first(renames: Sequence[Rename], name: str) -> tuple[Rename, str] | None:
 
 
 def _back(renames: Sequence[Rename], name: str, path: str) -> str:
-    """Undo the first rename that can have made the name; later ones that can must be more general."""
+    """Undo the first rename that can have made the name; RuleError if a later one is not more general."""
     olds: dict[str, Rename] = {}
     for rename in renames:
         captures = rename.new.match(name)

@@ -1,6 +1,6 @@
-"""Texts of rules: presets that come with holdfast, and files; places in them, and errors that show these.
+"""Texts of rules (presets and files), and errors that quote their place in a text.
 
-Only here files are opened.
+Only this module opens files.
 
 gpt.rules:3: there is no axis 'tpp'
   **.linear_qkv.weight  unique, shard 0 over tpp
@@ -21,12 +21,12 @@ from holdfast.base.text import listed
 MAX_RULES_CHARS = 1 << 20
 _SUFFIX = ".rules"
 _MAX_SHOWN = 160
-"""Most columns of a quoted line that are shown."""
+"""Most columns shown of a quoted line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text and what it is called in messages: a path, or the name of a preset."""
+    """A text and its name in messages: a path, or the name of a preset."""
 
     path: str
     text: str
@@ -58,14 +58,14 @@ class Span:
         return RuleError(self.says(message), hint=hint)
 
     def to(self, other: Span) -> Span:
-        """From here to the end of `other`, if that is on the line."""
+        """The span from here to the end of `other`, if that is on the same line."""
         if other.line != self.line:
             return self
         return Span(self.source, self.line, self.column, other.column + other.width - self.column)
 
 
 def unknown(what: str, name: str, known: Iterable[str], span: Span) -> RuleError:
-    """Make the error for a name that is not there; it names near misses, or what there is."""
+    """Return the error for an unknown name, with near misses or the known names."""
     names = sorted(set(known))
     some = f"there are {listed(names, 12)}" if names else "there are none"
     return span.error(f"there is no {what} {name!r}", did_you_mean(name, names) or some)

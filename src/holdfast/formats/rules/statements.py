@@ -1,4 +1,4 @@
-"""The statements of a text of rules, with nothing resolved."""
+"""The statements of rules, as parsed, with names unresolved."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Let:
-    """`let heads = 32`.  `depth`: of how many includes it came."""
+    """`let heads = 32`.  `depth`: number of nested includes that it came through."""
 
     name: str
     value: Expression
@@ -59,7 +59,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """`axes pp, tp`; or `copies dp`: along these every tensor has copies."""
+    """`axes pp, tp`; or `copies dp`: axes along which every tensor has copies."""
 
     names: tuple[Named, ...]
     copies: bool
@@ -75,7 +75,7 @@ class Include:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rename:
-    """`rename h.{n}.ln.{x:**} -> layers.{n}.norm.{x}`; what a capture matches is said on the left."""
+    """`rename h.{n}.ln.{x:**} -> layers.{n}.norm.{x}`; the left side defines the captures."""
 
     old: Pattern
     new: Pattern

@@ -1,6 +1,6 @@
-"""Steps of a rule: each makes one view out of another (holdfast.core.layout.view), for one place of a mesh.
+"""Steps of a rule: each maps a view (holdfast.core.layout.view) to another, for one place of a mesh.
 
-A step holds what was written; its numbers are known when a tensor and a mesh are.
+A step holds expressions, which are evaluated for a tensor and a mesh.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _Axes = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """Coordinates on the axes, their sizes, and what names in expressions stand for."""
+    """Coordinates on the axes, sizes of axes, and values of names in expressions."""
 
     coordinates: Mapping[str, int]
     sizes: Mapping[str, int]
@@ -29,7 +29,7 @@ class Coordinates:
         return prod(self.sizes.get(a, 1) for a in axes)
 
     def part(self, axes: _Axes) -> int:
-        """Return the coordinate on several axes taken as one, outermost first."""
+        """Return the coordinate on several axes combined, outermost first."""
         part = 0
         for axis in axes:
             part = part * self.sizes.get(axis, 1) + self.coordinates.get(axis, 0)
@@ -42,7 +42,7 @@ class Coordinates:
 
 
 def length(view: View, dim: int) -> int:
-    """Return a dim's length as a step finds it; 0 if there is none, which the view will refuse."""
+    """Return a dim's length in a view; 0 for a missing dim, which the view will refuse."""
     return view.lines[dim].length if dim < len(view.lines) else 0
 
 
@@ -106,7 +106,7 @@ class Interleaved:
 
 @dataclass(frozen=True, slots=True)
 class Padded:
-    """`padded 0 to N`, `padded 0 multiple N`; `from N` says how long the tensor itself is."""
+    """`padded 0 to N`, `padded 0 multiple N`; `from N`: the length of the tensor itself."""
 
     span: Span
     dim: int
@@ -164,7 +164,7 @@ class ExpertTensors:
 
 @dataclass(frozen=True, slots=True)
 class On:
-    """`on pp 0`, `on pp (0, pp - 1)`: only these coordinates of an axis have the tensor."""
+    """`on pp 0`, `on pp (0, pp - 1)`: only ranks at these coordinates have the tensor."""
 
     span: Span
     axes: _Axes
@@ -198,7 +198,7 @@ class Transposed:
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """`scaled tp`: a value is what is stored times that; optimizer states by other powers of it."""
+    """`scaled tp`: a value is the stored value times this; optimizer states use other powers."""
 
     span: Span
     factor: Expression
@@ -210,7 +210,7 @@ class Scaled:
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """`flat over dp`: flattened, padded and divided evenly, parts of a length that is a multiple."""
+    """`flat over dp`: flattened, padded and divided into equal parts of a multiple of a length."""
 
     span: Span
     axes: _Axes
@@ -224,7 +224,7 @@ class Flat:
 RuleStep = (
     Shard | Fused | Interleaved | Padded | Experts | ExpertTensors | On | Transposed | Scaled | Flat
 )
-"""Steps have a `span`, the `axes` over which they divide, and `apply`, which makes a view of a view."""
+"""A step has a `span`, the `axes` over which it divides, and `apply`, which maps a view to a view."""
 
 
 def expressions_of(step: RuleStep) -> list[Expression]:

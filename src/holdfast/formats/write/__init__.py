@@ -1,1 +1,1 @@
-"""Writers: a checkpoint planned as the files that another system loads."""
+"""Writers: plans of the files that another system loads."""

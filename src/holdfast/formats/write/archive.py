@@ -1,8 +1,8 @@
-"""Archives of torch.save, planned: where their headers and their tensors' bytes will lie.
+"""Plans of torch.save archives: the places of headers and tensors' bytes.
 
 An archive is a zip file with stored members: `data.pkl`, and `data/<n>` per storage.  Headers in front of
-members leave the CRC to the descriptor behind them, as torch's own do, so an archive can be written from
-front to back; `CrcSeal` puts the CRCs in.  Archives may lie anywhere in a file (DCP puts many in one).
+members leave the CRC to the descriptor after them, as torch's own do, so an archive can be written from
+front to back; `CrcSeal` adds the CRCs.  An archive may begin anywhere in a file (DCP puts many in one).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ArchivedTensor:
 
 @dataclass
 class ArchivePlan:
-    """Parts of a file, from front to back."""
+    """A file under construction: its literals, spans and CRCs, from front to back."""
 
     at: int = 0
     literals: list[Literal] = field(default_factory=list)
@@ -80,7 +80,7 @@ class ArchivePlan:
 
 @dataclass(frozen=True, slots=True)
 class Crc:
-    """The CRC-32 of bytes `start..stop` of a file goes to each of `places`, behind them."""
+    """The CRC-32 of bytes `start..stop` of a file, to be written at each of the later `places`."""
 
     start: int
     stop: int
@@ -98,7 +98,7 @@ class _Member:
 
 
 def add_archive(plan: ArchivePlan, tree: Any) -> None:
-    """Append what torch.save(tree) would write; `ArchivedTensor`s in the tree are taken from the source.
+    """Append the archive of torch.save(tree); `ArchivedTensor`s in the tree are read from the source.
 
     Begins at a multiple of 64, and so do tensors' bytes.
     """
@@ -135,7 +135,7 @@ def for_torch(value: Any) -> Any:
 
 
 class _Storages:
-    """Turns tensors in a tree into what rebuilds them, one storage each."""
+    """Replaces tensors in a tree by pickled calls that rebuild them, one storage each."""
 
     def __init__(self) -> None:
         self.found: list[ArchivedTensor] = []
@@ -202,7 +202,7 @@ def _header(plan: ArchivePlan, name: str, size: int) -> int:
 def _ended(
     plan: ArchivePlan, begin: int, name: str, header_at: int, data_at: int, crc: int | None
 ) -> _Member:
-    """Put the descriptor behind a member's data."""
+    """Append the descriptor after a member's data."""
     size, at = plan.at - data_at, plan.at
     form = "<4sIQQ" if size >= _LARGE else "<4sIII"
     plan.put(struct.pack(form, b"PK\x07\x08", crc or 0, size, size))
@@ -235,7 +235,7 @@ def _central(plan: ArchivePlan, begin: int, members: Sequence[_Member]) -> None:
 
 
 class CrcSeal:
-    """Computes CRCs of what goes by, and puts them where they belong."""
+    """A seal that computes CRCs of the written bytes and inserts them."""
 
     def __init__(self, crcs: Sequence[Crc]) -> None:
         self._crcs = sorted((c for c in crcs), key=lambda c: (c.start, c.stop))

@@ -1,15 +1,15 @@
-"""Where a conversion into a bucket puts its files: at their keys at once, as nothing can be renamed.
+"""Conversion into a bucket: files are put at their final keys, as a bucket has no rename.
 
-What makes them a checkpoint comes last: the manifest, DCP's `.metadata`, an index.  Until then a mark lies
-beside them, which says whose they are:
+The file that makes them a checkpoint comes last: the manifest, DCP's `.metadata`, an index.  Until then a
+mark beside them identifies the conversion:
 
     holdfast-conversion.json            first, gone at the end
     __0_0.distcp, __0_1.distcp          each whole or not there at all
     .metadata                           last but for the mark
 
-Begun again, the same conversion goes on with the files that are missing; another one clears away what the
-mark says is unfinished.  A step of holdfast's own needs no mark: its files lie in an attempt of their own,
-which only its manifest makes a step.  A single file of torch.save appears by itself.
+The same conversion, started again, writes the missing files; another one first deletes the unfinished
+files that the mark names.  A step of holdfast's own needs no mark: its files are in an attempt of their
+own, and its manifest commits them.  A single file of torch.save appears as a whole.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from holdfast.formats.read.folder import MARK, joined
 from holdfast.formats.write.planned import Planned
 
 CONVERSION_PREFIX = "convert-"
-"""Beginning of the names of attempts that are conversions."""
+"""Prefix of the attempts of conversions."""
 
 
 def bucket_for(target: str, to: str, identity: str, step: int) -> BucketTarget:
-    """The place at a URL.  For one file of torch.save it is the folder above."""
+    """Return the target at a URL; for a file of torch.save, the folder above it."""
     place, mark, query = target.partition("?")
     above, _, name = place.rstrip("/").rpartition("/")
     if to != "torch":
@@ -47,7 +47,7 @@ def bucket_for(target: str, to: str, identity: str, step: int) -> BucketTarget:
 
 @dataclass(frozen=True)
 class BucketTarget:
-    """The target of a conversion, and what is known of it."""
+    """The target of a conversion in a bucket."""
 
     store: Store
     to: str
@@ -55,10 +55,10 @@ class BucketTarget:
     step: int
 
     def begin(self, files: Sequence[Outfile], last: Sequence[str], source: str) -> bool:
-        """Go on with what an interrupted conversion of the same has left, or clear it away.
+        """Continue an interrupted conversion with the same arguments, or clear its output.
 
-        True if the result is there already.  UsageError if something would be overwritten, or would lie
-        among what the root at the URL `source` consists of.
+        True if the result exists already.  UsageError if the target exists, or lies in a folder of the
+        root at the URL `source`.
         """
         self._check_outside(source)
         if self.to == "universal":
@@ -73,7 +73,7 @@ class BucketTarget:
         return False
 
     def missing(self, files: Sequence[Outfile]) -> list[Outfile]:
-        """The files that are not there in full length."""
+        """The files that do not exist at their full length."""
         prefix = step_prefix(self.step) if self.to == "universal" else ""
         if self.to == "torch":  # the folder above may hold anything
             return [f for f in files if self._size(f.path) != f.bytes]
@@ -81,7 +81,7 @@ class BucketTarget:
         return [f for f in files if sizes.get(f.path) != f.bytes]
 
     def end(self, plan: Planned | Consolidation, files: Sequence[Outfile]) -> None:
-        """Make the result exist, unless it does."""
+        """Put the files that make the result a checkpoint, unless they exist, and delete the mark."""
         lost = self.missing(files)
         if lost:
             what = f"{lost[0].path} was not written"
@@ -95,12 +95,12 @@ class BucketTarget:
             self.store.delete(MARK)
 
     def clear(self, files: Sequence[Outfile]) -> None:
-        """Delete files that were written of a source that has changed."""
+        """Delete written files, as the source has changed."""
         for file in files:
             self.store.delete(file.path)
 
     def _begin_step(self) -> bool:
-        """True if the step is there by this very conversion."""
+        """True if this conversion has committed the step already."""
         mine, step = f"{CONVERSION_PREFIX}{self.identity}", self.step
         there = attempt_of(self.store, step)
         if there is not None and there != mine:

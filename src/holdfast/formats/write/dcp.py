@@ -1,4 +1,4 @@
-"""Directories of torch.distributed.checkpoint: what `dcp.load` reads, and whoever is built on it.
+"""Directories of torch.distributed.checkpoint, for `dcp.load` and systems built on it.
 
 Names are those of a dict of `get_model_state_dict` and `get_optimizer_state_dict`: `model.<name>`,
 `optim.state.<name>.<state>`, `optim.param_groups.<i>.<hyper-parameter>`; other extras are flattened as DCP
@@ -49,7 +49,7 @@ class _Chunk:
 
 
 class _Files:
-    """Archives, one after the other, in files of a size."""
+    """Archives back to back, in files of at most `max_file_bytes`."""
 
     def __init__(self, max_file_bytes: int) -> None:
         self._max = max_file_bytes
@@ -71,7 +71,7 @@ class _Files:
 
 
 def plan_dcp(source: Checkpoint, options: WriteOptions) -> Planned:
-    """Plan all tensors and all extras but those that each rank had for itself."""
+    """Plan all tensors, and all extras except per-rank ones."""
     extras, left_out = keep_extras(source)
     files, entries = _Files(options.max_file_bytes), _Entries()
     paths = _paths(source, extras)
@@ -82,7 +82,7 @@ def plan_dcp(source: Checkpoint, options: WriteOptions) -> Planned:
     tied = set()
     for alias, name in source.manifest.aliases.items():
         t = source.manifest.tensors[source.index(name)]
-        if len(paths[alias]) == 2:  # weights by each name, optimizer states by the first alone
+        if len(paths[alias]) == 2:  # weights under each name, optimizer states only under the first
             tied.add(alias.partition(".")[2])
             entries.tensor(paths[alias], t.dtype, t.shape, by_name[name])
     for path, value in _values(extras, tied):
@@ -130,7 +130,7 @@ def _paths(source: Checkpoint, extras: dict[str, Any]) -> dict[str, _Path]:
 
 
 def _referred(tree: Any, path: _Path) -> Iterator[tuple[str, _Path]]:
-    """Tensors that an object's state refers to by name, and where."""
+    """Yield each tensor name that an object's state refers to, with its path."""
     if isinstance(tree, dict):
         if len(tree) == 1 and isinstance(tree.get("$at"), str):
             yield tree["$at"], path
@@ -142,9 +142,9 @@ def _referred(tree: Any, path: _Path) -> Iterator[tuple[str, _Path]]:
 
 
 def _values(extras: dict[str, Any], tied: set[str]) -> Iterator[tuple[_Path, Any]]:
-    """Extras as DCP flattens them: nested dicts apart, and lists of them, whatever else is in them whole.
+    """Flatten extras as DCP does: nested dicts, and lists of dicts, are split; other values stay whole.
 
-    `tied`: further names of tied parameters, which torch leaves out of optimizers.
+    `tied`: aliases of tied parameters, which torch's optimizers do not list.
     """
     for key, tree in extras.items():
         if isinstance(tree, dict) and "$optimizer" in tree:
@@ -172,7 +172,7 @@ class _TensorName(str):
 
 
 def _with_names(tag: str, body: Any) -> Any:
-    """Do as `plain_tensor`, but tell the names of tensors from texts."""
+    """`plain_tensor`, but with names of tensors as `_TensorName`s."""
     if tag == "$at":
         return _TensorName(body)
     if tag in ("$object", "$quantized"):
@@ -196,7 +196,7 @@ def _proper(path: _Path, value: Any) -> Any:
 def _flat(path: _Path, value: Any) -> Iterator[tuple[_Path, Any]]:
     if isinstance(value, dict) and value and all(isinstance(k, (str, int)) for k in value):
         for k, v in value.items():
-            yield from _flat((*path, str(k)), v)  # as torch: numbers in a path are places in lists
+            yield from _flat((*path, str(k)), v)  # as in torch: ints in a path are list indices
     elif isinstance(value, list) and _leads_on(value):
         for i, v in enumerate(value):
             yield from _flat((*path, i), v)
@@ -205,7 +205,7 @@ def _flat(path: _Path, value: Any) -> Iterator[tuple[_Path, Any]]:
 
 
 def _leads_on(value: Any) -> bool:
-    """True if DCP takes a value apart: a dict, and a list that one is in."""
+    """True if DCP splits a value: a dict, or a list that holds one."""
     return isinstance(value, dict) or (isinstance(value, list) and any(map(_leads_on, value)))
 
 

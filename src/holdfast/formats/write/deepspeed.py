@@ -1,4 +1,4 @@
-"""DeepSpeed's universal format: what an engine with `"load_universal": true` continues from.
+"""DeepSpeed's universal format, which an engine with `"load_universal": true` loads.
 
 ```
 <root>/latest_universal                                   the tag
@@ -6,8 +6,8 @@
 <root>/<tag>/zero/optimizer_state.pt                      groups with their hyper-parameters
 <root>/<tag>/mp_rank_00_model_states.pt                   counters, scheduler, what the client had saved
 ```
-Weights are fp32, as DeepSpeed holds them, and stand in `zero/` alone: the module's own copy, which its
-converter keeps beside them, is not written.  ZeRO stages 1, 2 and 3 load the same files.
+Weights are fp32, as in DeepSpeed's optimizers, and only in `zero/`: the module's own copy, which
+DeepSpeed's converter also keeps, is not written.  ZeRO stages 1, 2 and 3 load the same files.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from holdfast.formats.write.pickling import Instance, PickledGlobal, pickled_cal
 from holdfast.formats.write.planned import Planned, WriteOptions, is_float
 
 _VERSION = "0.16.0"
-"""Version of DeepSpeed to name if the source does not say; loaders refuse files that name none."""
+"""Version of DeepSpeed to state if the source has none; loaders refuse files without a version."""
 _SCHEDULERS = ("lr_scheduler", "scheduler", "sched", "opt_param_scheduler")
 _STAGES = ("", "zero_pp_rank_0_")
-"""Prefix of the file of model states that stages 1 and 2, and stage 3, look for."""
+"""Prefixes of the model-states file: for stages 1 and 2, and for stage 3."""
 _OWN = ("client", "deepspeed", "scaler", "rng")
-"""Extras that are not a client's: of DeepSpeed's own files, and of a `Checkpointer`."""
+"""Extras of DeepSpeed's own files and of a `Checkpointer`, which are not client state."""
 _SCALER_FIELDS = {
     "cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis", "delayed_shift", "min_scale",
     "scale_factor", "scale_window", "consecutive_hysteresis", "raise_error_at_min_scale",
@@ -67,9 +67,9 @@ def plan_deepspeed(source: Checkpoint, options: WriteOptions) -> Planned:
 def _without_place(
     source: Checkpoint, key: str, optim: str | None, plain: dict[str, Any]
 ) -> tuple[str, ...]:
-    """Keys, besides those of single ranks, of which something has no place in this format.
+    """Keys of shared extras that this format cannot fully hold.
 
-    UsageError for states of an optimizer: training would go on without them.
+    UsageError for optimizer states, which training would lose.
     """
     params = set(_params(source, key))
     for name, _, t in _under(source, optim):
@@ -125,7 +125,7 @@ def _archive(path: str, tree: Any) -> Outfile:
 def _parameters(
     source: Checkpoint, key: str, optim: str | None, plain: dict[str, Any], folder: str
 ) -> list[Outfile]:
-    """One file per parameter and state; those of a tied one under its first name."""
+    """One file per parameter and state; a tied parameter's files have its first name."""
     params = _params(source, key)
     files = [_tensor(f"{folder}/{name}/fp32.pt", number, t) for name, (number, t) in params.items()]
     done: set[str] = set()
@@ -171,7 +171,7 @@ def _optimizer_state(
 
 
 def _scaler(saved: Any) -> dict[str, Any]:
-    """The dynamic loss scaler of another engine, an object; it brings its window and limits along."""
+    """A dynamic loss scaler as DeepSpeed's object, with its window and limits."""
     if not isinstance(saved, dict) or not saved.keys() >= _SCALER_FIELDS:
         return {}
     fields = {k: v for k, v in saved.items() if k not in ("dynamic_loss_scale", "overflow")}
@@ -201,7 +201,7 @@ def _version(source: Checkpoint) -> str:
 def _model_states(
     source: Checkpoint, key: str, plain: dict[str, Any], optim: str | None
 ) -> dict[str, Any]:
-    """Return all that is not sharded; weights stay out of it, buffers do not."""
+    """Return the state that is not sharded: buffers, counters and scheduler, without weights."""
     params = _params(source, key)
     buffers = {
         name: ArchivedTensor(t.dtype, t.shape, number)

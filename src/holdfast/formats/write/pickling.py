@@ -1,11 +1,11 @@
-"""Pickles for those who want them, written opcode by opcode from values that say what they are.
+"""A writer of pickles for torch.load and DCP, opcode by opcode, without importing anything.
 
-holdfast's own format has no pickles.  torch.load and DCP read nothing else, so what is written for them is
-made here, of protocol 2 (which torch's own restricted loader accepts):
+holdfast's own format has no pickles, but torch.load and DCP read nothing else.  The protocol is 2, which
+torch's restricted loader accepts:
 
     dumps({"param": Call(Global("torch._utils", "_rebuild_tensor_v2"), (...))})
 
-Nothing is looked up or imported: a `PickledGlobal` is two strings.
+A `PickledGlobal` is two strings, which are never looked up.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class PickledGlobal:
 
 @dataclass(frozen=True, slots=True)
 class PickledCall:
-    """The result of a function that the reader calls."""
+    """A call that the reader makes."""
 
     function: PickledGlobal
     args: tuple[Any, ...]
 
 
 def pickled_call(module: str, name: str, *args: Any) -> PickledCall:
-    """The result of a function by its name, for these arguments."""
+    """A call of a function by its name with these arguments."""
     return PickledCall(PickledGlobal(module, name), args)
 
 
@@ -55,7 +55,7 @@ class Persistent:
 
 
 class _Pickler:
-    """Writes values depth first; names and strings are written once and referred to after."""
+    """Writes values depth first; repeated names and strings refer to the first by the memo."""
 
     def __init__(self) -> None:
         self.out = bytearray(b"\x80\x02")
@@ -139,7 +139,7 @@ class _Pickler:
 
 
 def _check_keys(keys: Iterable[Any]) -> None:
-    """torch.load knows no frozenset: one is written as a set, which is no key, and in no set."""
+    """UsageError for a frozenset as a key: torch.load only has sets, which cannot be keys."""
     for key in keys:
         if isinstance(key, frozenset):
             raise UsageError(f"a frozenset cannot be written for torch.load as a key: {key!r:.60}")
@@ -152,7 +152,7 @@ def _sized(data: bytes) -> bytes:
 
 
 def dumps(value: Any) -> bytes:
-    """The pickle of plain values and of this module's.  UsageError for anything else."""
+    """Pickle plain values and this module's values.  UsageError for other types."""
     pickler = _Pickler()
     try:
         pickler.write(value)

@@ -1,7 +1,7 @@
-"""Plans that writers make of a checkpoint: files to be written, and small ones that make them count.
+"""Plans of writers: files of tensors, and the small files that complete a checkpoint.
 
-A writer decides everything before anything is read: which tensors go where, under which names.  Then
-`holdfast.formats.converting` writes the files, in any order, and the small ones last, in theirs.
+A writer plans the names and places of all tensors before any is read.  Then `holdfast.formats.converting`
+writes the files in any order, and the small files last, in order.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Renaming = Callable[[str], str]
 
 @dataclass(frozen=True, slots=True)
 class WriteOptions:
-    """`dtype`: that of weights in formats that hold weights alone.  `rename`: their new names."""
+    """`dtype` and `rename`: for the weights, in formats that hold only weights."""
 
     max_file_bytes: int = 5_000_000_000
     dtype: str | None = None
     rename: Renaming | None = None
     key: str = "model"
-    """Key of the source's state whose weights are asked for."""
+    """Key of the source's state whose weights to write."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Planned:
 
 
 def with_attached(plan: Planned, source: Checkpoint, to: str) -> Planned:
-    """The plan with the files that are kept beside the step, which go into the target's folder.  Those that
-    cannot are left out: of a target that is one file, and under a name that the format itself uses."""
+    """Add the step's attached files to a plan.  They are left out if the target is a single file, or if the
+    format itself uses the name."""
     taken = {f.path for f in plan.files} | {path for path, _ in plan.last}
     left_out = tuple(n for n in source.files if to == "torch" or n in taken)
     along = tuple((n, source.files[n]) for n in source.files if n not in left_out)
@@ -53,7 +53,7 @@ def with_attached(plan: Planned, source: Checkpoint, to: str) -> Planned:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A tensor that goes into a file of weights, under its new name."""
+    """A tensor to write to a file of weights, with its new name."""
 
     name: str
     number: int
@@ -68,7 +68,7 @@ class Weight:
 
 
 def weights(source: Checkpoint, options: WriteOptions) -> list[Weight]:
-    """The model's parameters and buffers, named without their key, then renamed, and cast."""
+    """The model's parameters and buffers, without their key, renamed, with their new dtype.  UsageError."""
     found = _of_key(source, options.key)
     new = {name: _renamed(name, options) for name, _, _ in found}
     _check_names(new)
@@ -100,7 +100,7 @@ def _prefix(source: Checkpoint, key: str) -> str:
 
 
 def _of_key(source: Checkpoint, key: str) -> list[tuple[str, int, TensorEntry]]:
-    """(name without the key, number, entry) of all weights of a key; all there is if it has no keys."""
+    """(name without the key, number, entry) of a key's weights; of all weights if names have no keys."""
     tensors = list(enumerate(source.manifest.tensors))
     prefix = _prefix(source, key)
     keys = sorted({t.name.split(".", 1)[0] for _, t in tensors if t.state in WEIGHT_KINDS})

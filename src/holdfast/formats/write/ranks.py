@@ -1,4 +1,4 @@
-"""The processes that convert together: who writes which files, and that all know how it ended."""
+"""The processes that convert together: their shares of files, and agreement on the result."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from holdfast.base.wire import WireError, decode_msgpack
 from holdfast.core.checkpoint.outfiles import Outfile
 
 _DEADLINE_S = 3600.0
-"""Seconds that a rank that has finished waits for the slowest, if that one shows signs of life."""
+"""Seconds that a finished rank waits for the slowest, as long as that shows signs of life."""
 SILENT_S = 60.0
-"""Seconds for which a rank may show no sign of life."""
+"""Seconds without a sign of life after which a rank counts as dead."""
 MEET_S = 60.0
-"""Seconds a rank waits for the others to begin: all of a torchrun start at about the same time."""
+"""Seconds that a rank waits for the others to begin, as torchrun starts all about the same time."""
 _TELL_S = 2.0
-"""Seconds after which a waiting rank says for whom it waits."""
+"""Seconds after which a waiting rank warns which ranks are missing."""
 
 
 class Ranks:
-    """This process among those that convert together; one that is alone does everything."""
+    """The ranks that convert together; without a group, this process alone."""
 
     def __init__(self, group: Any = None) -> None:
         self._group = group
 
     def share(self, files: Sequence[Outfile]) -> list[Outfile]:
-        """Files for this rank, so that all have about as many bytes."""
+        """This rank's files; all ranks have about equally many bytes."""
         if self._group is None:
             return list(files)
         loads = [0] * self._group.size
@@ -43,7 +43,7 @@ class Ranks:
         return mine
 
     def first(self, name: str, work: Callable[[], bool | None]) -> bool:
-        """Rank 0 does something, the others wait and learn how it ended: what it returns, or an error."""
+        """Run `work` on rank 0; return its result, or raise its error, on all ranks."""
         if self._group is None:
             return bool(work())
 
@@ -53,8 +53,8 @@ class Ranks:
         return bool(self._group.ask(f"convert/{name}", b"", decide, _DEADLINE_S))
 
     def check_same(self, step: int, identity: str) -> None:
-        """Check that all have opened the same step of one source, which may have got another meanwhile.
-        UsageError on all of them if not."""
+        """UsageError on all ranks unless all have opened the same step of the same source, which may have
+        got a newer step meanwhile."""
 
         def decide(answers: list[bytes]) -> bytes:
             found = [decode_msgpack(a, tuple[int, str]) for a in answers]
@@ -78,11 +78,11 @@ class Ranks:
 
     @contextmanager
     def all(self, name: str) -> Iterator[None]:
-        """Everybody does something; it counts if it succeeded everywhere."""
+        """In this block all ranks work; raise on all ranks if any rank fails."""
         failure = None
         try:
             yield
-        except BaseException as error:  # who is interrupted has not written everything
+        except BaseException as error:  # an interrupted rank has not written everything
             failure = WireError.of(error)
             raise
         finally:
@@ -106,10 +106,10 @@ class Ranks:
 
 @contextmanager
 def converting_ranks() -> Iterator[Ranks]:
-    """The ranks of the torchrun that this process is part of, if it is.
+    """The ranks of this process's torchrun, if there is one.
 
-    A process that a rank has started inherits RANK and WORLD_SIZE, and nobody else may come: it says for
-    whom it waits, and ends with Deadline after `MEET_S`.
+    A child process of a rank inherits RANK and WORLD_SIZE although no other rank may convert: it warns
+    which ranks are missing, and raises Deadline after `MEET_S`.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "MASTER_ADDR" not in os.environ:
         yield Ranks()

@@ -1,4 +1,4 @@
-"""Weights alone: safetensors as Hugging Face's loaders want them, or one file of torch.save.
+"""Only weights: safetensors for Hugging Face's loaders, or one file of torch.save.
 
 Safetensors are one file, or shards and an index; torch.save's is as DeepSpeed's `zero_to_fp32` writes it.
 """
@@ -19,7 +19,7 @@ _ALIGN = 64
 
 
 def plan_huggingface(source: Checkpoint, options: WriteOptions) -> Planned:
-    """The model's weights, in files of at most `max_file_bytes` unless one tensor is larger."""
+    """Plan the model's weights in files of at most `max_file_bytes`, or of one larger tensor."""
     shards = shard(weights(source, options), options.max_file_bytes)
     count = len(shards)
     names = [f"{_NAME}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
@@ -30,7 +30,7 @@ def plan_huggingface(source: Checkpoint, options: WriteOptions) -> Planned:
 
 
 def shard(found: list[Weight], max_file_bytes: int) -> list[list[Weight]]:
-    """Tensors in order, a new shard where one is full."""
+    """Split tensors, in order, into shards of at most `max_file_bytes`."""
     shards: list[list[Weight]] = [[]]
     size = 0
     for w in found:
@@ -43,7 +43,7 @@ def shard(found: list[Weight], max_file_bytes: int) -> list[list[Weight]]:
 
 
 def safetensors_file(path: str, some: list[Weight]) -> Outfile:
-    """One file of whole tensors; wide types first, so that elements are aligned."""
+    """Plan one file of whole tensors, wide types first, so that elements are aligned."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     spans, at = [], 0
     for w in sorted(some, key=lambda w: -dtype_of(w.dtype).bytes):
@@ -77,7 +77,7 @@ def _index(names: list[str], shards: list[list[Weight]]) -> tuple[tuple[str, byt
 
 
 def plan_torch(source: Checkpoint, options: WriteOptions, path: str) -> Planned:
-    """A flat state dict; the names of a tied tensor share one storage."""
+    """Plan a flat state dict; the names of a tied tensor share one storage."""
     tree: dict[str, ArchivedTensor] = {}
     for w in weights(source, options):
         for name in (w.name, *w.also):

@@ -13,6 +13,7 @@ from holdfast.core.layout import Box, whole
 from holdfast.live.sources import Source, Sources
 from holdfast.live.state.named import Collected
 from holdfast.live.state.optimizers import LiveOptimizer
+from holdfast.live.state.own_errors import naming
 from holdfast.live.state.placed import torch_dtype
 from holdfast.live.state.recognising import State
 
@@ -42,6 +43,8 @@ class Kind:
 
     saved_as: ClassVar[str] = "values"
     """The kind's name in the manifest.  Ranks may differ in the values of a key, not in its kind."""
+    may_redistribute: ClassVar[bool] = True
+    """True if a value's own method `redistribute` is called by that rule."""
 
     def __init__(self, key: str, value: Any, given: Any, sources: Sources) -> None:
         self.key = key
@@ -137,11 +140,20 @@ class Kind:
         elif key in saved:
             self.put_tree(restore, saved[key])
 
+    def redistributes(self, name: str) -> bool:
+        """True if the rule `redistribute` can be followed for one of `extras`."""
+        has_method = callable(getattr(self.value, "redistribute", None))
+        return self.may_redistribute and name == self.key and has_method
+
     def put_by_rule(self, restore: Restoring, rule: str | None) -> None:
         """Put back an extra that each rank saved for itself, by its rule, on a changed set of ranks."""
         if rule in ("rank0", "same"):
             for tree in islice(restore.of_all(self.key), 1):
                 self.put_tree(restore, tree)
+        elif rule == "redistribute":
+            states = [restore.decode(tree, self.value) for tree in restore.of_all(self.key)]
+            with naming(self.key, self.value, "redistribute"):
+                self.value.redistribute(states, restore.group.rank, restore.group.size)
 
     def put_tree(self, restore: Restoring, tree: Any) -> None:
         """Put back the saved tree of the value."""

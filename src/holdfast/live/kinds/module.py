@@ -29,6 +29,7 @@ from holdfast.live.state.customised import (
 from holdfast.live.state.encoding import encode_extra
 from holdfast.live.state.ignoring import trainable_marks
 from holdfast.live.state.modules import (
+    derives,
     extra_states,
     named_buffers,
     named_parameters,
@@ -37,7 +38,6 @@ from holdfast.live.state.modules import (
 )
 from holdfast.live.state.named import Collected, NamedTensors, Prepared
 from holdfast.live.state.own_errors import naming
-from holdfast.live.state.own_loading import derives, put_own, tell_loaded, unloadable
 from holdfast.live.state.placed import parts_in
 from holdfast.live.state.recognising import stages
 from holdfast.live.state.wrappers import check_names, parts
@@ -52,6 +52,7 @@ class ModuleKind(Kind):
     """A module, or the stages of a pipeline under one key."""
 
     saved_as = "module"
+    may_redistribute = False
 
     def __init__(self, key: str, value: Any, given: Any, sources: Sources) -> None:
         super().__init__(key, value, given, sources)
@@ -198,6 +199,8 @@ class ModuleKind(Kind):
             lacking = [f"{self.key}.{own.name(e)}" for e in own.made if e not in tree]
             restore.problems.missing += lacking
             if name in restore.manifest.extras:
+                from holdfast.live.state.own_loading import unloadable
+
                 for one, why in unloadable(self.key, own, self._readable(restore, own, tree)):
                     restore.differs(one, why)
         for name, entries in made.items():
@@ -258,6 +261,8 @@ class ModuleKind(Kind):
             if not isinstance(saved, dict):
                 raise FormatError(f"malformed extras: {name!r} is no state of a module")
             if tree is not None or own.tensors:
+                from holdfast.live.state.own_loading import put_own
+
                 wanted = partial(self._is_wanted, restore.options, own)
                 put_own(self.key, own, {e: v for e, v in saved.items() if wanted(e)})
         if restore.is_whole:
@@ -274,6 +279,8 @@ class ModuleKind(Kind):
             for prefix, part in reversed(list(_deriving(module))) if is_torchs else ():
                 name = f"{self.key}.{prefix}"
                 if id(part) not in told and any(n.startswith(name) for n in restore.live.tensors):
+                    from holdfast.live.state.own_loading import tell_loaded
+
                     tell_loaded(name.removesuffix("."), part)
 
 

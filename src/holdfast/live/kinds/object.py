@@ -56,13 +56,5 @@ class ObjectKind(Kind):
         box = Box((first, *box.start[1:]), (last, *box.stop[1:]))
         return torch.empty(box.shape, dtype=torch_dtype(info.dtype)), box
 
-    def put_by_rule(self, restore: Restoring, rule: str | None) -> None:
-        if rule != "redistribute":
-            super().put_by_rule(restore, rule)
-            return
-        states = [restore.decode(tree) for tree in restore.of_all(self.key)]
-        with naming(self.key, self.value, "redistribute"):
-            self.value.redistribute(states, restore.group.rank, restore.group.size)
-
     def put_tree(self, restore: Restoring, tree: Any) -> None:
         restore.put_state(self.key, self.value, tree)

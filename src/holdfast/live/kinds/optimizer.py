@@ -51,6 +51,7 @@ class OptimizerKind(Kind):
     """An optimizer of torch's class, or several that were handed over under one key."""
 
     saved_as = "optimizer"
+    may_redistribute = False
 
     def __init__(self, key: str, value: Any, given: Any, sources: Sources) -> None:
         super().__init__(key, value, given, sources)
@@ -261,8 +262,9 @@ class OptimizerKind(Kind):
         from holdfast.live.restore.groups import put_groups
         from holdfast.live.restore.optimizer_states import put_plain_states
 
-        optimizer, unfit = self.live(restore.state), restore.live.unfit
-        groups = self.source.groups(self.value)  # loading may have exchanged them
+        # objects that were loaded before may have exchanged the groups, or added some
+        optimizer = LiveOptimizer.of(self.key, self.value, self.source, restore.state)
+        groups, unfit = optimizer.groups, restore.live.unfit
         names = put_groups(self.key, groups, tree, optimizer.pairs, restore.decode, unfit)
         restore.settings.keep(self.key, self.value, [group for group, _ in groups], names)
         if not self.source.by_master:

@@ -204,12 +204,14 @@ class Restoring:
         return found
 
     def _note_homeless(self, homeless: list[Mismatch]) -> None:
-        """Note saved states whose objects the state lacks: problems or, without `strict`, told once."""
+        """Note saved states whose objects the state lacks: problems or, without `strict`, told once, for
+        their plain values are put in the places of the objects."""
         if self.options.strict:
             self.problems.found += homeless
         else:
             self.problems.unexpected += [
-                Mismatch("unexpected", one.name, f": {one.said}") for one in homeless
+                Mismatch("unexpected", one.name, f": {one.said}; its values are put there")
+                for one in homeless
             ]
 
     # -- memory for tensors that have no place of their own -----------------------------------------
@@ -294,13 +296,13 @@ class Restoring:
                 hint=f"pass on_resize={{{lost[0]!r}: RULE}} with RULE one of {_RULES}",
             )
         for name in moved:
-            value = self.state.get(name)
-            if self.rule(name) == "redistribute" and not callable(
-                getattr(value, "redistribute", None)
-            ):
+            kind = self.kinds[name.partition(".")[0]]
+            if self.rule(name) == "redistribute" and not kind.redistributes(name):
+                why = "has no method redistribute(states, rank, world_size)"
+                of_kind = f"is of kind {kind.saved_as}, whose methods are not called for that"
                 raise RuleError(
-                    f"{name!r} has no method redistribute(states, rank, world_size)",
-                    hint=f"write one, or choose another rule of {_RULES}",
+                    f"{name!r} {why if kind.may_redistribute else of_kind}",
+                    hint=f"{'write one, or ' * kind.may_redistribute}choose another rule of {_RULES}",
                 )
 
     def _lying_otherwise(self) -> set[str]:
@@ -373,5 +375,5 @@ class Restoring:
             if written is not None and key in having:
                 written.look(key)
         if not self.group.rank or self.manifest.per_rank:
-            self.filling.tell()
+            self.filling.tell(self.group.rank)
         self.settings.tell()

@@ -20,6 +20,7 @@ class TensorKind(ValuesKind):
     replaces it as it would any value."""
 
     saved_as = "tensor"
+    may_redistribute = False
 
     @classmethod
     def claims(cls, value: Any, sources: Sources) -> bool:

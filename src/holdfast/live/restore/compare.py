@@ -21,7 +21,6 @@ from holdfast.core.checkpoint.peers import of_the_step
 from holdfast.core.format.extras import DCP_NAMES, MADE_OF
 from holdfast.core.group import Group
 from holdfast.core.layout import Axis, Mesh, common_mesh
-from holdfast.live.restore.apart import made_otherwise
 from holdfast.live.restore.mismatches import Mismatch, Problems, differs
 from holdfast.live.restore.targets import RestoreOptions, is_known
 from holdfast.live.state.customised import OWN_EXTRA
@@ -60,6 +59,8 @@ def compare_tensors(checkpoint: Checkpoint, live: Prepared, options: RestoreOpti
 
         compare_frozen(checkpoint, live, options, found)
     if live.apart or any(name + MADE_OF in checkpoint.manifest.extras for name in found.missing):
+        from holdfast.live.restore.apart import made_otherwise
+
         made_otherwise(checkpoint, live, found)
     if live.aliases:
         from holdfast.live.restore.tied import saved_twice
@@ -189,8 +190,9 @@ def tell_untouched(checkpoint: Checkpoint, untouched: list[Mismatch], group: Gro
     lines = [one.text for one in untouched]
     emit("restore.untouched", step=checkpoint.step, names=lines)
     warn_user(
-        f"step {checkpoint.step} and the live state have not all in common; what only one side has was "
-        "left as it is:\n  " + "\n  ".join(first_of(lines, MAX_UNTOUCHED))
+        f"step {checkpoint.step} and the live state have not all in common; what only one side has was, "
+        "unless its line says otherwise, left as it is:\n  "
+        + "\n  ".join(first_of(lines, MAX_UNTOUCHED))
     )
 
 

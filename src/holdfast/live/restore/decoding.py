@@ -14,7 +14,6 @@ from holdfast.core.format import extras
 from holdfast.live.restore.nested import LIVE, OBJECT, StateSlot
 from holdfast.live.state.encoding import outline_tensor
 from holdfast.live.state.placed import torch_dtype
-from holdfast.live.state.quantised import quantised
 
 
 def decode_value(tree: Any, tensor: Callable[[str], Any] | None = None) -> Any:
@@ -32,6 +31,8 @@ def decode_value(tree: Any, tensor: Callable[[str], Any] | None = None) -> Any:
         if tag == "$dtype":
             return torch_dtype(body)
         if tag == "$quantized":
+            from holdfast.live.state.quantised import quantised
+
             return quantised(extras.decode(body, on_other))
         raise FormatError(f"malformed extras: unknown tag {tag!r}")
 

@@ -42,6 +42,8 @@ INSIDE = (*HELD, tuple, torch.Tensor)
 
 _restored: set[str] = set()
 """Keys whose values this process has restored."""
+_restored_dicts: set[str] = set()
+"""Keys of which this process has restored a dict into a dict."""
 _told: set[tuple[str, str]] = set()
 """(notice, path) of notices given in this process."""
 
@@ -75,10 +77,11 @@ class Filling:
                 )
         if isinstance(live, dict) and isinstance(found, dict) and not self.has(live):
             names = [repr(name) for name in live if name not in found]
-            if names and key not in _restored:  # later ones go back to before it had added them
+            if names and key not in _restored_dicts:  # later ones go back to before it added them
                 self._removed[key] = (
                     f"{key}: step {self.step} has nothing of {listed(names, MAX_PLACES)}"
                 )
+            _restored_dicts.add(key)
         _restored.add(key)
         return self._put(key, live, found)
 
@@ -86,9 +89,10 @@ class Filling:
         """True if a container has its values already, from another key."""
         return id(live) in self._filled
 
-    def tell(self) -> None:
-        """Warn of removed entries, replaced containers, and containers that were split, once per place."""
-        for text in self._removed.values():
+    def tell(self, rank: int) -> None:
+        """Warn of replaced containers and those that were split, once per place, and from rank 0 of removed
+        entries."""
+        for text in self._removed.values() if rank == 0 else ():
             warn_user(
                 f"{text}, which is taken from the dict",
                 hint="set what a new version of a script has added after the restore, or ask by get()",

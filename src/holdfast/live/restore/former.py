@@ -25,7 +25,7 @@ from holdfast.live.restore.groups import optimizer_body
 from holdfast.live.state.modules import inside_framework, reshard
 from holdfast.live.state.optimizers import MODEL_STATES, LiveOptimizer
 from holdfast.live.state.recognising import State, modules_in
-from holdfast.live.state.wrappers import SECOND, TAKEN_OUT, has_wrappers, paths
+from holdfast.live.state.wrappers import SECOND, TAKEN_OUT, paths
 
 Pair = tuple[str, str, int]
 """A live tensor's name, one that it had formerly, and its id."""
@@ -35,13 +35,11 @@ def under_live_names(
     checkpoint: Checkpoint,
     modules: Sequence[tuple[str, nn.Module]],
     optimizers: Iterable[LiveOptimizer],
+    *,
+    of_fabric: bool,
 ) -> Checkpoint:
     """The checkpoint, or a view of it with former names replaced by the live ones.  `modules` and
-    `optimizers`: those of the state, the modules with their keys."""
-    known = (*checkpoint.manifest.by_name, *checkpoint.manifest.aliases)
-    of_fabric = any(f".{SECOND}." in name for name in known)
-    if not of_fabric and not any(has_wrappers(module) for _, module in modules):
-        return checkpoint
+    `optimizers`: those of the state, the modules with their keys.  `of_fabric`: it has names of Fabric."""
     pairs: dict[str, list[Pair]] = {}
     for key, module in modules:
         pairs.setdefault(key, []).extend(_pairs(module, of_fabric))

@@ -24,7 +24,6 @@ from holdfast.base.errors import FormatError
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.format.extras import MADE_OF
 from holdfast.core.layout import Axis
-from holdfast.live.restore.apart import description_of, make_state
 from holdfast.live.restore.expected import Fitting
 from holdfast.live.restore.groups import fill_in_place, optimizer_body, plain_states
 from holdfast.live.restore.nested import with_live
@@ -165,6 +164,8 @@ class StatePlaces:
         if is_apart(have) == is_saved_apart(self.checkpoint, full):
             return False
         if is_apart(have):
+            from holdfast.live.restore.apart import description_of
+
             if description_of(have, full) is None:
                 place(have, full)
         return True
@@ -181,6 +182,8 @@ class StatePlaces:
         """Memory for a saved state that the parameter lacks."""
         full = f"{self.key}.{name}.{state}"
         if is_saved_apart(self.checkpoint, full):
+            from holdfast.live.restore.apart import make_state
+
             said = self.checkpoint.manifest.extras[full + MADE_OF]
             return make_state(full, said, optimizer, p, self.live.saved)
         was, order = self._was.get(name), self._orders.get(name, {}).get(state)
@@ -308,7 +311,7 @@ def put_plain_states(
     unfit: Collection[int] = (),
 ) -> None:
     """Put back states of parameters that are no tensors.  `unfit`: ids of parameters to leave out."""
-    for (group, _), params in zip(optimizer.source.groups(optimizer.value), optimizer.pairs):
+    for (group, _), params in zip(optimizer.groups, optimizer.pairs):
         for name, p in params:
             if id(p) in unfit:
                 continue

@@ -52,9 +52,8 @@ def plain_values(
         rule = on_resize.get(key) or live or manifest.per_rank[key]
         if rule in ("rank0", "same"):
             every = map(checkpoint.rank_extras, ranks)
-            first = next((theirs[key] for theirs in every if key in theirs), None)
-            if first is not None:
-                trees[key] = first
+            first = next((theirs for theirs in every if key in theirs), {})
+            trees |= {key: first[key]} if first else {}
         elif rule != "fresh":
             was = (
                 f"each of {manifest.layout.world} ranks had its own, and there are {group.size} now"

@@ -9,7 +9,7 @@ unless `on_resize` has a rule.
 from __future__ import annotations
 
 import copy
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -20,13 +20,10 @@ from holdfast.core.group import Group
 from holdfast.live.state.named import LiveTensor
 
 
-def with_own(checkpoint: Checkpoint, optimizers: Container[str], group: Group) -> Checkpoint:
-    """The checkpoint with this rank's values of these optimizers in the place of common ones; on another
-    number of ranks, with the values of the first rank that has each parameter."""
+def with_own(checkpoint: Checkpoint, keys: Iterable[str], group: Group) -> Checkpoint:
+    """The checkpoint with this rank's values of the optimizers `keys` in the place of common ones; on
+    another number of ranks, with the values of the first rank that has each parameter."""
     manifest = checkpoint.manifest
-    keys = [key for key in manifest.per_rank if key in optimizers]
-    if not keys:
-        return checkpoint
     if manifest.layout.world == group.size:
         own = checkpoint.rank_extras(group.rank)
         trees = {key: own[key] for key in keys if key in own}

@@ -20,7 +20,6 @@ from holdfast.live.state.loaded import loaded_states
 from holdfast.live.state.named import Collected
 from holdfast.live.state.own_errors import naming
 from holdfast.live.state.placed import memory_of, torch_dtype
-from holdfast.live.state.quantised import quantised_parts
 from holdfast.live.state.recognising import is_loader, is_stateful
 from holdfast.live.state.tensor_kinds import check_kind
 
@@ -53,6 +52,8 @@ def encode_extra(
         if isinstance(leaf, torch.dtype):
             return {"$dtype": str(leaf).removeprefix("torch.")}
         if inline and isinstance(leaf, torch.Tensor) and leaf.is_quantized:
+            from holdfast.live.state.quantised import quantised_parts
+
             return {"$quantized": extras.encode(quantised_parts(leaf, path), on_other, path)}
         if isinstance(leaf, torch.Tensor) and not inline:
             return _named(live, name, leaf, path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -115,3 +116,17 @@ def extra_states(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             seen.add(id(part))
             own = f"{prefix}_extra_state"
             yield names.get(own, (own,))[0], part
+
+
+def derives(part: nn.Module) -> bool:
+    """True if a module has a way to load, or hooks after a load, that are not torch's: it may derive values
+    from its tensors then (`state.own_loading`)."""
+    if not (part._load_state_dict_pre_hooks or part._load_state_dict_post_hooks):
+        own = part.__dict__.get("_load_from_state_dict") or type(part)._load_from_state_dict
+        return not _is_torchs(own)
+    hooks = (*part._load_state_dict_pre_hooks.values(), *part._load_state_dict_post_hooks.values())
+    return not all(map(_is_torchs, (type(part)._load_from_state_dict, *hooks)))
+
+
+def _is_torchs(function: Any) -> bool:
+    return (getattr(function, "__module__", None) or "").startswith(("torch.", "holdfast."))

@@ -70,19 +70,6 @@ class _Keeping(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def derives(part: nn.Module) -> bool:
-    """True if a module has a way to load, or hooks after a load, that are not torch's."""
-    if not (part._load_state_dict_pre_hooks or part._load_state_dict_post_hooks):
-        own = part.__dict__.get("_load_from_state_dict") or type(part)._load_from_state_dict
-        return not _is_torchs(own)
-    hooks = (*part._load_state_dict_pre_hooks.values(), *part._load_state_dict_post_hooks.values())
-    return not all(map(_is_torchs, (type(part)._load_from_state_dict, *hooks)))
-
-
-def _is_torchs(function: Any) -> bool:
-    return (getattr(function, "__module__", None) or "").startswith(("torch.", "holdfast."))
-
-
 def load_alone(part: nn.Module, entries: dict[str, Any], errors: list[str]) -> None:
     """Hand a module, without its submodules, its own entries, and call what is to be called after a load.
     `errors`: gets what the module says against them."""

@@ -6,8 +6,7 @@ point), with one scale for all of them or one for each index of `axis`.
 bitsandbytes saves its 4-bit weights by hooks, and cannot load them by hooks.  A `Linear4bit` says in its
 state_dict() what its `QuantState` consists of: scales (`weight.absmax`), the scales of these
 (`weight.nested_absmax`), and the rest packed into one tensor (`weight.quant_state.bitsandbytes__nf4`).  To
-put it back, the library wants a `QuantState` made anew, as transformers does it.  Its 8-bit optimizers have
-tables in the states.
+put it back, the library wants a `QuantState` made anew, as transformers does it.
 
 The only module that knows attributes of bitsandbytes (0.50); it imports nothing of it.
 """
@@ -64,16 +63,6 @@ def quantised(parts: Any) -> torch.Tensor:
 
 
 # -- bitsandbytes' -----------------------------------------------------------------------------------
-
-
-TABLES = ("qmap1", "qmap2")
-"""States of 8-bit optimizers that all parameters share: what each byte means, never written."""
-
-
-def is_table(optimizer: Any, state: str) -> bool:
-    """True if a state of an optimizer is one of bitsandbytes' `TABLES`."""
-    ours = any(kind.__module__.startswith("bitsandbytes.") for kind in type(optimizer).__mro__)
-    return ours and state in TABLES
 
 
 def has_quant_states(part: nn.Module) -> bool:

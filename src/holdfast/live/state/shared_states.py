@@ -21,10 +21,11 @@ from torch.optim import Optimizer
 from holdfast.base.errors import warn_user
 from holdfast.base.text import listed
 from holdfast.live.state.placed import local_of
-from holdfast.live.state.quantised import is_table
 from holdfast.live.state.several import holder
 from holdfast.live.state.tensor_kinds import PLAIN_TENSORS
 
+TABLES = ("qmap1", "qmap2")
+"""States of bitsandbytes' 8-bit optimizers that all parameters share, and that nobody writes to."""
 StorageSpan = tuple[int, int, int, str]
 """Addresses where the memory of a state begins and ends, the number of the state, and its name."""
 
@@ -53,7 +54,7 @@ def _spans(optimizer: Any, names: Mapping[int, list[str]]) -> Iterator[StorageSp
         inner = holder(optimizer, p)
         states = inner.state.get(p, {}) if inner is not None else {}
         for state, value in states.items() if isinstance(states, dict) else ():
-            if not _is_in_memory(value) or is_table(inner, state):
+            if not _is_in_memory(value) or _is_table(inner, state):
                 continue
             local = local_of(value)
             start, elements = local.data_ptr(), local.numel() if local.is_contiguous() else 1
@@ -61,6 +62,12 @@ def _spans(optimizer: Any, names: Mapping[int, list[str]]) -> Iterator[StorageSp
                 number += 1
                 name = names.get(id(p), [f"parameter {i}"])[0]
                 yield start, start + elements * local.element_size(), number, f"{name}.{state}"
+
+
+def _is_table(optimizer: Any, state: str) -> bool:
+    """True if a state of an optimizer is one of bitsandbytes' `TABLES`."""
+    classes = type(optimizer).__mro__
+    return state in TABLES and any(c.__module__.startswith("bitsandbytes.") for c in classes)
 
 
 def _is_in_memory(value: Any) -> bool:

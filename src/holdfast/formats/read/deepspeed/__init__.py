@@ -1,1 +1,1 @@
-"""DeepSpeed checkpoints, read where they lie and without torch or DeepSpeed."""
+"""DeepSpeed checkpoints, read in place and without torch or DeepSpeed."""

@@ -1,9 +1,9 @@
-"""Ranks of a checkpoint: pipeline stages, their tensor-parallel ranks, data-parallel ranks of each.
+"""Ranks of a checkpoint: pipeline stages, their tensor-parallel ranks, and the data-parallel ranks of each.
 
 `mp_rank` counts the tensor-parallel ranks of all stages.  Without pipeline and tensor parallelism
 there is one shard, `mp_rank_00`.
 
-A rank's model file also tells of buffers, frozen and tied parameters, which no optimizer holds.
+A rank's model file also lists buffers, frozen and tied parameters, which no optimizer holds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from holdfast.formats.read.unpickle import UnknownInstance
 
 @dataclass(frozen=True)
 class ModelRank:
-    """A model-parallel rank: its model file, and what its data-parallel ranks hold of the optimizer."""
+    """A model-parallel rank: its model file, and the optimizer files of its data-parallel ranks."""
 
     pp: int
     tp: int
@@ -45,7 +45,7 @@ class ModelRank:
 
 
 def shards(store: Store, files: TagFiles) -> list[ModelRank]:
-    """All model-parallel ranks.  FormatError or NotFound if files are of different saves, or missing."""
+    """Read all model-parallel ranks.  FormatError for files of different saves; NotFound."""
     trees = _trees(store, files)
     tp = _tensor_ranks(trees[0], files, len(trees))
     layers = _layers(store, files, tp)
@@ -75,7 +75,7 @@ def _trees(store: Store, files: TagFiles) -> list[Tree]:
 
 
 def _renamed(files: dict[tuple[int, int], str], what: str, number: int) -> str:
-    """Name of a missing file, made from that of another one."""
+    """Name of a missing file, from that of a present one."""
     width = 2 if what == "mp_rank" else 1
     return re.sub(rf"{what}_\d+", f"{what}_{number:0{width}}", files[min(files)])
 
@@ -118,7 +118,7 @@ def _experts(store: Store, files: TagFiles, mp: int) -> dict[str, Any]:
 
 
 def _named(tree: Tree, optim: Sequence[Tree]) -> dict[str, Shape | None]:
-    """Names in a shard's files: parameters, with their shapes if they are told, and buffers."""
+    """Names in a shard's files: parameters, with shapes if stated, and buffers."""
     found: dict[str, Shape | None] = dict.fromkeys(buffer_names(tree))
     shapes = param_shapes(tree)
     for group in shapes or ():
@@ -131,7 +131,7 @@ def _named(tree: Tree, optim: Sequence[Tree]) -> dict[str, Shape | None]:
 def _modules(
     layers: dict[tuple[int, int], Tree], named: Sequence[dict[str, Shape | None]], tp: int
 ) -> list[dict[str, Any]]:
-    """Layers of each model-parallel rank, under the names that its parameters and buffers have."""
+    """The layers' tensors of each model-parallel rank, by their names in the model."""
     found: list[dict[str, Any]] = [{} for _ in named]
     for (layer, t), file in sorted(layers.items()):
         mp, prefix = _owner(layer, file, named, range(t, len(named), tp))
@@ -142,7 +142,7 @@ def _modules(
 def _owner(
     layer: int, file: Tree, named: Sequence[dict[str, Shape | None]], ranks: Sequence[int]
 ) -> tuple[int, str]:
-    """Rank that owns a layer, and what its names begin with: its number, or `tied_modules.<key>`.
+    """The rank that owns a layer, and the prefix of its names: its number, or `tied_modules.<key>`.
 
     A layer that no rank names (all of it frozen) counts as the first's.
     """
@@ -173,7 +173,7 @@ def _flats(tree: Tree, module: dict[str, Any], optim: Sequence[Tree]) -> list[Fl
 
 
 def _mapped(optim: Sequence[Tree], module: dict[str, Any]) -> list[dict[str, Shape]]:
-    """Shapes by group, where the model file has none: in the order of the slices that the ranks list."""
+    """Shapes by group from the slices that the ranks list, for a model file without shapes."""
     found: list[dict[str, Shape]] = []
     for tree in optim:
         for g, names in enumerate(tree.get("param_slice_mappings", list)):
@@ -188,7 +188,7 @@ def _mapped(optim: Sequence[Tree], module: dict[str, Any]) -> list[dict[str, Sha
 
 
 def _ranks(store: Store, files: TagFiles, mp: int) -> list[Tree]:
-    """The optimizer files of a model-parallel rank, by data-parallel rank; of one save, and all there."""
+    """The optimizer files of a model-parallel rank, by data-parallel rank.  NotFound; FormatError."""
     mine = {at: path for at, path in files.optim.items() if at[1] == mp}
     if not mine:
         raise NotFound(
@@ -213,7 +213,7 @@ def _ranks(store: Store, files: TagFiles, mp: int) -> list[Tree]:
 
 
 def _partitions(tree: Tree) -> int:
-    """Number of ranks that the optimizer is cut over; the largest, where groups differ."""
+    """Number of ranks that the optimizer is cut over; the largest if groups differ."""
     said: Any = tree.get("partition_count", object)
     counts: list[int] = said if isinstance(said, list) else [said]
     if not counts or not all(type(n) is int and 0 < n < 1 << 24 for n in counts):
@@ -222,7 +222,7 @@ def _partitions(tree: Tree) -> int:
 
 
 def _stage(tree: Tree) -> int:
-    found = tree.root.get("zero_stage", 1)  # BF16_Optimizer does not say
+    found = tree.root.get("zero_stage", 1)  # BF16_Optimizer does not state it
     stage = found.args[0] if isinstance(found, UnknownInstance) and found.args else found
     if stage not in (1, 2, 3):
         raise FormatError(f"ZeRO stage {stage!r}", key=tree.path)
@@ -230,7 +230,7 @@ def _stage(tree: Tree) -> int:
 
 
 def _check_alike(found: Sequence[ModelRank]) -> None:
-    """Check that all files are of one save, as far as their counters and options tell."""
+    """FormatError if counters or options show files of different saves."""
     first = found[0]
     for shard in found:
         if len(shard.trained) != sum(len(flat.shapes) for flat in shard.flats):
@@ -278,12 +278,12 @@ def checked_shapes(tree: Tree, group: Any) -> dict[str, Shape]:
 
 
 def buffer_names(tree: Tree) -> set[str]:
-    """Names of the buffers, which are no parameters."""
+    """Names of the buffers."""
     return set(tree.maybe("buffer_names", list) or ())
 
 
 def parameter_refs(tree: Tree, module: dict[str, Any]) -> dict[str, TensorRef]:
-    """The tensors of `module` that are no buffers, in order; of tied ones the first."""
+    """The parameters of `module` in order, tied ones once, under their first name."""
     others = buffer_names(tree) | tied(tree, module, ()).keys()
     return {
         name: ref
@@ -293,7 +293,7 @@ def parameter_refs(tree: Tree, module: dict[str, Any]) -> dict[str, TensorRef]:
 
 
 def tied(tree: Tree, module: dict[str, Any], trained: Iterable[str]) -> dict[str, str]:
-    """Return, for each tied name, the other name under which its values are kept."""
+    """Map each tied name to the name that has its values."""
     said = tree.maybe("shared_params", dict) or {}
     trained = list(trained)
     names = dict.fromkeys([*trained, *module])
@@ -311,7 +311,7 @@ def tied(tree: Tree, module: dict[str, Any], trained: Iterable[str]) -> dict[str
 
 
 def is_stage_3(tree: Tree) -> bool:
-    """True if a model file is one of many, each of a rank's own."""
+    """True if each rank has a model file of its own (ZeRO-3)."""
     return tree.path.rpartition("/")[2].startswith("zero_pp_rank_")
 
 

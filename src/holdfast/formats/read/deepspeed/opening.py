@@ -1,4 +1,4 @@
-"""A DeepSpeed checkpoint opened: which files there are, and what tensors they make."""
+"""Opening a DeepSpeed checkpoint: its files, and the tensors that they hold."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _folder(store: Store, step: int | None) -> str:
 
 
 def _step(store: Store, folder: str) -> int:
-    """Return the step that the tag's name tells, else the one that its first model file says."""
+    """Return the step in the tag's name, else the one in its first model file."""
     named = step_of_tag(store, folder)
     if named is not None:
         return named
@@ -87,7 +87,7 @@ def _counted(tree: Tree) -> int:
 
 @dataclass
 class _TagContents:
-    """The files and ranks of a tag, and the tensors, extras and other names that they have given so far."""
+    """The files and ranks of a tag, and the tensors, extras and aliases collected from them."""
 
     store: Store
     folder: str
@@ -104,7 +104,7 @@ class _TagContents:
             self.extras[key] = {**self.extras[key], **value} if key in self.extras else value
 
     def tie(self, ties: dict[str, str]) -> None:
-        """Make parameters known by another name, with their optimizer states."""
+        """Add aliases of parameters and of their optimizer states."""
         if not ties:
             return
         names: dict[str, list[str]] = {}
@@ -143,7 +143,7 @@ def _open(store: Store, folder: str) -> Checkpoint:
 
 
 def _layouts(grid: Sequence[ModelRank], shapes: dict[str, list[Shape]]) -> Layouts:
-    """Return layouts by what the user's model, or DeepSpeed's own, says of tensor parallelism."""
+    """Return layouts from the tensor-parallel info of the user's model, or of DeepSpeed."""
     trees = [grid[0].tree, *grid[0].optim[:1]]
     for tree in trees:
         info = tree.maybe(INFO, dict)
@@ -168,7 +168,7 @@ def _columns(
 
 
 def _add_trained(found: _TagContents) -> set[str]:
-    """Add what ZeRO has cut over the ranks; return the parameters' names."""
+    """Add the parameters and states that ZeRO has cut over the ranks; return the parameters' names."""
     grid = found.grid
     flats = [shard.trained for shard in grid]
     names = dict.fromkeys(name for held in flats for name in held)
@@ -188,7 +188,7 @@ def _add_trained(found: _TagContents) -> set[str]:
 
 
 def _add_universal(found: _TagContents) -> set[str]:
-    """Add what ds_to_universal has put together; return the parameters' names."""
+    """Add the universal format's parameters and states; return the parameters' names."""
     said: list[dict[str, Shape]] = []
     store, files = found.store, found.files.universal
     for shard in found.grid:
@@ -206,7 +206,7 @@ def _add_universal(found: _TagContents) -> set[str]:
 
 
 def _add_whole(found: _TagContents) -> set[str]:
-    """Add a model file that holds everything, without ZeRO; return parameters with a master copy."""
+    """Add a complete model file, without ZeRO; return the parameters that have a master."""
     grid, files = found.grid, found.files
     tree = grid[0].tree
     if tree.maybe("optimizer", dict) is None:
@@ -250,7 +250,7 @@ def _add_frozen(found: _TagContents) -> set[str]:
 
 
 def _add_others(found: _TagContents, trained: set[str]) -> None:
-    """Add buffers, frozen parameters and tied ones: what `module` has besides."""
+    """Add the other tensors of `module`: buffers, frozen and tied parameters."""
     grid, done = found.grid, set(trained)
     for first in (shard for shard in grid if shard.tp == 0):
         column = [shard for shard in grid if shard.pp == first.pp]
@@ -270,7 +270,7 @@ def _add_others(found: _TagContents, trained: set[str]) -> None:
 def _other(
     grid: Sequence[ModelRank], name: str, column: Sequence[ModelRank], is_buffer: bool
 ) -> Foreign:
-    """A buffer, of which every rank has its own and the first counts; or a frozen parameter."""
+    """A buffer, taken from the first rank, or a frozen parameter."""
     tree = column[0].tree
     refs = [ref for s in column if isinstance(ref := s.module.get(name), TensorRef)]
     if is_buffer:

@@ -1,11 +1,11 @@
-"""Reads all that is no tensor of the model or of the optimizer, as extras by key.
+"""Reading all other state of a DeepSpeed checkpoint as extras by key.
 
 optim       the optimizer's groups with their hyper-parameters, and states that are plain numbers
 scheduler   the learning-rate scheduler's state_dict
 scaler      the loss scaler's fields
 client      what the user gave to `save_checkpoint(client_state=...)`
 deepspeed   counters, configuration, version: everything else
-optim.engine  the part of these that a live engine goes on with, in the form that holdfast saves
+optim.engine  the part that a live engine needs, in the form that holdfast saves
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WEIGHTS = {
     "fp32_groups_flat", "fp32_groups", "param_groups", "param_slice_mappings", "group_paddings",
     "param_alignment_paddings", *_SCALER,
 }  # fmt: skip
-"""Keys of an optimizer's state_dict that are no counters or options."""
+"""Keys of an optimizer's state_dict other than counters and options."""
 
 
 def of_model(tree: Tree) -> tuple[list[Foreign], dict[str, Any]]:
@@ -66,7 +66,7 @@ def of_optimizer(tree: Tree) -> tuple[list[Foreign], dict[str, Any]]:
 
 
 def _encoded(tree: Tree, value: Any, path: str, tensors: list[Foreign]) -> Any:
-    """A value as extras hold it; tensors in it are added to `tensors`, and referred to by their path."""
+    """Encode a value for extras; its tensors are added to `tensors` and referred to by path."""
 
     def on_tensor(ref: TensorRef, at: str) -> Any:
         tensors.append(whole_tensor(at, "tensor", ref))
@@ -76,7 +76,7 @@ def _encoded(tree: Tree, value: Any, path: str, tensors: list[Foreign]) -> Any:
 
 
 def engine(extras: dict[str, Any]) -> dict[str, Any]:
-    """Counters, what the loss scaler has learnt and the scheduler, under the names of a live engine's."""
+    """Counters, loss scaler and scheduler under the names of a live engine's extra."""
     counters, scaler = extras.get("deepspeed", {}), extras.get("scaler", {})
     found: dict[str, Any] = {k: counters[k] for k in _COUNTERS if type(counters.get(k)) is int}
     learnt = {k: scaler[k] for k in _LEARNT if k in scaler}
@@ -88,14 +88,14 @@ def engine(extras: dict[str, Any]) -> dict[str, Any]:
 
 
 def signature(tree: Tree) -> Any:
-    """Hyper-parameters and extras of an optimizer, which every rank of one save states alike."""
+    """Hyper-parameters and extras of an optimizer, which are equal on all ranks of one save."""
     return [encode_hyper(tree, group) for group in param_groups(tree)], of_optimizer(tree)[1]
 
 
 def optim_extra(stages: Iterable[tuple[Tree, Sequence[FlatGroup]]]) -> dict[str, Any]:
     """The extra `optim`: each group's parameters and hyper-parameters, each parameter's plain states.
 
-    Groups of pipeline stages become one where they have the same number and hyper-parameters.
+    Groups of pipeline stages are merged if their numbers and hyper-parameters are equal.
     """
     members: dict[tuple[int, str], list[str]] = {}
     options: dict[tuple[int, str], Any] = {}
@@ -115,7 +115,7 @@ def optim_extra(stages: Iterable[tuple[Tree, Sequence[FlatGroup]]]) -> dict[str,
 
 
 def _numbers(tree: Tree, flat: FlatGroup, hyper: dict[str, Any]) -> dict[str, Any]:
-    """A group's states that are plain; the step, where the group itself counts it."""
+    """A group's plain states, with the step if the group itself counts it."""
     found = {k: v for k, v in flat.scalars.items() if not isinstance(v, TensorRef)}
     if "step" in hyper and "step" not in flat.scalars and len(flat.states) > 1:
         found["step"] = hyper["step"]
@@ -128,14 +128,14 @@ def encode_hyper(tree: Tree, group: dict[str, Any]) -> Any:
 
 
 def number(tree: Tree, state: str, value: Any) -> Any:
-    """A plain state.  Step counts become what torch's optimizers hold: 0-dim tensors."""
+    """Encode a plain state; step counts become 0-dim tensors, as in torch's optimizers."""
     if state != "step" or not isinstance(value, (int, float)):
         return tree.encode(value)
     return inlined("float32", (), np.float32(value).tobytes())
 
 
 def tie(optim: dict[str, Any], names: dict[str, list[str]]) -> None:
-    """Groups and plain states of tied parameters go by each of their names."""
+    """Add the other names of tied parameters to groups and plain states."""
     body = optim["$optimizer"]
     for group in body["groups"]:
         group["params"] = [n for name in group["params"] for n in (name, *names.get(name, ()))]
@@ -147,7 +147,7 @@ def tie(optim: dict[str, Any], names: dict[str, list[str]]) -> None:
 def opaque(
     tree: Tree, flats: Iterable[FlatGroup], prefix: str = ""
 ) -> tuple[list[Foreign], dict[str, Any]]:
-    """States that belong to a rank's part and to no parameter: tensors `zero.<name>`, and values."""
+    """States of a rank's part that belong to no single parameter: tensors `zero.<name>`, and values."""
     tensors: list[Foreign] = []
     values: dict[str, Any] = {}
     for flat in flats:

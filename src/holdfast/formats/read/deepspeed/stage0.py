@@ -1,9 +1,9 @@
-"""Optimizers without ZeRO: all of their state is in the model file, by number and not by name.
+"""Optimizers without ZeRO: all their state is in the model file, by number.
 
-Names follow from the model where only one assignment fits (`formats.read.byindex`); parameters of a shape
-that no state has are taken for frozen.  What cannot be named keeps its number: `optim.state.3.exp_avg`.
-DeepSpeed's 16-bit optimizers flatten whole groups; there the model's own tensors, which are views of the
-flat arrays, tell what lies where.
+Names follow from the model if only one assignment fits (`formats.read.byindex`); parameters of a shape
+that no state has count as frozen.  States without a name keep their number: `optim.state.3.exp_avg`.
+DeepSpeed's 16-bit optimizers flatten whole groups; the model's own tensors, which are views of the flat
+arrays, then give the places of parameters.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _Held = tuple[list[Foreign], dict[str, Any]]
 def optimizer(model: Tree, params: Mapping[str, TensorRef], expert_rank: int = 0) -> _Held:
     """Tensors and extras of the optimizer in a file; `params` are the model's own, in order.
 
-    For expert-parallel ranks other than the first, only what they hold of experts.
+    For expert-parallel ranks other than the first, only the states of experts.
     """
     tree = model.below("optimizer")
     if "optimizer_state_dict" not in tree.root:
@@ -59,7 +59,7 @@ def _groups(tree: Tree) -> list[dict[str, Any]]:
 
 
 def _masters(tree: Tree, numbers: Sequence[list[int]]) -> dict[int, TensorRef]:
-    """The fp32 copies that are kept parameter by parameter."""
+    """The masters by number, if they are kept per parameter."""
     groups = tree.get("fp32_groups", list)
     if [len(g) for g in groups] != [len(n) for n in numbers]:
         raise FormatError("the master copies are not those of the groups", key=tree.path)
@@ -69,7 +69,7 @@ def _masters(tree: Tree, numbers: Sequence[list[int]]) -> dict[int, TensorRef]:
 def _by_number(
     tree: Tree, params: Mapping[str, TensorRef], masters: dict[int, TensorRef], expert_rank: int
 ) -> _Held:
-    """torch's own form; `masters` are the fp32 copies, by number, where there are any."""
+    """Tensors and extras of torch's own form; `masters`: by number, if there are any."""
     groups, states = _groups(tree), tree.get("state", dict)
     shapes = {i: _shape(state) for i, state in states.items()}
     shapes |= {i: ref.shape for i, ref in masters.items()}
@@ -99,7 +99,7 @@ def _by_number(
 
 
 def join(optim: dict[str, Any], more: dict[str, Any]) -> None:
-    """Add what another expert-parallel rank holds."""
+    """Add the extra of another expert-parallel rank."""
     body, other = optim["$optimizer"], more["$optimizer"]
     for group, others in zip(body["groups"], other["groups"]):
         group["params"] += others["params"]
@@ -118,7 +118,7 @@ def _names(
     params: Mapping[str, Shape],
     expert_rank: int,
 ) -> dict[int, str]:
-    """A name for every number: the parameter's where it is known, else `state.<number>`.
+    """A name for every number: the parameter's if known, else `state.<number>`.
 
     DeepSpeed keeps experts in groups of their own; other groups are the first expert-parallel rank's.
     """
@@ -137,7 +137,7 @@ def _names(
 def _known(
     groups: list[dict[str, Any]], shapes: Mapping[int, Shape | None], params: Mapping[str, Shape]
 ) -> dict[int, str]:
-    """The numbers whose parameter is stated, or can only be one."""
+    """Names of the numbers whose parameter is stated, or follows from shapes."""
     said = stated_names(groups)
     if said is not None:
         return {i: name for i, name in said.items() if name in params}

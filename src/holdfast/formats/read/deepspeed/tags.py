@@ -1,4 +1,4 @@
-"""Finds the files that a DeepSpeed checkpoint consists of, by their names alone.
+"""Finding the files of a DeepSpeed checkpoint by their names.
 
 `save_checkpoint(DIR)` makes `DIR/<tag>/` and names the newest tag in `DIR/latest`:
 
@@ -31,7 +31,7 @@ _NUMBERED = {
     "experts": re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt"),
     "expert_optim": re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt"),
 }
-"""Names of files by what they hold; their groups are the numbers of a part, 0 where one is not stated."""
+"""Patterns of file names by content; groups are the numbers of a part, 0 if not stated."""
 _STATE = re.compile(r"zero/(.+)/([^/]+)\.pt")
 _STEP = re.compile(r"global_step(\d+)(?:_universal)?")
 _FIRST = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
@@ -42,7 +42,7 @@ _At = tuple[int, int]
 
 @dataclass
 class TagFiles:
-    """The keys of one tag's files, by what they hold."""
+    """The keys of one tag's files, by content."""
 
     model: dict[_At, str] = field(default_factory=dict)
     optim: dict[_At, str] = field(default_factory=dict)
@@ -70,7 +70,7 @@ def tag_files(store: Store, folder: str) -> TagFiles:
                 if found[kind].setdefault(part, key) != key:
                     raise _twice(found[kind][part], key)
     stage_3, model = found.pop("stage_3"), found["model"]
-    if model and stage_3 and not universal:  # of which each stage reads its own
+    if model and stage_3 and not universal:  # each stage reads its own
         raise _twice(model[min(model)], stage_3[min(stage_3)])
     found["model"] = model or stage_3
     return TagFiles(**found, universal=universal)  # type: ignore[arg-type]
@@ -92,7 +92,7 @@ def is_deepspeed(store: Store) -> bool:
 
 
 def may_be_deepspeed(store: Store) -> bool:
-    """True if `is_deepspeed`, or if tags have no marker: enough where a prefix names the format."""
+    """True if `is_deepspeed`, or if there are tags without a marker; for a path with the prefix."""
     return is_deepspeed(store) or bool(folders(store))
 
 
@@ -108,7 +108,7 @@ def _size(store: Store, key: str) -> int:
 
 
 def _named(store: Store, marker: str) -> str | None:
-    """The tag that a marker names; None if it is no marker."""
+    """The tag in a marker file; None if it is no marker."""
     try:
         if not 0 < _size(store, marker) <= _MAX_TAG_BYTES:
             return None
@@ -127,7 +127,7 @@ def marked_folder(store: Store) -> str | None:
 
 
 def latest(store: Store) -> str:
-    """The folder of the newest tag.  NotFound if no marker tells, or it is not there."""
+    """The folder of the newest tag.  NotFound without a marker, or if the folder is missing."""
     found = marked_folder(store)
     if found is None:
         tags = [t for marker in _LATEST if (t := _named(store, marker)) is not None]

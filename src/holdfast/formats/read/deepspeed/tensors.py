@@ -1,8 +1,8 @@
 """Parameters and optimizer states as foreign tensors: `model.<name>`, `optim.<name>.<state>`.
 
-A model that is to be converted puts `universal_checkpoint_info` into its checkpoints: regular expressions
-over names, which say how the parts of tensor-parallel ranks make a parameter.
-`holdfast.formats.rules.deepspeed` knows what they mean.
+A model with tensor parallelism puts `universal_checkpoint_info` into its checkpoints: regular expressions
+over names, which state how the slices of tensor-parallel ranks make a parameter.
+`holdfast.formats.rules.deepspeed` interprets them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _VOCABULARY = "vocabulary_parameter_patterns"
 
 @dataclass(frozen=True)
 class ParamLayout:
-    """A parameter's shape, and what each tensor-parallel rank stores of it."""
+    """A parameter's shape, and the view of each tensor-parallel rank."""
 
     name: str
     shape: Shape
@@ -39,7 +39,7 @@ class ParamLayout:
     path: str = ""
 
     def views(self, state: str = "param") -> tuple[View, ...]:
-        """Return what each rank stores, by rank.  The state matters where values are scaled."""
+        """Return each rank's view, by rank.  `state` matters for scaled values."""
         if self.slices is None:
             return (View.whole(self.shape),)
         with _said_in(self.path):
@@ -49,7 +49,7 @@ class ParamLayout:
 class Layouts:
     """Layouts of all parameters; `shapes` are those that the tensor-parallel ranks hold, by name.
 
-    `info` is what the file `path` says of them.  FormatError, naming it, if that does not fit the shapes.
+    `info`: from the file `path`.  FormatError, with that path, if it does not fit the shapes.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Layouts:
                 hint=f"the model must put its {INFO!r} into client_state",
             )
         if info is not None and (several is not None or info.get(_VOCABULARY)):
-            from holdfast.formats.rules.deepspeed import Slices  # most checkpoints do without
+            from holdfast.formats.rules.deepspeed import Slices  # most checkpoints do not need it
 
             with _said_in(path):
                 self._slices = Slices(info, shapes)
@@ -95,12 +95,12 @@ _Where = list[tuple[int, Fragment]]
 
 
 def whole_tensor(name: str, state: str, ref: TensorRef) -> Foreign:
-    """A tensor that lies whole in a file, in any order of its dims."""
+    """A tensor stored whole in a file, in any order of dims."""
     return Foreign(name, ref.dtype, ref.shape, state, ref.parts())
 
 
 def viewed(layout: ParamLayout, refs: Sequence[TensorRef]) -> Foreign:
-    """A parameter of which each tensor-parallel rank holds a part, not flattened."""
+    """A parameter whose parts on tensor-parallel ranks are not flattened."""
     name = tensor_name(layout.name, ZERO_MASTER)
     if any(not ref.contiguous or ref.dtype != refs[0].dtype for ref in refs):
         raise FormatError(f"{name!r}: parts that do not fit together", key=refs[0].path)
@@ -133,8 +133,8 @@ def tensor_name(name: str, state: str) -> str:
 def trained(layout: ParamLayout, columns: Sequence[Sequence[FlatGroup]]) -> list[Foreign]:
     """A parameter and its states.
 
-    A column is the flat groups that hold it on the tensor-parallel ranks of a pipeline stage; of a
-    parameter that is tied over stages there are several.
+    A column has the flat groups that hold it on the tensor-parallel ranks of a pipeline stage; a parameter
+    that is tied over stages has several columns.
     """
     name, first = layout.name, columns[0][0]
     found: list[Foreign] = []
@@ -181,7 +181,7 @@ def _parts(flat: FlatGroup, name: str, state: str, where: _Where) -> tuple[Store
 def _joined(
     name: str, dtype: str, state: str, layout: ParamLayout, sets: list[list[tuple[StoredPart, ...]]]
 ) -> Foreign:
-    """Make one tensor of what the ranks hold: parts of it, copies of each other, or values to average."""
+    """Make one tensor of the ranks' parts, copies, or values to average."""
     if layout.replica == "unique":
         whole_sets = [tuple(part for parts in column for part in parts) for column in sets]
     elif layout.replica == "averaged":

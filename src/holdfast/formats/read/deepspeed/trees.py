@@ -1,8 +1,7 @@
-"""DeepSpeed's pickles as data: trees with typed access, and their values as extras.
+"""DeepSpeed's pickles as data: trees with typed access, and encoding of their values as extras.
 
 Most of what is pickled is plain.  Objects of DeepSpeed's and Megatron's own classes (loss scalers, stages,
-enumerations, arguments) become `UnknownInstance`s, which hold fields and run nothing; any other class is
-refused.
+enumerations, arguments) become `UnknownInstance`s, which only hold fields; any other class is refused.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ _T = TypeVar("_T")
 _OnTensor = Callable[[TensorRef, str], Any]
 
 _OURS = ("deepspeed.", "megatron.")
-"""Packages whose classes are Records, whatever their names."""
+"""Packages whose classes all become `UnknownInstance`s."""
 _MAX_INLINE_BYTES = 1 << 20
 
 
 class _Packages(dict[tuple[str, str], Any]):
-    """A table of every class of the packages `_OURS`, as Records."""
+    """A table in which every class of the packages `_OURS` is an `UnknownInstance`."""
 
     def __contains__(self, key: object) -> bool:
         return isinstance(key, tuple) and key[0].startswith(_OURS)
@@ -45,7 +44,7 @@ class _Packages(dict[tuple[str, str], Any]):
 
 
 def _rebuild_as_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
-    """A tensor with attributes of its own, which are left out."""
+    """Rebuild a tensor with attributes, which are dropped."""
     if not isinstance(function, UnknownInstance) or not isinstance(args, tuple):
         raise FormatError("a tensor made by no function")
     module, _, name = function.name.rpartition(".")
@@ -82,14 +81,14 @@ MODEL_KEYS = {
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
     "frozen_param_fragments", "lr_scheduler",
 }  # fmt: skip
-"""Keys of a model file that are looked at elsewhere."""
+"""Keys of a model file that other modules read."""
 ENGINE = {
     "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples", "dp_world_size",
     "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version", "num_experts",
     "ds_autoep_layers", "universal_checkpoint_info", "sparse_tensor_module_names",
     "csr_tensor_module_names",
 }  # fmt: skip
-"""Keys that DeepSpeed itself writes; all others are the user's."""
+"""Keys that DeepSpeed writes; all others are client state."""
 _OWN = (
     MODEL_KEYS | ENGINE | {"optimizer_state_dict", "base_optimizer_state", "param_groups", "state"}
 )
@@ -97,21 +96,21 @@ _OWN = (
 
 @dataclass(frozen=True)
 class Tree:
-    """A file's pickle: a dict whose values are asked for by key and kind."""
+    """A file's pickle: a dict with typed access to its values."""
 
     store: Store
     path: str
     root: dict[Any, Any]
 
     def get(self, key: str, kind: type[_T]) -> _T:
-        """The value of a key.  FormatError if it is not there, or of another kind."""
+        """The value of a key.  FormatError if it is missing or of another type."""
         found = self.maybe(key, kind)
         if found is None:
             raise FormatError(f"{key!r} is missing", key=self.path)
         return found
 
     def maybe(self, key: str, kind: type[_T]) -> _T | None:
-        """Return the same as `get`, or None where the value is missing or None."""
+        """`get`, but None if the value is missing or None."""
         found = self.root.get(key)
         if found is None or isinstance(found, kind):
             return found
@@ -139,7 +138,7 @@ class Tree:
         return raw.tobytes()
 
     def encode(self, value: Any, on_tensor: _OnTensor | None = None, path: str = "") -> Any:
-        """A value as extras hold it.  Tensors go to `on_tensor`, or inline."""
+        """Encode a value for extras.  `on_tensor` encodes tensors; without it they are inlined."""
 
         def other(leaf: Any, where: str) -> Any:
             if isinstance(leaf, TensorRef):
@@ -156,7 +155,7 @@ class Tree:
 def read_tree(store: Store, path: str, bare: str | None = None) -> Tree:
     """The tree of a file, tensors as references.  FormatError or Corrupt, naming the file.
 
-    A file of a bare value is read as a dict in which it has the key `bare`.
+    A bare value is read as a dict with the value under the key `bare`.
     """
     try:
         (root,) = known_parts([read_file(store, path, _KNOWN, lenient=True)], [path], _OWN)
@@ -170,7 +169,7 @@ def read_tree(store: Store, path: str, bare: str | None = None) -> Tree:
 
 
 def _plain(value: UnknownInstance) -> Any:
-    """Return what a Record stands for, without its class."""
+    """Return the plain value of an `UnknownInstance`, without its class."""
     if value.name in ("scalar", "ndarray", "frombuffer", "dtype", "Namespace", "BytesIO"):
         return plaindata.plain_value(value)
     if value.fields:

@@ -1,8 +1,8 @@
 """DeepSpeed's universal format: `zero/<parameter>/<state>.pt`, one tensor each.
 
-A file holds `{"param": tensor}`, of ZeRO-3 the bare tensor, flattened.  The files of the states are opened
-when they are read; they have dtype and shape of `fp32.pt`, and `step.pt` is one number for it.
-`optimizer_state.pt` has the groups, the model files beside it all that is not trained.
+A file holds `{"param": tensor}`, or for ZeRO-3 the bare, flattened tensor.  Files of states are opened
+when they are read; their dtype and shape are those of `fp32.pt`, and `step.pt` is a number.
+`optimizer_state.pt` has the groups, the model files all state that is not trained.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from holdfast.formats.read.torchfile import TensorRef
 STATE = "zero/optimizer_state.pt"
 STEP, PARAM = "step", "param"
 _OF_SOME = {ZERO_MASTER, STEP, "max_exp_avg_sq", "momentum_buffer", "grad_avg"}
-"""States that a parameter may lack beside others that have them: options of its group ask for them."""
+"""States that a parameter may lack although others have them, by options of its group."""
 
 _Files = Mapping[str, Mapping[str, str]]
 """The file of each state, by parameter, then state."""
@@ -41,9 +41,9 @@ _Files = Mapping[str, Mapping[str, str]]
 def trained_parameters(
     store: Store, files: _Files, known: Mapping[str, Shape]
 ) -> tuple[list[Foreign], dict[str, dict[str, Any]]]:
-    """Tensors of the trained parameters and their states; states that are plain numbers.
+    """Tensors of the trained parameters and their states, and states that are plain numbers.
 
-    `known` are the shapes that the model files tell; without any, all that has files is trained.
+    `known`: shapes in the model files; if empty, every parameter with files is trained.
     """
     tensors: list[Foreign] = []
     numbers: dict[str, dict[str, Any]] = {}
@@ -69,7 +69,7 @@ def trained_parameters(
 
 
 def _check_whole(files: _Files) -> None:
-    """NotFound if a parameter has some states of those that others have: a file of it is missing."""
+    """NotFound if a parameter lacks the file of a state that other parameters have."""
     kinds = {frozenset(states.keys() - _OF_SOME) for states in files.values()}
     for name, states in files.items():
         own = states.keys() - _OF_SOME
@@ -84,7 +84,7 @@ def _check_whole(files: _Files) -> None:
 
 
 def _place(store: Store, path: str, like: TensorRef) -> FilePlace:
-    """Return where a state lies; called when it is read."""
+    """Return the place of a state; called when it is read."""
     ref = _tensor(store, path)
     if (ref.dtype, ref.shape) != (like.dtype, like.shape):
         raise FormatError(
@@ -111,7 +111,7 @@ def _step(store: Store, name: str, path: str) -> tuple[list[Foreign], dict[str, 
 def subgroup_steps(
     tree: Tree, said: Sequence[dict[str, Shape]], files: _Files
 ) -> tuple[list[Foreign], dict[str, dict[str, Any]]]:
-    """Steps of ZeRO-3, which stand in `optimizer_state.pt` by sub-group."""
+    """Steps of ZeRO-3, which `optimizer_state.pt` has by sub-group."""
     tensors: list[Foreign] = []
     numbers: dict[str, dict[str, Any]] = {}
     for i, group in enumerate(said if "optimizer_state_dict" in tree.root else ()):

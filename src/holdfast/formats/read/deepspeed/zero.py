@@ -1,4 +1,4 @@
-"""ZeRO's partitions: which flat arrays hold a parameter, and where in them.
+"""ZeRO's partitions: the places of parameters in flat arrays.
 
 DeepSpeed flattens the parameters of an optimizer group and cuts the result over the data-parallel ranks.
 
@@ -7,10 +7,10 @@ DeepSpeed flattens the parameters of an optimizer group and cuts the result over
     stage 3       each parameter by itself into ceil(n / ranks) elements per rank, the last ones padded; the
                   parts that a rank has of a (sub)group's parameters lie end to end
 
-Either way a parameter is a list of `FlatCut`s, and the same cuts hold of its master copy and of every state
-that the optimizer keeps by element, whatever its name.
+Either way a parameter is a list of `FlatCut`s, which also apply to its master and to every elementwise
+state of the optimizer.
 
-Experts are numbered twice: a rank numbers its own from 0, files and holdfast number those of all ranks.
+Experts have two numberings: a rank numbers its own from 0; files and holdfast number those of all ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ZERO_MASTER = "fp32"
 
 @dataclass(frozen=True, slots=True)
 class FlatCut:
-    """Elements `start..stop` of a flattened parameter lie in the flat array of `rank` from `at` on."""
+    """Elements `start..stop` of a flattened parameter, at element `at` of the flat array of `rank`."""
 
     rank: int
     at: int
@@ -43,27 +43,27 @@ class FlatCut:
 
 @dataclass(frozen=True)
 class FlatGroup:
-    """A group of parameters as it is cut over ranks: flat arrays by state, and what is said of them all."""
+    """A parameter group cut over ranks: flat arrays by state, and states of the whole group."""
 
     shapes: dict[str, Shape]
     cuts: dict[str, list[FlatCut]]
     states: dict[str, list[TensorRef]]
-    """Flat arrays of the ranks, by state; `fp32` is the master copy."""
+    """Flat arrays of the ranks, by state; `fp32`: the master."""
     scalars: dict[str, Any]
-    """States that are one number for the whole group: a 0-dim TensorRef, or plain."""
+    """States with one number for the whole group: a 0-dim TensorRef, or plain."""
     opaque: dict[str, TensorRef]
-    """Tensors that belong to no one parameter, such as quantisation constants of a part."""
+    """Tensors that belong to no single parameter, such as quantisation constants of a part."""
     hyper: int
-    """Index of the optimizer's group that it is of."""
+    """Index of its optimizer group."""
 
     @cached_property
     def sources(self) -> dict[str, list[Locator]]:
-        """Sources that give where each rank's flat array begins, by state."""
+        """Locators of each rank's flat array, by state."""
         return {state: [ref.source for ref in refs] for state, refs in self.states.items()}
 
 
 def flat_cuts(shapes: dict[str, Shape], gaps: Sequence[int], part: int) -> dict[str, list[FlatCut]]:
-    """Cuts of parameters that lie end to end, with `gaps` after them, in parts of `part` elements."""
+    """Cuts of parameters laid end to end, with `gaps` after them, into parts of `part` elements."""
     found: dict[str, list[FlatCut]] = {}
     begin = 0
     for (name, shape), gap in zip(shapes.items(), gaps):
@@ -79,7 +79,7 @@ def flat_cuts(shapes: dict[str, Shape], gaps: Sequence[int], part: int) -> dict[
 
 
 def even_cuts(shapes: dict[str, Shape], ranks: int) -> dict[str, list[FlatCut]]:
-    """Cuts of parameters each of which is divided by itself."""
+    """Cuts of parameters that are each divided over `ranks`."""
     found: dict[str, list[FlatCut]] = {}
     at = 0
     for name, shape in shapes.items():
@@ -123,7 +123,7 @@ def stages_1_2(
             flats.append(_end_to_end(named, mine, g, len(shapes)))
             if not _zero_config(config).get(
                 "round_robin_gradients"
-            ):  # which its slices know nothing of
+            ):  # its slices do not list these
                 _check_slices(flats[-1], list(these), mine, g)
     return flats
 
@@ -155,7 +155,7 @@ def _end_to_end(shapes: dict[str, Shape], ranks: Sequence[Tree], g: int, groups:
 
 
 def _check_slices(flat: FlatGroup, names: Sequence[str], ranks: Sequence[Tree], g: int) -> None:
-    """Check that the slices that each rank lists are the cuts."""
+    """FormatError unless the slices that each rank lists equal the cuts."""
     cuts = dict(zip(names, flat.cuts.values()))
     for rank, tree in enumerate(ranks):
         listed = tree.maybe("param_slice_mappings", list)
@@ -174,7 +174,7 @@ def _check_slices(flat: FlatGroup, names: Sequence[str], ranks: Sequence[Tree], 
 
 
 def _check_parts(ranks: Sequence[Tree], refs: list[TensorRef], part: int, total: int) -> None:
-    """Check that parts are equal but for the end, where padding may have been cut off."""
+    """FormatError unless parts have equal lengths, except for padding cut off at the end."""
     for rank, (tree, ref) in enumerate(zip(ranks, refs)):
         lean = max(0, min(part, total - rank * part))
         if ref.shape[0] not in (lean, part) and not (part >= total and rank):
@@ -212,7 +212,7 @@ def stage_3(shapes: Sequence[dict[str, Shape]], ranks: Sequence[Tree]) -> list[F
 
 
 def _owners(tree: Tree, count: int) -> list[int]:
-    """For each sub-group the optimizer group that it is of."""
+    """The optimizer group of each sub-group."""
     groups = param_groups(tree)
     found = {i: g for g, group in enumerate(groups) for i in group.get("params") or ()}
     if sorted(found) != list(range(count)):
@@ -265,7 +265,7 @@ def sorted_group(
     masters: list[TensorRef],
     lengths: Sequence[set[int]],
 ) -> FlatGroup:
-    """Sort the optimizer's states of a group by what they are."""
+    """Make a group, with the optimizer's states sorted into elementwise, scalar and opaque ones."""
     flat = FlatGroup(shapes, cuts, {ZERO_MASTER: masters}, {}, {}, hyper)
     found = [flat_states(tree, index) for tree in ranks]
     for name in dict.fromkeys(name for state in found for name in state):
@@ -286,7 +286,7 @@ def sorted_group(
 
 
 def _fits(value: Any, lengths: set[int]) -> bool:
-    """True if a state is a flat array that has an element for each element of a part."""
+    """True if a state is a flat array of one of these lengths."""
     flat = isinstance(value, TensorRef) and len(value.shape) == 1 and value.contiguous
     return flat and value.shape[0] in lengths
 
@@ -295,7 +295,7 @@ def _agree(ranks: Sequence[Tree], group: int, name: str, values: list[Any]) -> b
     """True if a state is one number, the same on every rank.  FormatError if `step` differs."""
     if any(isinstance(v, TensorRef) and v.shape for v in values):
         return False
-    if name == "step" and group:  # of one step, one file: the first group tells
+    if name == "step" and group:  # only the first group's step counts
         return True
     texts = [repr(t.values(v) if isinstance(v, TensorRef) else v) for t, v in zip(ranks, values)]
     odd = next((i for i, text in enumerate(texts) if text != texts[0]), None)
@@ -320,9 +320,9 @@ def is_expert(name: str) -> bool:
 
 
 def expert_numbers(names: Iterable[str], rank: int) -> dict[str, str]:
-    """Map an expert-parallel rank's own names to names with the experts' numbers among all ranks.
+    """Map a rank's names to names with the experts' numbers among all expert-parallel ranks.
 
-    `names` are all of the rank's: every rank has equally many experts of a layer.
+    `names`: all names of the rank; every rank has equally many experts of a layer.
     """
     matches = {name: _EXPERT.fullmatch(name) for name in names}
     local: dict[str, set[str]] = {}
@@ -335,7 +335,7 @@ def expert_numbers(names: Iterable[str], rank: int) -> dict[str, str]:
 
 
 def experts_of_rank(names: Iterable[str], rank: int, ranks: int) -> list[str]:
-    """Return those of `names`, numbered among all ranks, that are of one rank's experts."""
+    """Return the names, numbered among all ranks, of one rank's experts."""
     matches = [m for m in map(_EXPERT.fullmatch, names) if m]
     numbers: dict[str, set[int]] = {}
     for m in matches:

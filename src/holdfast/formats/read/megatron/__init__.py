@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron-Core (`torch_dist`), read where they lie.
+"""Checkpoints of Megatron-Core (`torch_dist`), read in place.
 
 iter_0001000/.metadata, __0_0.distcp, ...   DCP: tensors of global shape, and archives of values
 iter_0001000/common.pt                      a torch.save file: what all ranks share

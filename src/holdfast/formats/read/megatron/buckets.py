@@ -1,15 +1,14 @@
-"""Buckets: what the distributed optimizer keeps as it lies in memory, and where it is stored.
+"""Buckets: the distributed optimizer's flat buffers, and their places in files.
 
 Under `dp_reshardable` (Megatron-LM's default) and `dp_zero_gather_scatter` each data-parallel group stores
-its buffers as they are: parameters one after the other, flat, in the order in which gradients come, begun
-at multiples of 64 elements.
+its buffers unchanged: flat parameters back to back, in the order of gradients, each aligned to 64 elements.
 
     chained_0.optimizer.distributed.dp_group_idx_3.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32)
         .bucket_idx_1.exp_avg      one flat tensor for each bucket and state, without the padding at its end
         .per_bucket_numel          archives: lengths with that padding, and without; hyper-parameters
     ....dp_group_idx_3.param_state      or one archive: the buckets of a buffer end to end, by state
 
-No parameter is named.  `holdfast.formats.read.megatron.matching` finds them.
+Buckets have no parameter names; `holdfast.formats.read.megatron.matching` finds them.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ Rank = tuple[int, int]
 
 
 class FlatTensor:
-    """Elements of a tensor in row-major order, from wherever its parts lie."""
+    """A tensor as a row-major sequence of elements, read from its parts."""
 
     def __init__(self, store: Store, tensor: Foreign) -> None:
         self._store = store
@@ -60,7 +59,7 @@ class FlatTensor:
         return whole(self.tensor.shape).size
 
     def pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int, StoredPart]]:
-        """(start, stop, offset in the part's storage, part) of what makes up `start..stop`."""
+        """(start, stop, offset in the part's storage, part) of the parts of `start..stop`."""
         at = max(bisect_right(self._starts, start) - 1, 0)
         for first, part in zip(self._starts[at:], self._parts[at:]):
             if first >= stop:
@@ -86,7 +85,7 @@ class FlatTensor:
         return self._places[id(part)]
 
     def box_parts(self, start: int, box: Box) -> Iterator[StoredPart]:
-        """Parts of `box` of another tensor, which lies here from `start` on, row-major."""
+        """Parts of `box` of another tensor, stored here from element `start` on, row-major."""
         for low, high, offset, part in self.pieces(start, start + box.size):
             for piece in flat_range(box.shape, low - start, high - start):
                 moved = Box(
@@ -99,11 +98,11 @@ class FlatTensor:
 
 @dataclass(eq=False)
 class Bucket:
-    """A bucket, or the buckets of a buffer end to end: one flat tensor for each state."""
+    """A bucket, or the buckets of a buffer end to end: one flat tensor per state."""
 
     rank: Rank
     buffer: int
-    """Index of the buffer; there is one for each model chunk and dtype."""
+    """Index of the buffer; there is one per model chunk and dtype."""
     title: str
     dtype: str
     """Dtype of the parameters; states have their own."""
@@ -120,7 +119,7 @@ class Bucket:
 
 
 def writer(part: StoredPart) -> list[int]:
-    """The rank that wrote a part's file; none if its name does not tell."""
+    """The rank that wrote a part's file; empty if its name does not state it."""
     match = _WRITER.fullmatch(part.path)
     return [int(match[1])] if match else []
 
@@ -135,7 +134,7 @@ class BucketOptimizers:
 
 
 def stored(store: Store, contents: Contents) -> BucketOptimizers | None:
-    """The buckets of a checkpoint; None if it has none.  FormatError if they are malformed."""
+    """Read the buckets of a checkpoint; None if it has none.  FormatError if malformed."""
     found: dict[tuple[Rank, int, int], Bucket] = {}
     for t in contents.tensors:
         match = BY_BUCKET.fullmatch(t.name)

@@ -1,8 +1,9 @@
-"""Finds, by value, which parameters lie where in buckets that name none, and proves it by value.
+"""Finding the parameters in buckets without names, by value, with proof.
 
 A bucket's fp32 master weights, rounded to the model's dtype, are the model's weights, which are stored
-under their names.  So every weight's shard is looked for in the buckets: its first and last elements are
-compared where one may begin, and a bucket must come out full, from its first element to its last.
+under their names.  So every weight's shard is searched in the buckets: its first and last elements are
+compared at each possible place, and the shards found must fill the bucket from its first to its last
+element.
 
     bucket    |fc2 of layer 1 |fc1 of layer 1    |norm|..|norm|..|qkv of layer 1 |      ..: padding
                0               192                576     640     704
@@ -10,9 +11,8 @@ compared where one may begin, and a bucket must come out full, from its first el
 Shards that are equal element by element (norms that are all ones still) are told apart by Megatron's
 order, which is that of the modules, reversed (`ordered`).  What is left in doubt is refused (`NotProved`).
 
-That is 64 elements of each shard and of its master when a checkpoint is opened.  The whole shard is
-compared, element by element, when something of its states is read for the first time: per weight a second
-read of its master and a read of its 16-bit self.
+Opening a checkpoint compares 64 elements of each shard and its master.  The first read of a state
+compares the whole shard: one more read of the master, and a read of the 16-bit weight.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from holdfast.formats.read.sections import FilePlace, row_major_place
 _ALIGN = 64
 """Elements; `_ParamAndGradBuffer` begins parameters at multiples of it, from their bucket's start."""
 _ENDS = 32
-"""So many elements of a shard are compared at each end when a checkpoint is opened."""
+"""Elements compared at each end of a shard when a checkpoint is opened."""
 _BLOCK = 1 << 21
 SAVE_BY_PARAMETER = (
     "let Megatron-LM load it on the same tensor and pipeline parallelism and save it again, with "
@@ -59,7 +59,7 @@ _Weights = Mapping[str, Foreign]
 
 
 class NotProved(Exception):
-    """Buckets cannot be taken apart from the files alone; the message says why."""
+    """The parameters of a bucket cannot be found; the message states why."""
 
 
 @dataclass(eq=False)
@@ -85,8 +85,8 @@ def optimizer_tensors(
 ) -> dict[str, dict[str, Foreign]]:
     """Return the optimizer's tensors by state, then weight; the state `param` is the fp32 master.
 
-    Weights that are in no bucket have no states (they are not trained).  NotProved if buckets are not made
-    up of weights, or if it is in doubt of which.
+    Weights in no bucket have no states, as they are not trained.  NotProved if the weights in a bucket
+    cannot be found, or are ambiguous.
     """
     known = _Shards(store, weights)
     found: dict[int, tuple[RankPart, Bucket, int]] = {}
@@ -125,7 +125,7 @@ def _states(
 
 
 class _Proof:
-    """Proof that elements of a bucket are a weight's: all are compared before the first is read."""
+    """Proof that elements of a bucket are a weight's: compares all before the first read."""
 
     def __init__(self, shard: RankPart, bucket: Bucket, start: int) -> None:
         self._shard, self._bucket, self._start = shard, bucket, start
@@ -133,7 +133,7 @@ class _Proof:
         self._proved = False
 
     def before(self, part: StoredPart) -> Callable[[], FilePlace]:
-        """Return a source that gives where a part lies, once the proof is there."""
+        """Return a locator of a part that first checks the proof."""
 
         def place() -> FilePlace:
             with self._lock:
@@ -169,7 +169,7 @@ def _rounded(values: NDArray[Any], dtype: str) -> NDArray[Any]:
 
 
 def _bits(values: NDArray[Any]) -> NDArray[Any]:
-    """Values as whole numbers, so that -0 and NaN compare too; NaN is NaN, whatever its payload."""
+    """Values as unsigned integers, so that -0 and NaN compare by bits; all NaNs are equal."""
     unsigned = np.dtype(f"u{values.dtype.itemsize}")
     return np.where(np.isnan(values), np.iinfo(unsigned).max, values.view(unsigned))
 
@@ -194,7 +194,7 @@ class _Shards:
         self._by_head.setdefault((weight.dtype, n), {}).setdefault(head, []).append(shard)
 
     def at(self, bucket: Bucket, start: int) -> list[RankPart]:
-        """Return the shards whose first and last elements are what lies at `start` of a bucket."""
+        """Return the shards whose first and last elements equal a bucket's at `start`."""
         left = min(bucket.size - start, _ENDS)
         head = _rounded(bucket.states[MEGATRON_MASTER].read(start, start + left), bucket.dtype)
         found = []
@@ -208,14 +208,14 @@ class _Shards:
 
 
 def _line(part: StoredPart) -> StoredPart:
-    """The same elements as a tensor of one dim."""
+    """The part as one of a flattened tensor."""
     size = part.fragment.box.size
     return replace(part, fragment=replace(part.fragment, box=Box((0,), (size,)), strides=(1,)))
 
 
 @dataclass(eq=False)
 class _Slot:
-    """A place in a bucket, and the shards that are what lies there: one, unless several are equal."""
+    """A place in a bucket, and the shards with its values: one, unless several are equal."""
 
     bucket: Bucket
     start: int
@@ -223,7 +223,7 @@ class _Slot:
 
 
 def _walk(bucket: Bucket, known: _Shards, used: set[int]) -> Iterator[_Slot]:
-    """The shards that a bucket is made of, and where each begins."""
+    """Yield the slots that fill a bucket, in order.  NotProved."""
     at, bases = 0, {0}
     while at < bucket.size:
         slot = _next(bucket, known, used, at, bases)

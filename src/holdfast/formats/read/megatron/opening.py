@@ -57,7 +57,7 @@ def is_megatron(store: Store) -> bool:
 
 
 def _kind(store: Store, folder: str) -> str | None:
-    """Return the format in which `metadata.json` says tensors are stored; None if it says none."""
+    """Return the format of stored tensors from `metadata.json`; None if it states none."""
     try:
         if not 0 < store.size(folder + _KIND) < 1 << 16:
             return None
@@ -81,7 +81,7 @@ def _marked(store: Store) -> str | None:
 
 
 def steps_of_megatron(store: Store) -> list[int]:
-    """The iterations that lie there, ascending."""
+    """The iterations in a root, ascending."""
     if _kind(store, "") is not None:
         return [open_megatron(store).step]
     keys = (key.split("/") for key in store.list("iter_"))
@@ -158,7 +158,7 @@ def _open(store: Store, folder: str, named: int | None) -> Checkpoint:
 def _state(
     store: Store, contents: Contents, common: dict[str, Any]
 ) -> tuple[_Tensors, dict[str, _Tensors], Any, str | None]:
-    """Weights, optimizer states, the optimizer's hyper-parameters; the reason if no states."""
+    """Weights, optimizer states, the optimizer's hyper-parameters, and why there are no states."""
     weights, states = _tensors(contents)
     by_bucket = stored(store, contents)
     if by_bucket is None:
@@ -207,7 +207,7 @@ def _optimizer(
     states: dict[str, _Tensors] | None,
     values: ExtrasValues,
 ) -> tuple[list[Foreign], dict[str, Any]]:
-    """All tensors by their names in a checkpoint, and what extras tell of the optimizer.
+    """All tensors under their names in a checkpoint, and the extras of the optimizer.
 
     `states`: None if they are not known, so that the optimizer cannot be restored.
     """
@@ -236,7 +236,7 @@ def _optimizer(
 
 
 def _objects(store: Store, contents: Contents, values: ExtrasValues) -> dict[str, Any]:
-    """Return what each rank keeps for itself, by shard, and modules' extra states, by name."""
+    """Return per-rank objects, by shard, and modules' extra states, by name."""
     found: dict[str, Any] = {}
     for name, info in contents.objects.items():
         if BY_BUCKET.match(name):

@@ -1,12 +1,12 @@
-"""Reads what is no weight: `common.pt`, objects that ranks keep, optimizers; and makes their values extras.
+"""Reading other state than weights (`common.pt`, per-rank objects, optimizers) as extras.
 
 Values come from pickles that name Megatron's own classes (enums in the arguments, mostly).  They are
 kept as text: nothing of Megatron is imported or called.
 
-Megatron-Core writes the hyper-parameters of each parameter group and not which parameters were in it: it
-groups them anew when it loads.  So does this, by Megatron's own rule: biases and vectors have no weight
-decay, experts have groups of their own, and so has the embedding where its learning rate is decoupled.
-The step counter is one for all parameters.
+Megatron-Core writes the hyper-parameters of each parameter group but not its parameters, which it groups
+again when it loads.  This module uses the same rule: biases and vectors have no weight decay; experts
+have groups of their own, and so has the embedding if its learning rate is decoupled.  All parameters
+share one step counter.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _INLINE_BYTES = 64 << 10
 
 
 class _Known(dict[tuple[str, str], Any]):
-    """Plain data, and Megatron's classes as Records."""
+    """A table of plain data, with Megatron's classes as `UnknownInstance`s."""
 
     def __contains__(self, key: object) -> bool:
         return super().__contains__(key) or (isinstance(key, tuple) and _is_megatron(key[0]))
@@ -78,9 +78,9 @@ def read_common(store: Store, folder: str) -> dict[str, Any]:
 
 
 def extra_state(store: Store, info: UnknownInstance) -> Any:
-    """Return what a module keeps beside its weights: Transformer Engine's own bytes or tensor, as they are.
+    """Return a module's extra state: Transformer Engine's bytes or tensor, unchanged.
 
-    An archive that names classes that are not known is kept as it is: `{"archive": bytes}`.
+    An archive with unknown classes is kept as `{"archive": bytes}`.
     """
     try:
         return section_tree(store, info, known())
@@ -94,11 +94,11 @@ def extra_state(store: Store, info: UnknownInstance) -> Any:
 
 
 class ExtrasValues:
-    """Values on their way into extras; tensors in them are read if they are small."""
+    """Encodes values as extras, with small tensors inlined."""
 
     def __init__(self, store: Store) -> None:
         self.tensors: list[Foreign] = []
-        """Tensors that are too large to be read."""
+        """Tensors that are too large to be inlined."""
         self._store = store
 
     def encode(self, key: str, value: Any) -> Any:
@@ -142,7 +142,7 @@ _Shapes = Mapping[str, tuple[int, ...]]
 
 
 def _inner(saved: Any) -> Iterator[dict[str, Any]]:
-    """The torch optimizers in what Megatron has saved of its own: one, or several in a chain."""
+    """The torch optimizers in Megatron's optimizer state: one, or several in a chain."""
     if isinstance(saved, dict) and "param_groups" in saved:
         yield saved
     elif isinstance(saved, dict) and "optimizer" in saved:
@@ -171,7 +171,7 @@ def scaler_of(saved: Any) -> Any:
 
 
 def groups_of(saved: Any) -> list[_Group]:
-    """Every group's hyper-parameters, with what Megatron tells groups apart by."""
+    """The hyper-parameters of all groups, with the marks by which Megatron distinguishes groups."""
     found = [g for one in _inner(saved) for g in one["param_groups"]]
     if not all(isinstance(g, dict) for g in found):
         raise FormatError("malformed param_groups")
@@ -181,7 +181,7 @@ def groups_of(saved: Any) -> list[_Group]:
 def grouped(
     groups: list[_Group], shapes: _Shapes, args: Mapping[str, Any]
 ) -> list[list[str]] | None:
-    """The parameters of each group; None if Megatron's rule does not tell them."""
+    """The parameters of each group; None if they do not follow from Megatron's rule."""
     found: list[list[str]] = [[] for _ in groups]
     marks = [_mark_of_group(g) for g in groups]
     matters = [len({m[i] for m in marks}) > 1 for i in range(3)]
@@ -234,7 +234,7 @@ def extra_of(
     members: list[list[str]],
     steps: TensorRef | float | None,
 ) -> dict[str, Any]:
-    """An optimizer as extras hold it.  A step that is a number becomes a tensor of each parameter."""
+    """The extra of an optimizer; a plain step number becomes a tensor of each parameter."""
     plain: dict[str, Any] = {}
     if isinstance(steps, (int, float)):
         step = {"step": inlined("float32", (), struct.pack("<f", steps))}
@@ -247,12 +247,12 @@ def extra_of(
 
 
 def _hyper(group: _Group) -> _Group:
-    """Drop `is_expert_parallel`: it tells how experts lie on ranks, not how they are trained."""
+    """Drop `is_expert_parallel`, which concerns the placement of experts, not their training."""
     return {k: v for k, v in group.items() if k != "is_expert_parallel"}
 
 
 def step_tensors(steps: TensorRef | float | None, params: list[str]) -> list[Foreign]:
-    """The counter that is stored once, as a state of every parameter."""
+    """The shared step counter as a state of every parameter."""
     if not isinstance(steps, TensorRef):
         return []
     return [of_ref(f"optim.{name}.step", steps, "step", whole(steps.shape)) for name in params]

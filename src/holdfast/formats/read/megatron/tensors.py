@@ -1,13 +1,12 @@
-"""Tensors as Megatron-Core stores them, as tensors of a model that lies whole in one process.
+"""Megatron-Core's stored tensors as tensors of a model in one process.
 
-A key stands for the same weight of all layers, and of all experts: their tensors are stacked along axes
-that come first, and the key has no number for them.  Here each index is a tensor of its own again, by the
-name that a live model gives it:
+A key has the same weight of all layers, and of all experts, stacked along leading axes, without their
+numbers. This module makes each index a tensor of its own, under its name in a live model:
 
     decoder.layers.mlp.linear_fc2.weight                  decoder.layers.{}.mlp.linear_fc2.weight
     decoder.layers.mlp.experts.experts.linear_fc2.weight  decoder.layers.{}.mlp.experts.local_experts.{}...
 
-Checkpoints whose layers differ carry the numbers in their keys; they come out the same.
+Checkpoints with differing layers have the numbers in their keys; the result is the same.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def split_state(key: str) -> tuple[str | None, str]:
 
 
 def template(key: str) -> tuple[str, int]:
-    """A key with `{}` for each number that it leaves out, and how many these are."""
+    """A key with `{}` for each omitted number, and the count of these."""
     found: list[str] = []
     words = key.replace("{", "").replace("}", "").split(".")
     for i, word in enumerate(words):
@@ -67,7 +66,7 @@ _MAX_STACKED = 1 << 20
 
 
 def by_name(tensors: Sequence[Foreign]) -> dict[str, Foreign]:
-    """Every tensor by its live name: stacks taken apart, halves of gated layers put together."""
+    """Every tensor by its live name, with stacks split and halves of gated layers joined."""
     found: dict[str, Foreign] = {}
     for t in tensors:
         for one in _unstacked(t):
@@ -110,7 +109,7 @@ def _lines(part: StoredPart, local: tuple[int, ...]) -> Iterator[StoredPart]:
 
 
 def _unstacked(t: Foreign) -> Iterator[Foreign]:
-    """Yield one tensor for each index along the first axes, whose numbers the key leaves out."""
+    """Yield one tensor for each index along the leading axes, whose numbers the key omits."""
     name, axes = template(t.name)
     counts = t.shape[:axes]
     if len(counts) < axes or prod(counts) > _MAX_STACKED:

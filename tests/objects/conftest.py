@@ -1,5 +1,0 @@
-"""Servers of object stores, for the tests of this folder."""
-
-from objects.fixtures import azurite, credentials, google, moto, proxy, s3rver, seaweed
-
-__all__ = ["azurite", "credentials", "google", "moto", "proxy", "s3rver", "seaweed"]
