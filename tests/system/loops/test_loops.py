@@ -30,7 +30,7 @@ WORDS = {"equal", "told", "refused"}
 
 def driven(seeds: list[int], workers: int = 2, code: str = "driver.main()") -> Counter[str]:
     """Number of loops by verdict, those of plain trainings apart; it fails with all that is wrong."""
-    command = [sys.executable, "-c", f"from loops import driver, test_loops; {code}"]
+    command = [sys.executable, "-c", f"from system.loops import driver, test_loops; {code}"]
     paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     told = {"input": " ".join(map(str, seeds)), "env": env, "text": True, "capture_output": True}

@@ -180,7 +180,7 @@ def test_what_would_not_go_is_told(cluster: Cluster) -> None:
 def test_a_killed_owner_leaves_nothing(tmp_path: Path) -> None:
     owner = subprocess.Popen(
         [sys.executable, HERE / "owner.py", tmp_path],
-        env=os.environ | {"PYTHONPATH": f"{HERE.parent}:{os.environ.get('PYTHONPATH', '')}"},
+        env=os.environ | {"PYTHONPATH": f"{HERE.parents[1]}:{os.environ.get('PYTHONPATH', '')}"},
         stdout=subprocess.PIPE,
     )
     assert owner.stdout is not None
