@@ -41,7 +41,9 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
         def of(module: str) -> Ranks:
             if module not in known:
-                ranks = Ranks(f"integrations.trainers.{module}", folder / f"{module}.log", **OFFLINE)
+                ranks = Ranks(
+                    f"integrations.trainers.{module}", folder / f"{module}.log", **OFFLINE
+                )
                 known[module] = stack.enter_context(ranks)
             return known[module]
 

@@ -56,7 +56,7 @@ def run(kind: str, folder: Path, number: int, seed: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_damages(kind: str, tmp_path: Path) -> None:
     """Always the same."""
-    run(kind, tmp_path, 20, 1)
+    run(kind, tmp_path, 8 if "records" in kind else 20, 1)
 
 
 @pytest.mark.soak

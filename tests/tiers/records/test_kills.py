@@ -153,9 +153,14 @@ def test_a_trainer_dies_while_ranks_plan(lives: Lives) -> None:
     chain.end()
 
 
-def test_a_node_dies_while_it_writes(lives: Lives) -> None:
-    """Rank 1 and its writer, before each call of the writer that changes a file: what it had said to be
-    written is there."""
+@pytest.mark.parametrize(
+    "numbers",
+    [range(2, 3), pytest.param(range(1, 50), marks=pytest.mark.soak)],
+    ids=["kinds", "all"],
+)
+def test_a_node_dies_while_it_writes(lives: Lives, numbers: range) -> None:
+    """Rank 1 and its writer, before each kind of call of the writer that changes a file, or before each
+    call: what it had said to be written is there."""
     chain = Chain(lives, delta={"queue": 1})
     died: set[str] = set()
     wrote: list[int] = []
@@ -167,11 +172,11 @@ def test_a_node_dies_while_it_writes(lives: Lives) -> None:
         done = last_step(told[1])  # before it, one record that is written, and one that waits
         chain.allowed = range(max([chain.step, done - 2, *wrote]), done + 2)
 
-    for number in range(1, 50):
+    for number in numbers:
         die(number)
         if wrote and died >= CALLS_OF_A_RECORD:
             break
-    for call in CALLS_OF_A_RECORD - died:  # which call is the n-th, the machine decides
+    for call in sorted(CALLS_OF_A_RECORD - died):  # which call is the n-th, the machine decides
         die(call)
     chain.end()
     assert died >= CALLS_OF_A_RECORD
