@@ -1,4 +1,4 @@
-"""Reads damaged checkpoints, each in a process of its own that is bounded: `python -m fuzz.reading`.
+"""Reads damaged checkpoints, each in a process of its own that is bounded: `python -m system.fuzz.reading`.
 
 Every result must be one of
     equal     all that was saved
@@ -9,7 +9,9 @@ Every result must be one of
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import importlib
 import json
 import os
 import random
@@ -22,6 +24,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -170,6 +173,17 @@ def bounded(work: Callable[[], Any]) -> Any:
     return json.loads(answer) if peak <= MIB else f"took {peak} MiB"
 
 
+def import_what_reading_does(work: Callable[[], Any]) -> None:
+    """So that forks need not, which takes seconds each."""
+    before = set(sys.modules)
+    for name in bounded(lambda: (work(), [m for m in sys.modules if m not in before])[1]):
+        with suppress(Exception):  # some are made, not imported
+            importlib.import_module(name)
+    assert len(os.listdir("/proc/self/task")) == 1, "something that was imported has begun threads"
+    gc.collect()
+    gc.freeze()
+
+
 def is_right(kind: str, how: str, verdict: str) -> bool:
     """True for the results that a damage may have."""
     if verdict in ("equal", "refused"):
@@ -185,6 +199,7 @@ def main(kind: str, folder: str, first: int, stop: int, seed: int) -> None:
     base, copy = Path(folder) / "base", Path(folder) / "copy"
     assert bounded(lambda: make(base)) is None
     truth = bounded(lambda: truth_of_records(base) if make is bases.records else read(base))
+    import_what_reading_does(lambda: read(base))
     truth = {part: is_ for part, is_ in truth.items() if part not in ("newest", "steps")}
     assert all(isinstance(is_, dict) for is_ in truth.values()), truth
     counts, bad = Counter[str](), []
