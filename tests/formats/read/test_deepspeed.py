@@ -831,3 +831,13 @@ def test_converted_as_deepspeed_converts(
         assert vars(shared["loss_scaler"]) == vars(scaler) and shared["dynamic_loss_scale"]
     else:
         assert "loss_scaler" not in shared
+
+
+@pytest.mark.parametrize("case", ["z1", "z2"])
+def test_a_parameter_without_its_step(
+    sources: Callable[[int], Path], tmp_path: Path, case: str
+) -> None:
+    """DeepSpeed's conversion has it there alone."""
+    root = Path(shutil.copytree(sources(2) / case / "universal", tmp_path / "run"))
+    next(root.glob("*/zero/*/step.pt")).unlink()
+    assert isinstance(refused(root, "has no step.pt, which others have"), NotFound)

@@ -59,7 +59,9 @@ def digest_of(*parts: Any) -> str:
 
 def content(c: Checkpoint) -> Found:
     """A digest of all that a checkpoint holds."""
-    found = [(name, v.dtype, v.shape, v.tobytes()) for name in c.names() for v in [c.read(name)]]
+    found = [
+        (name, v.dtype, v.shape, v.tobytes()) for name in sorted(c.names()) for v in [c.read(name)]
+    ]
     own = c.format == "holdfast"
     ranks = [c.rank_extras(r) for r in range(c.manifest.layout.world)] if own else []
     return {"is": digest_of(found, c.extras, c.files if own else None, ranks)}

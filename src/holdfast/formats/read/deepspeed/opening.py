@@ -198,9 +198,9 @@ def _add_universal(found: _TagContents) -> set[str]:
     tree = read_tree(store, found.folder + universal.STATE)
     held, numbers = universal.trained_parameters(store, files, known)
     more, other_numbers = universal.subgroup_steps(tree, said, files)
-    found.add(
-        held + more, {"optim": universal.universal_optim_extra(tree, said, numbers | other_numbers)}
-    )
+    held, numbers = held + more, numbers | other_numbers
+    universal.check_steps(files, held, numbers)
+    found.add(held, {"optim": universal.universal_optim_extra(tree, said, numbers)})
     found.add(*rest.of_optimizer(tree))
     return set(known or files)
 

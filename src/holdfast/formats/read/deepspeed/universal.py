@@ -7,7 +7,7 @@ when they are read; their dtype and shape are those of `fp32.pt`, and `step.pt` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -75,12 +75,26 @@ def _check_whole(files: _Files) -> None:
         own = states.keys() - _OF_SOME
         whole = next((kind for kind in kinds if own < kind), None)
         if whole is not None and (own or STEP in states):
-            path = next(iter(states.values()))
-            raise NotFound(
-                f"the parameter {name!r} has no {min(whole - own)}.pt, which others have",
-                key=path,
-                hint="was the checkpoint copied whole?",
-            )
+            raise _missing(name, min(whole - own), states)
+
+
+def check_steps(files: _Files, held: Iterable[Foreign], numbers: Mapping[str, Any]) -> None:
+    """NotFound if a parameter lacks the step that others with the same states have."""
+    tensors = {tensor.name for tensor in held if tensor.state == STEP}
+    kinds = {name: frozenset(states.keys() - _OF_SOME) for name, states in files.items()}
+    lacking = {n for n in files if n not in numbers and tensor_name(n, STEP) not in tensors}
+    stepped = {kinds[name] for name in files.keys() - lacking}
+    for name in sorted(lacking):
+        if kinds[name] and kinds[name] in stepped:
+            raise _missing(name, STEP, files[name])
+
+
+def _missing(name: str, state: str, states: Mapping[str, str]) -> NotFound:
+    return NotFound(
+        f"the parameter {name!r} has no {state}.pt, which others have",
+        key=next(iter(states.values())),
+        hint="was the checkpoint copied whole?",
+    )
 
 
 def _place(store: Store, path: str, like: TensorRef) -> FilePlace:
