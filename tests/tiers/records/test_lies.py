@@ -121,6 +121,11 @@ def a_number_that_is_too_large(header: Header) -> None:
     header["records"][0]["applied"][0]["hyper"][0]["lr"] = 1 << 70
 
 
+def a_scaler_that_the_optimizer_has_not(header: Header) -> None:
+    """What torch's optimizers assert."""
+    header["records"][0]["applied"][0]["found_inf"] = 0.0
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -128,6 +133,7 @@ def a_number_that_is_too_large(header: Header) -> None:
         groups_that_are_none,
         a_setting_of_another_type,
         a_number_that_is_too_large,
+        a_scaler_that_the_optimizer_has_not,
     ],
 )
 def test_groups_that_no_optimizer_has(tmp_path: Path, change: Callable[[Header], None]) -> None:

@@ -485,13 +485,19 @@ def _told(step: RecordedStep) -> Iterator[None]:
         raise
 
 
+_OF_OPTIMIZERS = (
+    ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
+"""What optimizers raise of settings and gradients that do not fit."""
+
+
 @contextmanager
 def _recorded(step: RecordedStep, key: str) -> Iterator[None]:
     """FormatError if an optimizer cannot make a step with what was recorded of it; what devices and other
     ranks have to say goes on as it is."""
     try:
         yield
-    except (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError) as error:
+    except _OF_OPTIMIZERS as error:
         is_plain = type(error).__module__ == "builtins" and not isinstance(error, OSError)
         if not is_plain or isinstance(error, NotImplementedError):
             raise
