@@ -68,7 +68,9 @@ def reporting(doc: str | None) -> argparse.ArgumentParser:
 
 def _reporting(doc: str | None) -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        conflict_handler="resolve",  # a script may have an option of all in its own way
     )
     p.add_argument(
         "--out",

@@ -7,9 +7,16 @@ from typing import Any
 
 import pytest
 
-from bench.lib.claims import RESULTS, Claim, Judged, claims_of, judged, scripts, table
+import zygote
+from bench.lib.claims import RESULTS, ROOT, Claim, Judged, claims_of, judged, scripts, table
 from bench.lib.common import reporting
 
+HELP = f"""
+import runpy, sys
+sys.path.insert(0, {str(ROOT)!r})
+name, sys.argv[1:] = sys.argv[1], ["--help"]
+runpy.run_module(name, run_name="__main__")
+"""
 UNMEASURED = {"gpu"}
 """No figure was taken on a GPU."""
 CLAIM = Claim("A save takes half as long.", r"^save, (.+?) \|", at_least=2)
@@ -31,6 +38,8 @@ def verdict(now: dict[str, float], committed: dict[str, float], *, is_measured: 
 @pytest.mark.parametrize("script", scripts())
 def test_a_script(script: str) -> None:
     """Its claims are sentences with a bound, in the unit of the rows that show them."""
+    ran = zygote.run(["-c", HELP, f"bench.claims.{script}"])
+    assert ran.returncode == 0, ran.stderr
     claims = claims_of(script)
     assert claims
     for claim in claims:
