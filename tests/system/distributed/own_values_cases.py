@@ -103,7 +103,7 @@ def each_rank_gets_its_own_values_back(root: Path) -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         holdfast.save(root, given(model, optimizer), step=1)
-    words = [str(one.message) for one in told if "'optim' has other values" in str(one.message)]
+    words = [str(one.message) for one in told if "'optim' has different values" in str(one.message)]
     counts: list[int | None] = [None, None]
     dist.all_gather_object(counts, len(words))
     assert counts == [1, 0]
