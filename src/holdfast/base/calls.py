@@ -77,9 +77,12 @@ class Promise(Generic[T]):
     def result(self, timeout: float | None = None) -> T:
         """Wait for what the call returns, or raise what it does.  TimeoutError after `timeout` seconds."""
         error = self.exception(timeout)
-        if error is not None:
+        if error is None:
+            return self._result
+        try:
             raise error
-        return self._result
+        finally:
+            del error, self  # else the error's own traceback would hold it, until it is collected
 
 
 _Call = tuple[Promise[Any] | Future[Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
