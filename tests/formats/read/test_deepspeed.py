@@ -841,3 +841,17 @@ def test_a_parameter_without_its_step(
     root = Path(shutil.copytree(sources(2) / case / "universal", tmp_path / "run"))
     next(root.glob("*/zero/*/step.pt")).unlink()
     assert isinstance(refused(root, "has no step.pt, which others have"), NotFound)
+
+
+def test_a_folder_of_no_parameter_is_not_looked_at(
+    sources: Callable[[int], Path], tmp_path: Path
+) -> None:
+    """The model files name the parameters; what else lies there needs no step."""
+    root = Path(shutil.copytree(sources(2) / "z1" / "universal", tmp_path / "run"))
+    with holdfast.open(f"deepspeed:{root}") as found:
+        names = sorted(found.names())
+    step = next(root.glob("*/zero/*/step.pt"))
+    shutil.copytree(step.parent, step.parent.with_name("stray"))
+    (step.parent.with_name("stray") / "step.pt").unlink()
+    with holdfast.open(f"deepspeed:{root}") as found:
+        assert sorted(found.names()) == names

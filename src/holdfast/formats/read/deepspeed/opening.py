@@ -199,7 +199,7 @@ def _add_universal(found: _TagContents) -> set[str]:
     held, numbers = universal.trained_parameters(store, files, known)
     more, other_numbers = universal.subgroup_steps(tree, said, files)
     held, numbers = held + more, numbers | other_numbers
-    universal.check_steps(files, held, numbers)
+    universal.check_steps({name: files[name] for name in known or files}, held, numbers)
     found.add(held, {"optim": universal.universal_optim_extra(tree, said, numbers)})
     found.add(*rest.of_optimizer(tree))
     return set(known or files)
