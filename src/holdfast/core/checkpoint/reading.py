@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from holdfast.base.garbage import uncollected
 from holdfast.base.threads import in_threads
 from holdfast.core.checkpoint.files import MOST_OPEN, TABLES_BYTES, Files
@@ -111,7 +113,7 @@ class Scratch(threading.local):
     def get(self, size: int) -> memoryview:
         """Return at least `size` uninitialised bytes."""
         if self.view is None or len(self.view) < size:
-            self.view = memoryview(bytearray(size))
+            self.view = memoryview(np.empty(size, np.uint8))  # type: ignore[arg-type]
         return self.view
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.base.errors import Corrupt, FormatError
+from holdfast.core.checkpoint.files import OpenReaders
 from holdfast.core.format.dtypes import numpy_dtype
 from holdfast.core.store import Reader, Store
 from holdfast.core.store.contract import reads_of
@@ -106,6 +108,8 @@ class Sections(ViewStore):
         self.archives = archives
         """torch.save archives inside files; a file with torch.save's suffix is an archive itself."""
         self._sections = sections
+        self._files = OpenReaders(store)
+        """Sections that are open at once share the files they lie in."""
         self._lock = threading.Lock()
         self._last: tuple[str, NDArray[np.uint8]] | None = None
 
@@ -119,7 +123,7 @@ class Sections(ViewStore):
         readers: list[Reader] = []
         try:
             for path, start in places:  # type: ignore[misc]
-                readers.append(PartReader(self.origin.open(path), start + section.skip))
+                readers.append(PartReader(_SharedReader(self._files, path), start + section.skip))
         except BaseException:
             for reader in readers:
                 reader.close()
@@ -150,6 +154,27 @@ class Sections(ViewStore):
     def list(self, prefix: str = "") -> list[str]:
         """See `Store.list`."""
         return sorted(key for key in self._sections if key.startswith(prefix))
+
+
+class _SharedReader:
+    """A reader of an object that others may have open, too: it is opened once, and closed by the last."""
+
+    def __init__(self, files: OpenReaders, key: str) -> None:
+        self._files = files
+        self._key = key
+        self._kept = ExitStack()
+        with ExitStack() as kept:
+            kept.enter_context(files.kept())
+            files.have(key)
+            self._kept = kept.pop_all()
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """See `Reader.read`."""
+        self._files.read(self._key, offset, into)
+
+    def close(self) -> None:
+        """See `Reader.close`."""
+        self._kept.close()
 
 
 class _StridedReader:

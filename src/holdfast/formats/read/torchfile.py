@@ -337,7 +337,9 @@ def read_tree(
         member = archive.members.get(f"data/{key}")
         if member is None:
             raise Corrupt(f"storage {key!r} is missing", key=path)
-        start = starts[member] if member in starts else start_of(section, member, path)
+        start = starts.get(member)
+        if start is None:
+            start = starts[member] = start_of(section, member, path)
         crc = member.crc if archive.has_crc else None
         return Storage(kind.dtype, start, member.length, path, crc)
 
