@@ -37,7 +37,7 @@ PRELOAD = (
     "torch.distributed.fsdp",
     "torch.distributed.run",
     "holdfast.session.checkpointer",
-    "holdfast.session.once",
+    "holdfast.session.save_and_load",
     "holdfast.session.restart",
     "holdfast.formats.looking",
     "holdfast.cli.main",

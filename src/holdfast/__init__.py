@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from holdfast.formats.looking import open, steps
     from holdfast.integrations import dcp
     from holdfast.launch.recovery import kept, recoverable
-    from holdfast.live import compression, sources
+    from holdfast.live import gradient_compression as compression
+    from holdfast.live import sources
     from holdfast.live.every import Every
     from holdfast.live.restore.result import Found, Restored
     from holdfast.live.saving import Save
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from holdfast.live.state.trainable import trainable_only
     from holdfast.policy.tuning import Auto
     from holdfast.session.checkpointer import Checkpointer
-    from holdfast.session.once import load, save
+    from holdfast.session.save_and_load import load, save
     from holdfast.tiers.memory.options import Memory
     from holdfast.tiers.records.options import Delta
 
@@ -66,10 +67,10 @@ _HOME = {
     "convert": "holdfast.formats.converting",
     "ignore": "holdfast.live.state.ignoring",
     "kept": "holdfast.launch.recovery",
-    "load": "holdfast.session.once",
+    "load": "holdfast.session.save_and_load",
     "open": "holdfast.formats.looking",
     "recoverable": "holdfast.launch.recovery",
-    "save": "holdfast.session.once",
+    "save": "holdfast.session.save_and_load",
     "silence": "holdfast.base.errors",
     "steps": "holdfast.formats.looking",
     "trainable_only": "holdfast.live.state.trainable",
@@ -78,7 +79,7 @@ _HOME = {
 _ELSEWHERE = {
     "checkpoint": "holdfast.core.checkpoint",
     "codec": "holdfast.core.codec",
-    "compression": "holdfast.live.compression",
+    "compression": "holdfast.live.gradient_compression",
     "dcp": "holdfast.integrations.dcp",
     "errors": "holdfast.base.errors",
     "events": "holdfast.base.events",
@@ -96,8 +97,8 @@ _FORMER = {
     "group": "holdfast.core.group",
     "interop": "holdfast.formats.read",
     "memory": "holdfast.tiers.memory",
-    "once": "holdfast.session.once",
-    "patience": "holdfast.base.patience",
+    "once": "holdfast.session.save_and_load",
+    "patience": "holdfast.base.storage_deadlines",
     "restore": "holdfast.live.restore",
     "roots": "holdfast.live.roots",
     "run": "holdfast.launch",

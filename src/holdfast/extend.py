@@ -30,7 +30,7 @@ from torch import nn
 from holdfast.base.arguments import function_of, path_of, step_of, unfit
 from holdfast.base.errors import Corrupt, FormatError, warn_user
 from holdfast.base.notices import Notices
-from holdfast.base.patience import bounded
+from holdfast.base.storage_deadlines import bounded
 from holdfast.core.checkpoint.claiming import newest_claim
 from holdfast.core.checkpoint.consolidating import keep_extras
 from holdfast.core.checkpoint.names import TOP_NAMES, Saved, committed, manifest_key, read_head
@@ -47,17 +47,23 @@ from holdfast.formats.read.dcpnames import StateDictNames
 from holdfast.live.restore.targets import target_of
 from holdfast.live.roots import require_native_root
 from holdfast.live.saving.attaching import FileSource, attached
+from holdfast.live.state.data_order import (
+    data_of,
+    order_of,
+    put_order,
+    samplers_of,
+    tell_other_data,
+)
 from holdfast.live.state.deepspeed import COUNTERS, is_engine, put_counters, zero_of
 from holdfast.live.state.encoding import inline_tensor, outline_tensor
 from holdfast.live.state.gradients import gradients_text
 from holdfast.live.state.modules import named_buffers, named_parameters, unwrap
-from holdfast.live.state.orders import data_of, order_of, put_order, samplers_of, tell_other_data
 from holdfast.live.state.placed import torch_dtype
 from holdfast.live.state.quantised import quantised
 from holdfast.live.state.window import wait_for_copies
 from holdfast.live.state.writes import count_and_address
 from holdfast.session.checkpointer import Checkpointer
-from holdfast.session.planned import Part, PlannedSaves, PreparedPart
+from holdfast.session.planned_saves import Part, PlannedSaves, PreparedPart
 
 if TYPE_CHECKING:
     from holdfast.live.saving.noting import Noting

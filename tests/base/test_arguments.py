@@ -29,7 +29,7 @@ from torch import nn
 import holdfast
 from holdfast import extend
 from holdfast.errors import HoldfastError, StoreError, UsageError
-from holdfast.session import checkpointer, once
+from holdfast.session import checkpointer, save_and_load
 from holdfast.store import LocalStore, MemoryStore, Store, open_store, register
 
 Values = tuple[Any, ...]
@@ -823,7 +823,7 @@ def test_ranks_have_not_met_when_an_argument_is_refused(
     def met(*_: Any) -> None:
         raise AssertionError("the ranks have met")
 
-    for module in (once, checkpointer):
+    for module in (save_and_load, checkpointer):
         monkeypatch.setattr(module, "Group", met)
     for call in ("save", "load", "Checkpointer"):
         make, arguments = CALLS[call]

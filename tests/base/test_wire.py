@@ -28,8 +28,8 @@ from holdfast.base.wire import (
 from holdfast.core.checkpoint.peers import raise_together
 from holdfast.core.group.board import Board
 from holdfast.core.group.exchange import Exchange
-from holdfast.core.group.line import StoreLine
 from holdfast.core.group.seal import Seal
+from holdfast.core.group.store_requests import StoreLine
 from holdfast.errors import (
     AgentError,
     AgentUnreachable,
@@ -40,7 +40,7 @@ from holdfast.errors import (
     SegmentLost,
     UsageError,
 )
-from holdfast.formats.write.ranks import Ranks
+from holdfast.formats.write.converting_ranks import Ranks
 from holdfast.live.saving.messages import ReadyToSave, SaveOutcome, Verdict, Written
 from holdfast.store import MemoryStore
 from holdfast.tiers.memory.decision import Decision
@@ -206,7 +206,7 @@ def by_the_writer_of_records(error: HoldfastError) -> HoldfastError:
         delta_messages.send(theirs, delta_messages.RecordsWrote((2,), error=WireError.of(error)))
         message, _ = delta_messages.receive(ours, delta_messages.FROM_WRITER)
     queue = Queue(MemoryStore("wire"), 1.0)
-    queue._sent[2] = delta_messages.Put(2, Record(9, 0, 0, 0, 0, 0, ()))
+    queue._unwritten[2] = delta_messages.Put(2, Record(9, 0, 0, 0, 0, 0, ()))
     queue._wrote(message)
     assert queue.error is not None
     return queue.error

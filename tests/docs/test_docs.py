@@ -229,7 +229,7 @@ def test_links_lead_somewhere(page: Path, site: Path) -> None:
 
 
 def named_code(text: str) -> set[str]:
-    """Paths of the code that a page names: `live/reading.py`, `live/kinds`, `tests/late`."""
+    """Paths of the code that a page names: `live/step_loading.py`, `live/kinds`, `tests/late`."""
     first = "|".join([*ROOMS, "bench", "examples", "src", "tests"])
     found = re.findall(rf"(?<![\w/.-])((?:{first})/[\w./-]*\w)", text)
     return {path for path in found if Path(path).suffix in ("", ".py")}

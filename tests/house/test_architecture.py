@@ -22,7 +22,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
             "background",
             "calls",
             "errors",
-            "garbage",
+            "gc_pause",
             "host",
             "memory_limit",
             "suggest",
@@ -30,7 +30,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
             "version",
         ),
         ("arguments", "wire"),
-        ("events", "notices", "patience", "sizes"),
+        ("events", "notices", "sizes", "storage_deadlines"),
         ("threads",),
     ),
     "core": (("layout", "codec", "store", "group"), ("format",), ("checkpoint",)),
@@ -39,13 +39,13 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "live": (
         ("every", "sources"),
         ("state",),
-        ("compression", "saving"),
+        ("gradient_compression", "saving"),
         ("roots",),
         ("restore",),
         ("kinds",),
         ("collecting",),
         ("transaction", "noticing"),
-        ("reading",),
+        ("step_loading",),
         ("shelves",),
         ("tier",),
     ),
@@ -53,10 +53,10 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "session": (
         ("schedule", "root"),
         ("tuning_store", "tiers"),
-        ("frozen_numbers", "late", "survey"),
-        ("beginning", "ending", "once", "restart", "sigterm", "steering"),
+        ("added_state", "frozen_numbers", "restart_candidates"),
+        ("beginning", "ending", "restart", "save_and_load", "sigterm", "steering"),
         ("attempts", "checkpointer"),
-        ("planned",),
+        ("planned_saves",),
     ),
     "launch": (),
     "extend": (),
@@ -142,11 +142,11 @@ def test_a_module_that_is_imported_out_of_its_package_is_seen(tmp_path: Path) ->
     one = tmp_path / "one.py"
     one.write_text(
         "import holdfast.cli.main\nfrom holdfast import open, store\nfrom holdfast.live import kinds\n"
-        "from holdfast.core.group import Group, line\nfrom holdfast.base.errors import AgentError\n"
+        "from holdfast.core.group import Group, seal\nfrom holdfast.base.errors import AgentError\n"
     )
     assert [name for name, _ in imports(one)] == [
         "holdfast.cli.main", "holdfast.open", "holdfast.store", "holdfast.live", "holdfast.live.kinds",
-        "holdfast.core.group", "holdfast.core.group.line", "holdfast.base.errors",
+        "holdfast.core.group", "holdfast.core.group.seal", "holdfast.base.errors",
     ]  # fmt: skip
 
 
@@ -291,10 +291,10 @@ NEVER_LOOKED_AT = {
     "co_consts", "co_freevars", "co_names", "co_varnames", "f_builtins", "f_locals", "gi_frame",
 }  # fmt: skip
 LOOKED_AT = {
-    "__defaults__": {"launch/registers.py"},
+    "__defaults__": {"launch/registries.py"},
     "__globals__": {"live/state/blockwise.py"},
-    "_current_frames": {"launch/recovery.py", "launch/signs.py"},
-    "_getframe": {"base/errors.py", "base/patience.py", "live/state/observer.py"},
+    "_current_frames": {"launch/recovery.py", "launch/liveness.py"},
+    "_getframe": {"base/errors.py", "base/storage_deadlines.py", "live/state/observer.py"},
     "f_globals": {"base/errors.py"},
 }
 """What shows the inside of a function or of a call, and the modules that may look there: decision 182."""
@@ -319,13 +319,21 @@ def test_nobody_guesses_at_scripts() -> None:
 
 BESIDE_THE_CORE = (
     "holdfast.cli", "holdfast.formats.converting", "holdfast.formats.read", "holdfast.formats.rules",
-    "holdfast.formats.write", "holdfast.integrations", "holdfast.live.compression", "holdfast.policy",
-    "holdfast.session.steering", "holdfast.session.tuning_store", "holdfast.testing", "holdfast.tiers",
+    "holdfast.formats.write", "holdfast.integrations", "holdfast.live.gradient_compression",
+    "holdfast.policy", "holdfast.session.steering", "holdfast.session.tuning_store", "holdfast.testing",
+    "holdfast.tiers",
 )  # fmt: skip
 """Loaded when they are asked for: tiers, formats of others, the tuner, tools."""
 
 NAMES_OF_TIERS = {"delta", "memory", "mirror", "records", "snapshots", "upload"}
-KNOWS_NO_TIER = ("beginning", "checkpointer", "ending", "late", "restart", "survey")
+KNOWS_NO_TIER = (
+    "added_state",
+    "beginning",
+    "checkpointer",
+    "ending",
+    "restart",
+    "restart_candidates",
+)
 
 
 def test_the_session_knows_no_tier_by_its_name() -> None:
@@ -346,17 +354,17 @@ SELDOM = (
     "holdfast.core.checkpoint.sharing",
     "holdfast.core.checkpoint.verifying",
     "holdfast.core.group.pulse",
-    "holdfast.core.group.window",
-    "holdfast.session.late",
+    "holdfast.core.group.shared_memory",
+    "holdfast.session.added_state",
     "holdfast.core.layout.view",
     "holdfast.live.state.carrying",
     "holdfast.live.state.deepspeed",
     "holdfast.live.state.deepspeed_parts",
-    "holdfast.live.restore.apart",
+    "holdfast.live.restore.composite_states",
     "holdfast.live.restore.casting",
-    "holdfast.live.restore.former",
-    "holdfast.live.restore.ranks",
-    "holdfast.live.state.apart",
+    "holdfast.live.restore.former_names",
+    "holdfast.live.restore.values_per_rank",
+    "holdfast.live.state.composite_tensors",
     "holdfast.live.state.own_loading",
     "holdfast.live.state.quantised",
     "holdfast.live.state.in_hooks",
@@ -411,7 +419,7 @@ ONLY_TO_RESTORE = (
     "holdfast.core.layout.locating",
     "holdfast.session.restart",
     "holdfast.live.restore",
-    "holdfast.session.survey",
+    "holdfast.session.restart_candidates",
 )
 """The half of the core that the first restore loads."""
 

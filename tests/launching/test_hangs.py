@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.launch.again import SAME, Failures
 from holdfast.launch.hangs import (
     HANG_STEPS,
     LEAST_HANG_S,
@@ -14,6 +13,7 @@ from holdfast.launch.hangs import (
     StepPace,
 )
 from holdfast.launch.nodes import RankFailure
+from holdfast.launch.repeated_failures import SAME, Failures
 
 
 class Run:

@@ -26,7 +26,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
 
-from holdfast.launch import leftovers, registers
+from holdfast.launch import leftovers, registries
 from holdfast.launch.cutting import on_devices
 from holdfast.launch.forkserver import cuda_has_begun
 
@@ -97,10 +97,10 @@ def test_names_of_groups_after_a_world_that_did_not_come_about() -> None:
             "gloo", store=dist.HashStore(), rank=0, world_size=2, timeout=timedelta(seconds=1)
         )
     assert not dist.is_initialized()
-    registers.forget_groups()
+    registries.forget_groups()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert dist.group.WORLD.group_name == "0"
-    registers.forget_groups()
+    registries.forget_groups()
     assert not dist.is_initialized() and not c10d._world.pg_map
 
 
@@ -113,7 +113,7 @@ def test_meshes_and_groups_are_let_go() -> None:
     seen = [weakref.ref(one) for one in (mesh, flat, dist.group.WORLD, mesh.get_group("dp"))]
     del mesh, flat, held
     assert on_devices() == []
-    registers.forget_groups()
+    registries.forget_groups()
     gc.collect()
     assert [one() for one in seen] == [None] * 4
 
@@ -125,7 +125,7 @@ def test_answers_about_tensors_without_values_do_not_pile_up() -> None:
     held = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
     (held @ held).sum()
     assert FakeTensorMode.cache
-    registers.forget_groups()
+    registries.forget_groups()
     assert not FakeTensorMode.cache
 
 
@@ -139,7 +139,7 @@ def test_compiled_code_does_not_keep_a_rank() -> None:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
         compiled = torch.compile(numbered, backend="eager")
         assert compiled(torch.zeros(())).item() == 10 * rank + 100 * size
-        registers.forget_groups()
+        registries.forget_groups()
 
 
 def test_processes_that_were_begun(tmp_path: Path) -> None:

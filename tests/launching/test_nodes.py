@@ -7,9 +7,8 @@ import socket
 import pytest
 from msgspec.structs import replace
 
-from holdfast.launch.again import SAME, Failures
 from holdfast.launch.command import main
-from holdfast.launch.door import Door, Neighbour
+from holdfast.launch.neighbours import Door, Neighbour
 from holdfast.launch.nodes import (
     EndOfRound,
     Introduction,
@@ -20,6 +19,7 @@ from holdfast.launch.nodes import (
     may_be_of_a_peer,
     of_others,
 )
+from holdfast.launch.repeated_failures import SAME, Failures
 
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.77.0.3]:4711"
 

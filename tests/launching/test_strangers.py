@@ -24,8 +24,8 @@ from torch.distributed.elastic.rendezvous import (
     registry,
 )
 
-from holdfast.launch.door import NUM_SILENT, Door, Neighbour, knock
 from holdfast.launch.meeting_state import as_pickle
+from holdfast.launch.neighbours import NUM_SILENT, Door, Neighbour, knock
 from holdfast.launch.nodes import Introduction
 from holdfast.launch.rendezvous import quick
 from holdfast.launch.sockets import wait_readable
@@ -144,7 +144,7 @@ def test_a_door_keeps_one_visitor_for_each_node_and_few_that_say_nothing() -> No
 
 
 def test_a_door_lets_go_who_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.launch.door.INTRODUCTION_S", 0.0)
+    monkeypatch.setattr("holdfast.launch.neighbours.INTRODUCTION_S", 0.0)
     with closing(Door(2)) as door, socket.create_connection(("127.0.0.1", door.port)) as stranger:
         until(lambda: bool(door.visitors() or wait_readable([stranger])))
         assert not door.visitors()

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import holdfast
-import holdfast.session.late
+import holdfast.session.added_state
 import zygote
 from holdfast.errors import HoldfastWarning, NotFound, UsageError
 
@@ -371,13 +371,13 @@ def test_late_keys_are_looked_for_at_ten_saves(
 ) -> None:
     """And at the first step; not at each step that is recorded, and not for ever."""
     averaged(tmp_path, range(1, 3))
-    looks, give = [], holdfast.session.late.give
+    looks, give = [], holdfast.session.added_state.give
 
     def counted(*args: Any) -> Any:
         looks.append(0)
         return give(*args)
 
-    monkeypatch.setattr(holdfast.session.late, "give", counted)
+    monkeypatch.setattr(holdfast.session.added_state, "give", counted)
     every = holdfast.Every(durable=50, delta=1)
     with Run(tmp_path, every=every, delta=holdfast.Delta()) as run:
         assert len(told(run.ckpt, run.ckpt.restore)) == 1

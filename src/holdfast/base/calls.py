@@ -8,7 +8,7 @@ thread that must not be lost has another one make the call, and waits for its re
       '---> what the call returns or raises; or, after `limit_s`, the error that `late` makes
 
 A call that is given up may still take effect; one that is cancelled before it begins is dropped.  Storage
-is asked like this (`holdfast.base.patience`), and so are torch's stores, its groups and its rendezvous;
+is asked like this (`holdfast.base.storage_deadlines`), and so are torch's stores, groups and rendezvous;
 `holdfast.base.threads.Worker` is such a thread for work that is begun and not waited for.
 """
 

@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
 from holdfast.base.calls import CallThread, is_done, result_of
-from holdfast.base.patience import ThreadWatch
+from holdfast.base.storage_deadlines import ThreadWatch
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

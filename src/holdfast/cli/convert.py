@@ -63,7 +63,7 @@ def _renaming(url: str, step: int | None, key: str, file: str) -> Callable[[str]
     fit."""
     from holdfast.formats.looking import open as open_checkpoint
     from holdfast.formats.rules import RuleSet
-    from holdfast.formats.write.planned import WriteOptions, weights
+    from holdfast.formats.write.file_plans import WriteOptions, weights
 
     rules = RuleSet.load(file)
     if not rules.renames:

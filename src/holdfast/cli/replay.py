@@ -22,7 +22,7 @@ def run(
     """
     from holdfast.core.checkpoint.names import committed
     from holdfast.live.roots import require_native_root
-    from holdfast.session.once import save
+    from holdfast.session.save_and_load import save
     from holdfast.tiers.records.offline import replay_to
 
     store = own_root(url, "has no records")

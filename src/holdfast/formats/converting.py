@@ -69,8 +69,14 @@ from holdfast.formats.read.folder import MARK, ListedFolder, OneFile, last_name
 from holdfast.formats.read.foreign import file_key
 from holdfast.formats.read.sections import Sections
 from holdfast.formats.write.bucket import CONVERSION_PREFIX, BucketTarget, bucket_for
-from holdfast.formats.write.planned import Planned, Renaming, WriteOptions, weights, with_attached
-from holdfast.formats.write.ranks import Ranks, converting_ranks
+from holdfast.formats.write.converting_ranks import Ranks, converting_ranks
+from holdfast.formats.write.file_plans import (
+    Planned,
+    Renaming,
+    WriteOptions,
+    weights,
+    with_attached,
+)
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

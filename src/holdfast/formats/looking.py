@@ -6,7 +6,7 @@ import os
 
 from holdfast.base.arguments import flag_of, path_of, step_of
 from holdfast.base.errors import NotRecoverable
-from holdfast.base.patience import bounded
+from holdfast.base.storage_deadlines import bounded
 from holdfast.core.checkpoint.names import committed
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.checkpoint.unproved import tell_unreadable

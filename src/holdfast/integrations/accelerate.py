@@ -159,14 +159,14 @@ class _Attached:
         if not self.has_told_of_loaders and any(map(self._goes_on_elsewhere, loaders)):
             self.has_told_of_loaders = True
             errors.warn_user(
-                "a loader on several processes dispatches its batches, or reads a stream: a run that goes "
-                "on in the middle of an epoch may have other data there than the uninterrupted one",
+                "a loader dispatches its batches to several processes, or reads a stream: a run that goes "
+                "on in the middle of an epoch may get other data than the uninterrupted run",
                 hint="save at the ends of epochs, or use dispatch_batches=False with a dataset that is no "
                 "stream",
             )
 
     def _goes_on_elsewhere(self, loader: Any) -> bool:
-        """Tell whether a loader's place in the middle of an epoch is unknown on some process."""
+        """True if a loader's place in the middle of an epoch is unknown on some process."""
         is_stream = isinstance(loader.dataset, IterableDataset)
         dispatches = isinstance(loader, DataLoaderDispatcher)
         return self.accelerator.num_processes > 1 and (is_stream or dispatches)
@@ -180,9 +180,9 @@ class _Attached:
         step = project.iteration if automatic else _number_in(output_dir, "save_state")
         if step < self.last_step:
             raise errors.UsageError(
-                f"accelerator.save_state(): step {step} comes after step {self.last_step}, which a restart "
-                "would take for the newer one",
-                hint="number all checkpoints by one count, as of steps",
+                f"accelerator.save_state(): step {step} is lower than step {self.last_step}, the last one "
+                "saved or restored, which a restart would take for the newer one",
+                hint="number all checkpoints by one counter that only grows, such as the step's",
             )
         if not self.accelerator.sync_gradients:
             notices_of(self.checkpointer).once(
@@ -310,8 +310,8 @@ def check_trained_engine(engine: Any) -> None:
     check_engine(engine, "attach")
     if getattr(engine, "random_ltd_scheduler", None) is not None:
         raise errors.UsageError(
-            "random-LTD has state that a trainer does not show",
-            hint="with a loop of your own, hand engine.random_ltd_scheduler over under a key of its own",
+            "this DeepSpeed engine uses random-LTD, whose state is not saved under a trainer",
+            hint="in a loop of your own, put engine.random_ltd_scheduler into the state of a Checkpointer",
         )
 
 
@@ -397,8 +397,8 @@ class _Counters:
         return state if order is None else reordered(order, self._of, state)
 
     def _next_passes(self) -> list[int]:
-        """Return, for each loader, the number of the pass that it begins next or is in: orders follow from
-        it.  A loader counts a pass after its last batch, and so after the save of that step."""
+        """Return, for each loader, the number of the pass that it is in or begins next; the order of its
+        data depends on it.  A loader counts a pass after its last batch, so after the save of that step."""
         loaders = self._of._dataloaders
         counted = [getattr(loader, "iteration", 0) for loader in loaders]
         numbers = list(counted)
@@ -409,7 +409,8 @@ class _Counters:
         return numbers
 
     def _under_way(self) -> list[Any]:
-        """Return the loaders whose passes have begun and not ended, or were left, in order of beginning."""
+        """Return the loaders with a pass that has begun and not ended, or was broken off, in the order in
+        which they began."""
         known = self._of.gradient_state.dataloader_references
         return [now for now in known if now is not None and "_holdfast" in vars(now)]
 
@@ -593,8 +594,8 @@ class LoaderDraws:
         return next((number for number, d in loaders if d.dataset is loader.dataset), None)
 
     def _is_over(self, loader: Any, left_out: int) -> bool:
-        """Tell whether a loader skips a whole pass, since the restored step was saved at its last batch:
-        the first loader over this data since, if it skips anything."""
+        """True if a loader skips a whole pass, because the restored step was saved at its last batch.  Only
+        the first loader over this data after the restore does so, if it skips batches at all."""
         index = self._index_of(loader)
         was_at_its_end = index in self._over
         self._over.discard(-1 if index is None else index)

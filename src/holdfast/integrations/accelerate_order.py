@@ -97,13 +97,13 @@ def reordered(
             order = arrangement(was, mine)
             moved = {key_of(role, n): state[key_of(role, k)] for n, k in enumerate(order)}
             mine = [mine[k] for k in order]
-        lines, told = in_another_order(role, was, mine, proved=role == "custom")
+        lines, notices = in_another_order(role, was, mine, proved=role == "custom")
         problems += lines
-        for text in told:
+        for text in notices:
             errors.warn_user(text, notice="same-class")
     if problems:
         raise errors.StateMismatch(
-            "the accelerator has other objects than when the step was saved:\n  "
+            "the accelerator's objects are not, or not provably, in the order of the saved step:\n  "
             + "\n  ".join(problems),
             tuple(problems),
             hint="prepare and register them in the same order as in the run that saved",

@@ -96,7 +96,8 @@ def attach(
     check_engine(engine, "integrations.deepspeed.attach")  # not only at the first save
     if "save_checkpoint" in vars(engine):
         raise errors.UsageError(
-            "this engine is attached already", hint="attach an engine once, and keep what it gives"
+            "this engine is attached already",
+            hint="call attach once for an engine, and keep the Checkpointer that it returns",
         )
     if client_state is not None and not callable(client_state):
         raise unfit("integrations.deepspeed.attach", "client_state", client_state, "a function")
@@ -126,7 +127,7 @@ def _refuse_efficiency(engine: Any) -> None:
         whose = "training_dataloader.data_sampler" if samples else "random_ltd_scheduler"
         raise errors.UsageError(
             f"this engine uses {what}, whose state an attached engine does not save",
-            hint=f"a Checkpointer in a loop of your own, with engine.{whose} under a key of its own",
+            hint=f"in a loop of your own, put engine.{whose} into the state of a Checkpointer",
         )
 
 
@@ -318,7 +319,7 @@ class AttachedEngine:
     """Committed saves whose pointers could not be written."""
     labelled: dict[str, tuple[str, str]] | None = None
     """The folder and the tag of each label whose pointer was written; None until they are looked up."""
-    told_of_frozen: bool = False
+    has_warned_of_frozen: bool = False
 
     def __post_init__(self) -> None:
         own = type(self.engine).load_checkpoint
@@ -379,17 +380,18 @@ class AttachedEngine:
             pass
         except errors.HoldfastError as error:
             errors.warn_user(
-                f"{label}: no label keeps step {step}, so `keep` may delete it: {error}"
+                f"step {step} cannot get its label {label!r}, so `keep` may delete it: {error}"
             )
 
     def _leave_out_frozen(self) -> None:
-        """Write, and expect, no frozen weights from now on; told where they are written all the same."""
-        if self.client.leaves_out or self.told_of_frozen:
+        """Write, and expect, no frozen weights from now on.  Warn once at ZeRO stage 3, where they are
+        written all the same."""
+        if self.client.leaves_out or self.has_warned_of_frozen:
             return
         if self.engine.zero_optimization_partition_weights():
-            self.told_of_frozen = True
+            self.has_warned_of_frozen = True
             errors.warn_user(
-                "exclude_frozen_parameters: at stage 3 frozen weights are saved all the same"
+                "exclude_frozen_parameters: at ZeRO stage 3 frozen weights are saved all the same"
             )
             return
         trainable_only(self.engine.module)
@@ -441,7 +443,8 @@ class AttachedEngine:
                             self.labelled[label] = folder, tag
             except (errors.HoldfastError, OSError) as error:
                 errors.warn_user(
-                    f"{self.root}: labels of runs before stay, whatever is deleted: {error}"
+                    f"{self.root}: labels of earlier runs cannot be looked up, so their steps stay even if "
+                    f"their folders are deleted: {error}"
                 )
         return self.labelled
 
@@ -460,7 +463,10 @@ class AttachedEngine:
                 try:
                     give_label(self.root, label, None)
                 except errors.HoldfastError as error:
-                    errors.warn_user(f"{label}: the step stays, though {folder} is gone: {error}")
+                    errors.warn_user(
+                        f"{Path(folder, tag)} is deleted, but its step stays, because the label {label!r} "
+                        f"cannot be removed: {error}"
+                    )
 
     # -- loading ----------------------------------------------------------------------------------
 
@@ -481,7 +487,8 @@ class AttachedEngine:
             return self._load_by_deepspeed(folder, tag, wanted, custom_load_fn)
         if custom_load_fn is not None:
             raise errors.UsageError(
-                "custom_load_fn= puts values into a model by hand; holdfast puts each where it belongs",
+                "load_checkpoint(custom_load_fn=): holdfast itself puts each value into the model, "
+                "without a function of yours",
                 hint="leave it out, or load by holdfast.load(root, {'model': engine}, only=...)",
             )
         restored: int | None
@@ -540,18 +547,17 @@ class AttachedEngine:
         step = self._on_the_first(self._newest_of_all)
         if step is None and found.tier != "upload" and not _is_latest(found.extras):
             return None
-        where = f"{_PLACES[found.tier]}, and not in {self.root}"
+        where = f"{_PLACES[found.tier]} and not in {self.root}"
         if step is None:
             raise errors.NotRecoverable(
-                f"step {found.step} lies in {where}, from where only a whole state is loaded",
+                f"step {found.step} is in {where}: without the optimizer's states it cannot be loaded from "
+                "there",
                 hint=f"load_checkpoint({self.root!r}, 'global_step{found.step}') with the "
                 "optimizer's states",
             )
         is_found = step == found.step and run_of(self.root, step) in (None, found.at.run)
         if not is_found and _is_latest(found.extras):
-            errors.warn_user(
-                f"the newest step, {found.step}, lies in {where}; step {step} is loaded"
-            )
+            errors.warn_user(f"the newest step, {found.step}, is in {where}; step {step} is loaded")
         return self._load_own(step, wanted)
 
     def _load_own(self, step: int | None, wanted: Wanted) -> int:
@@ -583,7 +589,7 @@ class AttachedEngine:
         return found
 
     def _expect(self, extras: dict[str, Any]) -> None:
-        """Expect no frozen weights in a step that has none."""
+        """Leave frozen weights out if the step, by its extras, was saved without them."""
         if extras.get(CLIENT, {}).get("trainable_only"):
             self._leave_out_frozen()
 
@@ -644,7 +650,7 @@ class AttachedEngine:
             return pointed
         step, extras = found
         names = f"{Path(folder, _LATEST)} names {pointed.tag}, whose step is deleted"
-        errors.warn_user(f"{names}; loaded is step {step}, which was saved there after it")
+        errors.warn_user(f"{names}; step {step}, which was saved there later, is loaded")
         return Pointed(self.root, step, tags_of(extras)[-1], run_of(self.root, step))
 
     def _load_pointed(self, folder: str, pointed: Pointed, wanted: Wanted) -> int:
@@ -653,8 +659,8 @@ class AttachedEngine:
             raise errors.NotRecoverable(
                 f"{Path(folder, pointed.tag)} names step {pointed.step} of run {pointed.run} in "
                 f"{pointed.root}, which run {run} has saved anew",
-                hint=f"load_checkpoint({pointed.root!r}, 'global_step{pointed.step}') takes the one "
-                "that is there",
+                hint=f"load_checkpoint({pointed.root!r}, 'global_step{pointed.step}') loads the step of "
+                f"run {run}",
             )
         if _same(pointed.root, self.root):
             return self._load_own(pointed.step, wanted)
@@ -715,8 +721,8 @@ def _check_label(tag: str, step: int) -> None:
     """UsageError for a tag that names another step."""
     if _TAG.fullmatch(tag) and tag != f"global_step{step}":
         raise errors.UsageError(
-            f"tag {tag!r} names another step than {step}, at which the engine is",
-            hint="leave the tag out, or give it another name",
+            f"save_checkpoint(tag={tag!r}) names another step than {step}, at which the engine is",
+            hint="leave the tag out, or use a tag that is not of the form global_stepN",
         )
 
 
@@ -754,7 +760,7 @@ def _is_deepspeeds(folder: str, tag: str | None) -> bool:
 
 
 def _tell_of_deepspeeds(folder: str, step: int) -> None:
-    """Give a notice of a checkpoint in the root by DeepSpeed itself that is newer than the root's steps."""
+    """Give a notice if DeepSpeed itself has saved a checkpoint in the root that is newer than its steps."""
     tag = _latest_of(folder)
     if tag is not None and (at := _TAG.fullmatch(tag)) and _is_deepspeeds(folder, tag):
         how = f"load_checkpoint({folder!r}, {tag!r})"
@@ -773,7 +779,7 @@ def _has_written(pointed: Pointed, folder: str, latest: bool) -> bool:
         _write_pointer(pointed, folder, latest)
     except errors.HoldfastError as error:
         errors.warn_user(
-            f"{folder}: {pointed.tag} does not point to step {pointed.step}, which is saved: {error}",
+            f"{folder}: tag {pointed.tag} does not point to step {pointed.step}, which is saved: {error}",
             hint=f"each save_checkpoint and load_checkpoint tries again; {pointed.root} has the step",
         )
         return False

@@ -128,7 +128,7 @@ def strategy(of: str | Strategy, root: str | os.PathLike[str], **options: Any) -
     if not known or spawned or isinstance(made, DeepSpeedStrategy):
         raise errors.UsageError(
             f"{call} cannot save with {of if isinstance(of, str) else type(of).__name__}",
-            hint="it knows one device, DDP (not spawned), and ModelParallelStrategy ('fsdp2')",
+            hint="it supports one device, DDP (not spawned), and ModelParallelStrategy ('fsdp2')",
         )
     kind: Any = type(f"Holdfast{type(made).__name__}", (_Saving, type(made)), {})
     saving = kind.__new__(kind)
@@ -177,10 +177,10 @@ class _Saving:
     _data: Collection[dict[str, Any]] = ()
     """The description of the loaders' data in that step."""
     _told: Collection[str] = ()
-    """The warnings that this fit has given."""
+    """The notices and texts of warnings that this fit has given."""
     _begins_anew = True
     _has_begun = False
-    """True once a fit has its own step or begins; earlier saves, as of Tuner, are trials."""
+    """True once a fit has its own step or begins; earlier saves, as by Lightning's Tuner, are trials."""
     _step = 0
     _weights: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
     """The model's state_dict that hooks get, and a copy of the dict as it was before them."""
@@ -211,7 +211,7 @@ class _Saving:
         """Called when the loader has begun its epoch, before the first batch is fetched."""
         super().on_train_start()  # type: ignore[misc]
         if not any(isinstance(c, _Begin) for c in self.lightning_module.trainer.callbacks):
-            return  # a trial of Tuner, with callbacks of its own
+            return  # a trial of Lightning's Tuner, with callbacks of its own
         if not self._is_dry_run:
             self._home(weights_only=False)
         for one in (self.lightning_module, self.lightning_module.trainer.datamodule):
@@ -227,7 +227,7 @@ class _Saving:
         if later and self._begins_anew:
             errors.warn_user(
                 f"{self._root} has steps of another run, up to {later[-1]}, and this one begins at "
-                f"{self._step}: a step of the same number takes the place of the old one",
+                f"{self._step}: its steps replace old ones of the same number",
                 hint=f'fit(ckpt_path="{NEWEST}") goes on from them; or give the run a root of its own',
             )
 
@@ -236,9 +236,9 @@ class _Saving:
         loaders = loop._combined_loader.flattened
         if loop._data_fetcher.length is None and any(hasattr(x, "state_dict") for x in loaders):
             self._tell_once(
-                "of data without a length Lightning fetches one batch ahead, so the loader's place in a "
-                "step is one batch too far: a run that goes on in mid-epoch leaves that batch out, as with "
-                "Lightning's own checkpoints",
+                "the training data has no length, so Lightning fetches one batch ahead, and the loader's "
+                "place in a step is one batch too far: a run that goes on in the middle of an epoch skips "
+                "that batch, as with Lightning's own checkpoints",
                 hint="give the dataset a __len__()",
             )
 
@@ -335,8 +335,8 @@ class _Saving:
         if changed := self._changed(checkpoint.pop("state_dict")):
             raise errors.UsageError(
                 f"on_save_checkpoint() of the LightningModule or of a callback changed {changed!r} in the "
-                "state_dict, and the live weights are what is saved",
-                hint="holdfast.trainable_only(model) leaves out frozen weights; have averages in buffers",
+                "state_dict, but holdfast saves the live weights",
+                hint="holdfast.trainable_only(model) leaves out frozen weights; keep averages in buffers",
             )
         return checkpoint
 
@@ -355,7 +355,8 @@ class _Saving:
     ) -> None:
         if storage_options is not None:
             raise errors.UsageError(
-                "storage_options= of save_checkpoint() are of CheckpointIO, which is not used"
+                "save_checkpoint(storage_options=) is for a CheckpointIO, which holdfast does not use",
+                hint="leave it out",
             )
         rest, path = self.rest_of(checkpoint), self.broadcast(str(filepath))  # type: ignore[attr-defined]
         callbacks = self.lightning_module.trainer.checkpoint_callbacks
@@ -400,9 +401,10 @@ class _Saving:
             options["files"] = self.broadcast(self._file_contents())  # type: ignore[attr-defined]
         if "upload" in self._options:
             self._tell_once(
-                f"{root} has not got an upload: what is saved before or after training, or of weights that "
-                "have changed since their step was saved, stays there",
-                hint=f"`holdfast copy {root} DST` brings it to a bucket",
+                "is not uploaded: a step that is saved before or after training, or again with other "
+                "weights, has a root of its own",
+                hint=f"`holdfast copy {root} DST` copies it to a bucket",
+                about=root,
             )
         return options
 
@@ -418,8 +420,8 @@ class _Saving:
 
     def _tell_of_losses(self, step: int) -> None:
         """Warn, once of each, of values that a save in the middle of an epoch lacks."""
-        module = self.lightning_module
-        trainer, begin = module.trainer, f"step {step} has not got "
+        module, about = self.lightning_module, f"step {step}"
+        trainer = module.trainer
         loop, epoch = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
         batch = loop.batch_progress.current
         is_after_one = 0 < batch.ready == batch.processed
@@ -433,14 +435,16 @@ class _Saving:
         hook = "on_train_batch_end" if is_at_batch_end else "on_validation_end"
         if (is_at_batch_end or trainer.validating) and is_overridden(hook, module):
             self._tell_once(
-                f"{begin}what {hook}() of the LightningModule does, which comes after the save: runs that "
-                "go on from it leave that out",
-                hint="do it before: in optimizer_step(), or in that hook of a callback",
+                f"lacks what {hook}() of the LightningModule does, because that hook runs after the save: "
+                "runs that go on from the step leave it out",
+                hint="do this in optimizer_step(), or in the same hook of a callback",
+                about=about,
             )
         for name in Metrics(trainer).left_out() if epoch.processed < epoch.started else ():
             self._tell_once(
-                f"{begin}the sum of {name!r} over the epoch so far, as it is a torchmetrics.Metric or of a "
-                "group of ranks: runs that go on from it have that of the rest of the epoch",
+                f"lacks the sum of {name!r} over the epoch so far, because it is a torchmetrics.Metric or "
+                "of a group of ranks: runs that go on from the step sum up the rest of the epoch alone",
+                about=about,
             )
 
     def _tell_of_uploads(self, loggers: Any) -> None:
@@ -453,14 +457,17 @@ class _Saving:
                     hint="log_model=False; upload= of the strategy copies steps to a bucket",
                 )
 
-    def _tell_once(self, text: str, hint: str | None = None, notice: str | None = None) -> None:
-        what = notice or text.partition(" has not got ")[2] or text
+    def _tell_once(
+        self, text: str, hint: str | None = None, notice: str | None = None, about: str = ""
+    ) -> None:
+        """Warn on rank 0, once for each notice or text.  `about`: the subject, put before the text."""
+        what = notice or text
         if notice is not None:
             for home in (self._homes or {}).values():
                 notices_of(home.ckpt).was_given(notice)
         if self._is_first and what not in self._told:
             self._told = {*self._told, what}
-            errors.warn_user(text, hint=hint, notice=notice)
+            errors.warn_user(f"{about} {text}".lstrip(), hint=hint, notice=notice)
 
     def _settle(self) -> None:
         """Block until all saves have ended, and write their pointers."""
@@ -499,7 +506,7 @@ class _Saving:
             if "://" not in root:
                 os.rmdir(root)
         except (errors.HoldfastError, OSError) as error:
-            errors.warn_user(f"{path}: {root}, which only it named, is not deleted: {error}")
+            errors.warn_user(f"{root}, which only {path} named, cannot be deleted: {error}")
 
     def _root_of(self, path: str) -> str:
         """Return the root of a single step that only this path names."""
@@ -578,14 +585,14 @@ class _Saving:
             reached = 0 if newest is None else newest.step
             if reached < step and not home.has(step):
                 errors.warn_user(
-                    f"{path} names step {step}, which is not there, or damaged: "
+                    f"{path} names step {step}, which is missing or damaged: "
                     f"training goes on from step {reached}"
                 )
                 step = None
             elif newest is not None and newest.step > step:
                 errors.warn_user(
-                    f"{path} names step {step}, and {self._root} has step {newest.step}, in "
-                    f"{newest.tier}",
+                    f"{path} names step {step}, but {self._root} has the newer step {newest.step} (tier "
+                    f"{newest.tier!r})",
                     hint=f'fit(ckpt_path="{NEWEST}") takes the newest of all tiers',
                 )
         trainer = self.lightning_module.trainer
@@ -656,18 +663,17 @@ class _Saving:
             is_open = has_begun or self._place in IN_EPOCH
             if is_open and not is_same:
                 self._tell_once(
-                    "the sums of metrics over the epoch begin anew: those of each rank are for the same "
-                    f"layout alone; {self._metrics['ranks']} ranks had them, and there are "
-                    f"{trainer.world_size}"
+                    "the sums of metrics over the epoch begin anew: each rank's sums fit only the layout "
+                    f"that saved them ({self._metrics['ranks']} ranks then, {trainer.world_size} now)"
                 )
             Metrics(trainer).load_state_dict(self._metrics, has_sums=is_same, is_in_epoch=is_open)
             if is_open:
                 loop._restarting = False  # as in `go_on`
             if missing := go_on(loop, self._place):
                 self._tell_once(
-                    f"the step has no metric {missing!r}, so what ReduceLROnPlateau makes of it at the end "
-                    "of an epoch is left out",
-                    hint="save when it was logged",
+                    f"the step has no metric {missing!r}, so ReduceLROnPlateau leaves out its step at the "
+                    "end of this epoch",
+                    hint="save after the metric is logged",
                 )
 
     def load_model_state_dict(self, checkpoint: dict[str, Any], strict: bool = True) -> None:

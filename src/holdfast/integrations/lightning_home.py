@@ -181,9 +181,9 @@ class Home:
         if changed and self.strategy.is_global_zero and not self._has_told:
             self._has_told = True
             errors.warn_user(
-                f"{path} names step {rest['global_step']} as the path before saved it: "
+                f"{path} names step {rest['global_step']} as it was saved for an earlier path: "
                 f"{changed[0]!r}, which on_save_checkpoint() adds, has changed since",
-                hint="training that goes on from there repeats what came between, as a validation",
+                hint="training that goes on from this path repeats what came between, such as a validation",
             )
 
     def remove(self, path: str) -> None:

@@ -117,7 +117,8 @@ def _missing(trainer: Any, num_epochs: int) -> str:
 
 
 def _finish_batch(epoch_loop: Any, place: LoopPlace) -> None:
-    """Have the first batch be none, so that only what follows one is done; between two, not even that."""
+    """Replace the first batch by nothing, so that only what follows a batch is done.  For a step between
+    two batches not even that is done again: the loop goes on with the next batch."""
 
     def advance(data_fetcher: Any) -> None:
         del epoch_loop.advance
@@ -133,7 +134,8 @@ def _finish_batch(epoch_loop: Any, place: LoopPlace) -> None:
 
 
 def _finish_epoch(loop: Any) -> None:
-    """Have the run go on if what is done at the end of this epoch fails, as no batch of it was seen."""
+    """Let the run go on, with a warning, if the end of this epoch fails: callbacks may need its batches,
+    which this run has not seen."""
 
     def on_advance_end() -> None:
         del loop.on_advance_end
@@ -143,8 +145,8 @@ def _finish_epoch(loop: Any) -> None:
             loop.on_advance_end()
         except Exception as error:
             errors.warn_user(
-                f"the end of epoch {number} failed, of which this run has seen no batch; the rest of it is "
-                f"left out: {type(error).__name__}: {error}",
+                f"the end of epoch {number} failed in a run that has seen no batch of the epoch; the rest "
+                f"of this end is left out: {type(error).__name__}: {error}",
                 hint="keep what on_train_epoch_end() needs in a buffer, or save at the ends of epochs",
             )
             for counts in (progress.current, progress.total):
@@ -162,7 +164,7 @@ class Metrics:
         self._results = trainer.fit_loop.epoch_loop._results
 
     def state_dict(self) -> dict[str, Any]:
-        """Return them as plain values.  Collective where Lightning has to sum over ranks."""
+        """Return the metrics as plain values.  Collective where Lightning has to sum over ranks."""
         seen = self._connector.callback_metrics
         names = [name for name, value in seen.items() if _is_number(value)]
         sums = [result for result in self._results.values() if _is_saved(result)]
@@ -187,7 +189,7 @@ class Metrics:
         return [one.meta.name for one in of_epoch if not one.has_reset and not _is_saved(one)]
 
     def load_state_dict(self, saved: dict[str, Any], *, has_sums: bool, is_in_epoch: bool) -> None:
-        """Put them back; the sums if the epoch goes on."""
+        """Put the metrics back; the sums only if the epoch goes on."""
         if is_in_epoch:
             self._connector._first_loop_iter = False  # the first batch of an epoch resets sums
             keys = [self._put_back(dict(one)) for one in saved["sums"] if has_sums]
@@ -223,7 +225,7 @@ class Metrics:
 
 
 def _give_way(results: Any, keys: set[str]) -> None:
-    """Have what was put back give way to what is logged with other arguments than it was."""
+    """Let a metric that is logged with other arguments than in the saved run replace the restored one."""
     log = results.log
 
     def log_also_anew(fx: str, name: str, *args: Any, **options: Any) -> None:
@@ -247,7 +249,7 @@ def _is_saved(result: Any) -> bool:
 
 
 def _arguments_of(result: Any) -> dict[str, Any]:
-    """Return what `log` was called with."""
+    """Return the arguments with which `log` was called for this metric."""
     meta, name = result.meta, result.meta.reduce_fx.__name__
     return {
         "fx": meta.fx, "name": meta.name, "prog_bar": meta.prog_bar, "logger": meta.logger,

@@ -22,7 +22,7 @@ from holdfast import errors, store
 from holdfast.extend import give_label, labels_of, run_at_work, saved_in
 from holdfast.integrations.native import run_of
 
-GONE_BACK = "the run had gone back to an earlier step: what the path named is gone, so remove it"
+GONE_BACK = "training went back to an earlier step, so what the path named is gone: remove the path"
 _MAGIC = b'{"holdfast":'
 
 Pointer: TypeAlias = dict[str, Any]
@@ -80,8 +80,8 @@ def read_pointer(path: Any) -> Pointer | None:
 
 
 def settle_left(folder: Any) -> None:
-    """Complete the pointers in a folder whose steps a killed run had not seen committed.  If the step does
-    not exist, the pointer is removed; if that is unknown, it stays."""
+    """Complete the pointers in a folder that a killed run wrote before their steps were committed.  If the
+    step does not exist, the pointer is removed; if that is unknown, it stays."""
     files = get_filesystem(folder or "")
     for found in files.ls(folder, detail=False) if folder and files.isdir(folder) else ():
         path = f"{folder}/{os.path.basename(found)}"
@@ -103,7 +103,7 @@ def settle_left(folder: Any) -> None:
 
 
 def is_last(path: str) -> bool:
-    """True if a path means the end of a run: if its step is missing, the newest is taken."""
+    """True if a path stands for the end of a run: if its step is missing, the newest step is taken."""
     return Path(path).stem.startswith("last") or is_of_requeue(path)
 
 
@@ -113,16 +113,16 @@ def is_of_requeue(path: str) -> bool:
 
 
 def replaced_by(pointer: Pointer | None) -> str:
-    """Return a text if the step in the root was saved by another run than the pointer's; else ""."""
+    """Return a text that says so if another run than the pointer's saved the step in the root; else ""."""
     if pointer is None or "run" not in pointer:
         return ""
     step, run = pointer["step"], run_of(pointer["root"], pointer["step"])
     if run in (None, pointer["run"]):
         return ""
     what = (
-        "of which the save was not finished; the one there is of"
+        "whose save was not finished; the root has that step of"
         if "is_coming" in pointer
-        else ("which was saved anew by")
+        else "which was saved anew by"
     )
     return f"names step {step} of run {pointer['run']}, {what} run {run}"
 

@@ -48,7 +48,7 @@ VERSION = 1
 
 
 def step_in_name(checkpoint_dir: str | os.PathLike[str]) -> int:
-    """The step that a directory of Megatron's is of, by its name; 0 if that says none."""
+    """Return the step in the name of a directory of Megatron's; 0 if the name has none."""
     match = re.search(r"(\d+)$", os.path.basename(os.fspath(checkpoint_dir).rstrip("/")))
     return int(match[1]) if match else 0
 
@@ -74,7 +74,8 @@ class SaveStrategy(AsyncSaveShardedStrategy):
         )
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> AsyncRequest:
-        """Plan together now; write in Megatron's process, and commit when it is finalized.  Collective."""
+        """Plan together now; write in Megatron's process, and commit when the request is finalized.
+        Collective."""
         writer, planner, ranks = (
             Writer(str(checkpoint_dir)),
             _planner(),
@@ -179,13 +180,17 @@ class LoadStrategy(LoadShardedStrategy):
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         """HoldfastError if another backend saved it."""
         if loaded_backend != BACKEND:
-            raise errors.HoldfastError(f"saved by {loaded_backend!r}, not by {BACKEND!r}")
+            raise errors.HoldfastError(
+                f"the checkpoint was saved by the backend {loaded_backend!r}, not by {BACKEND!r}"
+            )
 
     def check_version_compatibility(self, loaded_version: int) -> None:
         """HoldfastError if a newer strategy saved it."""
         if loaded_version > VERSION:
             raise errors.HoldfastError(
-                f"saved by version {loaded_version} of the strategy; this is {VERSION}"
+                f"the checkpoint was saved by version {loaded_version} of the strategy {BACKEND!r}; this "
+                f"holdfast has version {VERSION}",
+                hint="load it with a newer holdfast",
             )
 
 

@@ -32,11 +32,10 @@ def kept_by(trainer: str, extras: Mapping[str, Any], name: str, step: int) -> di
 
 def tell_newer(step: int, folder: str | None, number: int, how: str) -> None:
     """Give a notice if a trainer's own checkpoint, `folder` of step `number`, is newer than the restored
-    step.
-    `how`: the call that goes on from the folder."""
+    step.  `how`: the call that goes on from the folder."""
     if folder is not None and number > step:
         errors.warn_user(
-            f"step {step} is restored, and {folder}, which the trainer has saved itself, is newer: {how} "
-            "goes on from it",
+            f"step {step} is restored, but {folder}, which the trainer itself has saved, is newer: {how} "
+            "goes on from that",
             notice="newer-native",
         )

@@ -75,26 +75,26 @@ def in_another_order(
     order = arrangement(saved, here)
     if order != list(range(len(here))):
         return [
-            f"{_shown(role, sorted(order))} come in another order than when they were saved: as "
+            f"{_shown(role, sorted(order))} come in another order than in the saved step: there they are "
             + ", ".join(key_of(role, n) for n in order)
         ], []
     problems: list[str] = []
-    told: list[str] = []
+    notices: list[str] = []
     for numbers in _of_one_class(here) if proved else ():
         if len({saved[n]["class"] for n in numbers}) > 1:
             continue
         before, now = _telling(saved, numbers), _telling(here, numbers)
         if any(before.get(name) == mine for name, mine in now.items()):
             continue
-        line = f"{_shown(role, numbers)} are {here[numbers[0]]['class']}, which go by their number"
+        line = f"{_shown(role, numbers)} are {here[numbers[0]]['class']}, and are matched by number"
         if now and not before:
-            told.append(
-                f"{line}: nothing told them apart when they were saved; they are taken in order"
+            notices.append(
+                f"{line}: the saved step has nothing to tell them apart, so they are taken in order"
             )
         else:
-            line += ": it cannot be proved that they come in the saved order"
+            line += ": that they come in the saved order cannot be proved"
             problems.append(f"{line} ({WHAT_TO_DO})")
-    return problems, told
+    return problems, notices
 
 
 def _of_one_class(here: Sequence[ObjectMarks]) -> list[list[int]]:
@@ -123,10 +123,10 @@ def _shown(role: str, numbers: Sequence[int]) -> str:
 
 
 def tell_apart(role: str, here: Sequence[ObjectMarks], how: str) -> list[str]:
-    """Return the texts of notices about objects of one class that only go by number."""
+    """Return the texts of notices about objects of one class that are matched by number alone."""
     return [
-        f"{_shown(role, numbers)} are {here[numbers[0]]['class']} and go by the order in which they are "
-        f"{how}: a restart that has them in another order would swap their values.  To have that found, "
-        f"{WHAT_TO_DO}"
+        f"{_shown(role, numbers)} are {here[numbers[0]]['class']}, and are matched by the order in which "
+        f"they are {how}: a restart with another order would swap their values.  To have another order "
+        f"detected, {WHAT_TO_DO}"
         for numbers in not_told_apart(here)
     ]

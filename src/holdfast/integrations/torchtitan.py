@@ -51,7 +51,7 @@ class HoldfastCheckpointManager(CheckpointManager):
 
     save_future: Future[None] | None
     ckpt: Checkpointer | None = None
-    """The Checkpointer; None with `load_only`."""
+    """The Checkpointer; None with `load_only`, or if checkpoints are disabled."""
     _to_forget: list[Callable[[], Any]]
     """Calls that remove the hooks that wait for the first batch."""
 
@@ -123,21 +123,21 @@ class HoldfastCheckpointManager(CheckpointManager):
         return self.ckpt is None or bool(self.exclude_from_loading)
 
     def _tell_given_up(self, found: Found | None, taken: int | None) -> None:
-        """Warn if memory or records lead further than the full step that is loaded."""
+        """Warn if memory or records have a later step than the full step that is loaded."""
         begin = taken or 0
         if found is None or found.step <= begin:
             return
         place = "records" if found.replays else found.tier
         newest = "there is none" if taken is None else f"the newest is step {taken}"
         _warn_on_first_rank(
-            f"exclude_from_loading loads full steps, of which {newest}, and {self.folder} leads to step "
+            f"exclude_from_loading loads full steps only, and {newest}; {self.folder} reaches step "
             f"{found.step} by {place}: {found.step - begin} steps are given up",
             hint="without exclude_from_loading the run goes on from the newest step of all tiers",
         )
 
     def _is_torchtitans(self, step: int) -> bool:
-        """True if only torchtitan has saved a step.  If holdfast has it, too, warn that holdfast's is
-        loaded, which belongs to the run that went on in the folder."""
+        """True if only torchtitan has saved a step.  If holdfast has saved it, too, warn that holdfast's is
+        loaded, because it is of the run that went on in the folder."""
         path = self._create_checkpoint_id(step)
         if not filesystem.isfile(filesystem.join(path, ".metadata")):
             return False
@@ -146,7 +146,7 @@ class HoldfastCheckpointManager(CheckpointManager):
         _warn_on_first_rank(
             f"load_step={step} loads holdfast's step {step} of {self.folder}, and not {path}, which "
             "torchtitan has saved",
-            hint="initial_load_path in a folder of its own begins with torchtitan's",
+            hint="to begin with torchtitan's, use another folder, and name the step by initial_load_path",
         )
         return False
 

@@ -102,8 +102,8 @@ class _Holdfast(_Mixin):
         if names:
             are, they = ("is", "it is") if len(names) == 1 else ("are", "they are")
             errors.warn_user(
-                f"{', '.join(names)} {are} not called as steps are saved and restored: {they} for the "
-                "folder of a checkpoint, and there is none",
+                f"{', '.join(names)} {are} not called when steps are saved and restored: {they} for the "
+                "folder of a checkpoint, which holdfast does not make",
                 hint="put what is to be kept into self.accelerator.holdfast.state, in create_optimizer() "
                 "of a subclass of with_holdfast(...), and do the rest in a callback's on_save()",
             )
@@ -112,7 +112,7 @@ class _Holdfast(_Mixin):
         if self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END:
             raise errors.UsageError(
                 f"HoldfastTrainer: hub_strategy={self.args.hub_strategy.value!r} pushes the folder of each "
-                "checkpoint, and there is none",
+                "checkpoint, which holdfast does not make",
                 hint="use hub_strategy='end', which pushes the trained model",
             )
         every = self._holdfast.options.get("every")
@@ -148,7 +148,7 @@ class _Holdfast(_Mixin):
             _refuse_uploads(self.callback_handler.callbacks, is_first=is_first)
         if trial is not None:
             raise errors.UsageError(
-                "HoldfastTrainer: a search for hyperparameters has many runs, not one root"
+                "HoldfastTrainer: a search for hyperparameters makes many runs, and a root is for one"
             )
         if self.args.save_total_limit:
             run.options.setdefault("keep", Keep(last=self.args.save_total_limit))
@@ -176,7 +176,7 @@ class _Holdfast(_Mixin):
                 if run.found is None or run.is_restored or resume is not True:
                     raise
                 self._holdfast_forget_the_engine(error)
-                errors.warn_user(f"step {run.found.step} is damaged, and passed over: {error}")
+                errors.warn_user(f"step {run.found.step} is damaged, and is passed over: {error}")
 
     def _holdfast_forget_the_engine(self, error: errors.NotRecoverable) -> None:
         """Let the next attempt make a new DeepSpeed engine.  NotRecoverable at stage 3, which makes only
@@ -186,7 +186,7 @@ class _Holdfast(_Mixin):
         if self.deepspeed.zero_optimization_partition_weights():
             step = self._holdfast.found.step
             raise errors.NotRecoverable(
-                f"step {step} is damaged, and at ZeRO stage 3 no other one is taken in the same process: "
+                f"step {step} is damaged, and at ZeRO stage 3 the same process cannot load another one: "
                 f"{error}",
                 hint="train(resume_from_checkpoint=N) with an older step N: "
                 f"holdfast ls {self._holdfast.root}",
@@ -276,13 +276,14 @@ class _Holdfast(_Mixin):
         names = {type(c).__name__ for c in self.callback_handler.callbacks} & states.keys()
         if names and not self.args.restore_callback_states_from_checkpoint:
             errors.warn_user(
-                f"{', '.join(sorted(names))}: begins anew, without what it counted up to step {step}",
+                f"callbacks begin anew, without their state of step {step}: {', '.join(sorted(names))}",
                 hint="TrainingArguments(restore_callback_states_from_checkpoint=True)",
             )
         control = states.get("TrainerControl") or {}
         if step < saved["max_steps"] and control.get("args", {}).get("should_training_stop"):
             errors.warn_user(
-                f"a callback had ended this run at step {step}, and it trains on, as the Trainer does"
+                f"a callback had ended this run at step {step}, but training goes on from there, as "
+                "without holdfast"
             )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any) -> Any:
@@ -299,8 +300,8 @@ class _Holdfast(_Mixin):
         dispatches = isinstance(prepared[1], DataLoaderDispatcher)
         if is_read_by_each and not dispatches and self.args.should_save:
             errors.warn_user(
-                "each rank reads the stream: where its samples are drawn at random, a run that goes on in "
-                "the middle of a pass has others there than the uninterrupted one",
+                "each rank reads the stream by itself: if samples are drawn at random, a run that goes on "
+                "in the middle of a pass gets other samples than the uninterrupted run",
                 hint="accelerator_config={'dispatch_batches': True}, which is the default for streams",
             )
         checkpointer = run.checkpointer
@@ -337,7 +338,7 @@ class _Holdfast(_Mixin):
     def _holdfast_leave_out_frozen(self) -> None:
         if self.is_deepspeed_enabled and self.deepspeed.zero_optimization_partition_weights():
             errors.warn_user(
-                "ZeRO stage 3: the weights that the adapter leaves frozen are saved all the same"
+                "at ZeRO stage 3 the weights that the adapter leaves frozen are saved all the same"
             )
         else:
             trainable_only(self.model)
@@ -449,7 +450,7 @@ class _Holdfast(_Mixin):
             notices_of(run.checkpointer).once(
                 "gradients",
                 f"{gradients_text(step)}; the last batches of a pass over the stream make no update: use "
-                "save_strategy='steps', or a stream whose number of batches divides by "
+                "save_strategy='steps', or a stream whose number of batches is a multiple of "
                 "gradient_accumulation_steps",
             )
 
@@ -539,7 +540,7 @@ class _HoldfastRun:
 
 
 class _Evaluated:
-    """The metrics of the step that was evaluated last, without values that a root does not accept."""
+    """The metrics of the step that was evaluated last, without values that a step does not accept."""
 
     def __init__(self) -> None:
         self._step = 0
@@ -557,7 +558,7 @@ class _Evaluated:
             self._has_told = True
             shown = ", ".join(f"{name!r:.60}" for name in left_out)
             errors.warn_user(
-                f"step {step} does not get what its evaluation has as {shown}",
+                f"step {step} is saved without values of its evaluation that are no metrics: {shown}",
                 hint="metrics are numbers, not True or False, by names of up to 100 characters",
             )
 
@@ -567,7 +568,8 @@ class _Evaluated:
 
 
 def _own_state(found: Found) -> dict[str, Any]:
-    """The Trainer's own state in a step.  UsageError if another saved it, FormatError if it is damaged."""
+    """Return the Trainer's own state in a step.  UsageError if something else saved the step, FormatError
+    if the state is damaged."""
     own = kept_by("the Trainer", found.extras, "trainer", found.step)
     try:
         saved = json.loads(own["json"])
@@ -602,7 +604,7 @@ class _PassOverData:
         self.number, self.began, self.is_over = number, step, False
 
     def go_on(self, is_whole: bool, loaders: Any) -> None:
-        """Note that batches for a step were fetched; `is_whole`: as many as it should have."""
+        """Note that batches for a step were fetched; `is_whole`: all batches that the step needs."""
         if self.is_stream:
             ended = (
                 d.end_of_dataloader for d in loaders if d is not None and d.dataset is self.data
@@ -638,11 +640,11 @@ _OF_FOLDERS = (
 
 
 _LIBRARIES = ("transformers", "trl", "sentence_transformers")
-"""Their classes write weights in another form; a step has all of the model."""
+"""Packages whose classes write weights in another form; a step has all of the model."""
 
 
 def _not_called(trainer_class: type) -> list[str]:
-    """Return the overrides of such methods that are not called, but for what `_LIBRARIES` do to weights."""
+    """Return the overrides of `_OF_FOLDERS` that are not called, but those of weights in `_LIBRARIES`."""
     found, comes_after = [], False
     for base in trainer_class.__mro__:
         if base is Trainer:
@@ -670,7 +672,8 @@ _UPLOADS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "FlyteCallback": (lambda c: c.sync_checkpoints, "FlyteCallback(sync_checkpoints=False)"),
     "DVCLiveCallback": (lambda c: c._log_model == "all", "HF_DVCLIVE_LOG_MODEL=TRUE, not all"),
 }
-"""The callbacks that upload a checkpoint's folder in on_save(): whether this one does, and the way out."""
+"""By the class of a callback that may upload a checkpoint's folder in on_save(): a function that states
+whether an instance does, and the setting that turns it off."""
 
 
 def _is_true(variable: str, *, default: bool = False) -> bool:
@@ -678,20 +681,20 @@ def _is_true(variable: str, *, default: bool = False) -> bool:
 
 
 def _refuse_uploads(callbacks: Sequence[Any], *, is_first: bool) -> None:
-    """UsageError, on all ranks, for a callback that would look for the folder of a checkpoint at the first
-    save.  The first rank decides, for callbacks act there alone.  Collective."""
+    """UsageError, on all ranks, for a callback that uploads the folder of a checkpoint.  The first rank
+    decides, because callbacks act there alone.  Collective."""
     mine = next(filter(None, map(_upload_of, callbacks)), None) if is_first else None
     (found,) = broadcast_object_list([mine])
     if found is not None:
         name, way_out = found
         raise errors.UsageError(
-            f"HoldfastTrainer: {name} uploads the folder of each checkpoint, and there is none",
+            f"HoldfastTrainer: {name} uploads the folder of each checkpoint, which holdfast does not make",
             hint=f"{way_out}; holdfast={{'upload': 's3://bucket/run'}} copies steps to a bucket",
         )
 
 
 def _upload_of(callback: Any) -> tuple[str, str] | None:
-    """Return the name of a callback of transformers' that uploads such a folder, and the way out."""
+    """Return the class name and the way out if a callback uploads the folder of a checkpoint; else None."""
     for kind in type(callback).__mro__:
         if kind.__module__ == "transformers.integrations.integration_utils":
             uploads, way_out = _UPLOADS.get(kind.__name__, (None, ""))
@@ -713,9 +716,9 @@ def _step_in(resume: Any) -> int:
         number = re.search(r"(\d+)/*$", os.fspath(resume))
         if number is None:
             raise errors.UsageError(
-                f"train(resume_from_checkpoint={os.fspath(resume)!r}): there is no such folder, and no "
-                "step is named",
-                hint="give True for the newest step, or its number",
+                f"train(resume_from_checkpoint={os.fspath(resume)!r}): there is no such folder, and the "
+                "name does not end with the number of a step",
+                hint="give True for the newest step, or the number of a step",
             )
         return int(number[1])
     return step_of(resume, "train", "resume_from_checkpoint")
@@ -725,7 +728,7 @@ def _step_in(resume: Any) -> int:
 
 
 class _TrainerProgress:
-    """The TrainerState, which the first rank's is for all: times that ranks have measured differ."""
+    """The TrainerState, rank 0's for all ranks, because the times that ranks measure differ."""
 
     on_resize = "rank0"
 
@@ -757,7 +760,7 @@ class _TrainerProgress:
         }
 
     def _data(self) -> dict[str, Any]:
-        """Return what a place is counted in: updates."""
+        """Return the units of a place in the data; `update` is the samples of one update of all ranks."""
         loader = self._of._holdfast.data_pass.loader
         found = {} if loader is None else data_in(loader)
         if (batch := found.pop("global_batch", None)) is not None:
@@ -765,14 +768,14 @@ class _TrainerProgress:
         return found
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """The Trainer has had it before the model was made.  Here is told whether its place means the same,
-        which it has from the number of updates alone."""
+        """Warn if the place in the data, which the Trainer has computed from the number of updates, means
+        another one with this data.  The Trainer got the state itself before the model was prepared."""
         if "data" in saved and not self._of.args.ignore_data_skip:
             tell_other_data("train_dataset", saved["data"], self._data())
 
 
 class _Losses:
-    """What each rank has summed up since the last log, so that the next one tells what it would have."""
+    """The sums of each rank since the last log, so that the next log is that of an uninterrupted run."""
 
     on_resize = "fresh"
 
@@ -794,7 +797,7 @@ class _Losses:
         self._saved = saved
 
     def put_back(self) -> None:
-        """Add what was restored, once the Trainer has set its sums to zero."""
+        """Add the restored sums, once the Trainer has set its sums to zero."""
         saved, self._saved, of = self._saved, None, self._of
         if saved is not None:
             of._tr_loss += saved["sum"]

@@ -22,7 +22,7 @@ def moving_reference(trainer: Any) -> dict[str, nn.Module]:
 
 
 def tell_of_generated(trainer: Any, step: int, tell_once: Callable[[str, str], object]) -> None:
-    """Give a notice, once, of a step that is saved amid batches generated with earlier weights."""
+    """Give a notice, once, of a step that is saved between batches generated with earlier weights."""
     if getattr(trainer, "_buffered_inputs", None) is None:
         return
     args = trainer.args
@@ -31,7 +31,7 @@ def tell_of_generated(trainer: Any, step: int, tell_once: Callable[[str, str], o
         per_step = max(1, args.gradient_accumulation_steps)
         tell_once(
             "generation-buffer",
-            f"step {step} is saved amid batches that were generated with earlier weights, which no "
-            "checkpoint has: a run that goes on from it generates others, and ends with other weights; let "
-            f"save_steps be a multiple of {max(1, every // per_step)}",
+            f"step {step} is saved between batches that were generated with earlier weights, which no "
+            "checkpoint has: a run that goes on from it generates other batches, and ends with other "
+            f"weights; let save_steps be a multiple of {max(1, every // per_step)}",
         )

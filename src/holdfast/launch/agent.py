@@ -31,7 +31,6 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher import api as launcher
 
 from holdfast.base.background import ending
-from holdfast.launch.again import SAME, Failures, cause
 from holdfast.launch.nodes import (
     EndOfRound,
     Introduction,
@@ -43,6 +42,7 @@ from holdfast.launch.nodes import (
     of_others,
 )
 from holdfast.launch.rendezvous import Rendezvous, quick
+from holdfast.launch.repeated_failures import SAME, Failures, cause
 from holdfast.launch.round import Round
 from holdfast.launch.workers import SETTLE_S, Launch, Workers
 

@@ -2,7 +2,7 @@
 
 A gloo rank whose neighbours in the ring are alive never learns that another rank died.  Neither `abort()`
 of the group nor its deletion helps, since meshes and DTensors hold it; shutting down its sockets does.
-Groups on devices are aborted as by torch's `_abort_process_group`, but their registers stay (`registers`
+Groups on devices are aborted as by torch's `_abort_process_group`, but their registries stay (`registries`
 empties them).
 
 Only connections to other ranks are cut, found by their other end.  On this node: a process that is a rank

@@ -6,8 +6,8 @@ next attempt.  So before the function is entered again,
 * settings of torch and Python, and the random generators, get the values of the first entry (`Settings`):
 an
   exception between the two halves of a `with` leaves a setting changed;
-* registers and caches that know process groups, meshes or ranks of the last attempt are emptied
-  (`registers.py`);
+* registries and caches that know process groups, meshes or ranks of the last attempt are emptied
+  (`registries.py`);
 * processes begun by `multiprocessing`, such as DataLoader workers, are ended (`end_children`).
 
 Module globals belong to the script: holdfast only reports those that still hold objects of the last attempt
@@ -33,7 +33,7 @@ from torch.optim import optimizer as optimizers
 from torch.utils import _device
 from torch.utils import _python_dispatch as dispatch
 
-from holdfast.launch.registers import say_on_rank
+from holdfast.launch.registries import say_on_rank
 
 T = TypeVar("T")
 Setting = tuple[Callable[[], Any], Callable[[Any], object]]
@@ -189,7 +189,7 @@ def _start_method() -> str | None:
 
 
 def _global_hooks() -> Iterator[dict[int, Any]]:
-    """Yield torch's registers of hooks for all modules and for all optimizers."""
+    """Yield torch's registries of hooks for all modules and for all optimizers."""
     for owner in (modules, optimizers):
         for name, value in vars(owner).items():
             if name.startswith("_global_") and isinstance(value, dict):

@@ -44,7 +44,7 @@ from holdfast.launch.channel import (
     Stuck,
     WorkerEnd,
 )
-from holdfast.launch.signs import Commits, Movement
+from holdfast.launch.liveness import Commits, Movement
 
 if TYPE_CHECKING:
     from holdfast.launch.leftovers import Leftovers
@@ -108,7 +108,7 @@ def recoverable(function: Callable[P, T]) -> Callable[P, T]:
         launched = _launched
         if launched is None or launched.has_begun:
             if launched is not None and launched.is_over:
-                from holdfast.launch.registers import name_groups_otherwise
+                from holdfast.launch.registries import name_groups_otherwise
 
                 name_groups_otherwise()
             return function(*args, **kwargs)
@@ -174,7 +174,7 @@ class _Launched:
     def run(self, function: Callable[[], T]) -> T:
         """Call the function again and again until all ranks are done; return its last result."""
         from holdfast.launch.leftovers import Leftovers
-        from holdfast.launch.registers import name_groups_otherwise
+        from holdfast.launch.registries import name_groups_otherwise
 
         refuse_a_group()
         share_heaps()
@@ -266,7 +266,7 @@ class _Launched:
 
     def _leave(self, word: Leave) -> None:
         """Have the main thread leave the function, if it runs that attempt."""
-        from holdfast.core.group.line import lose_all
+        from holdfast.core.group.store_requests import lose_all
         from holdfast.launch.cutting import cut_connections, cut_store, on_devices
 
         self._over, self._told_to_leave = word.attempt, time.monotonic()
@@ -460,7 +460,7 @@ def drop_groups() -> None:
     """Drop process groups, meshes, and reference cycles with tensors that the function left behind."""
     if "torch" not in sys.modules:
         return
-    from holdfast.launch.registers import forget_groups
+    from holdfast.launch.registries import forget_groups
 
     forget_groups()
     gc.collect()

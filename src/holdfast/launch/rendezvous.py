@@ -44,7 +44,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from holdfast.base.calls import CallThread, Promise, is_done, result_of
 from holdfast.base.wire import decode_json
-from holdfast.launch.door import Door, Neighbour
+from holdfast.launch.neighbours import Door, Neighbour
 from holdfast.launch.nodes import EndOfRound, Introduction
 from holdfast.launch.round import Round, RoundView
 from holdfast.launch.sockets import store_at

@@ -18,10 +18,10 @@ from holdfast.live.state.encoding import RESIZE_RULES
 from holdfast.live.state.merged import tell_merged
 from holdfast.live.state.modules import module_tensors
 from holdfast.live.state.named import Collected, LiveTensor
-from holdfast.live.state.outside import tell_outside
 from holdfast.live.state.recognising import State, check_keys, in_order, modules_in, sources_in
 from holdfast.live.state.rng import Rng
 from holdfast.live.state.several import normalised
+from holdfast.live.state.unsaved_tensors import tell_outside
 
 
 class RunState:

@@ -3,10 +3,10 @@
 `Noticing` is called at each `Checkpointer.step`, which it looks at for the first ten calls after the start
 and after a restore, at each save, and behind each step of any optimizer, where it may cost next to nothing:
 
-    trains      another optimizer steps than the one that is saved; nothing that is saved changes
-    numbers     counters in attributes that no state_dict() has, and generators
-    gradients   ones that are there at a save, and that the next step uses
-    merged      adapters that are merged into weights, at a save
+    stale_objects   another optimizer steps than the one that is saved; nothing that is saved changes
+    numbers         counters in attributes that no state_dict() has, and generators
+    gradients       ones that are there at a save, and that the next step uses
+    merged          adapters that are merged into weights, at a save
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from holdfast.live.state.merged import layers_with_adapters, merged_in, merged_t
 from holdfast.live.state.numbers import AttributeNumbers, cut_off
 from holdfast.live.state.observer import StepCounts
 from holdfast.live.state.recognising import State
-from holdfast.live.state.trains import Trains, has_trained
+from holdfast.live.state.stale_objects import StaleObjects, has_trained
 
 FIRST_STEPS = 4
 """Steps of optimizers behind which numbers are looked at: a script may save only once."""
@@ -41,7 +41,7 @@ class Noticing:
         self._numbers = AttributeNumbers({})
         self._merging: list[tuple[str, Any]] | None = None
         self._counts = StepCounts(self._stepped)
-        self._trains = Trains(self._counts)
+        self._stale = StaleObjects(self._counts)
         self._count()
 
     @property
@@ -65,7 +65,7 @@ class Noticing:
         """Begin anew with a step that was restored."""
         for key, kind in cut_off(self._state):
             self._notices.once("dead-groups", _cut_off_text(key, kind), about=key)
-        self._trains.begin(step)
+        self._stale.begin(step)
         self._counts.forget()
         self._values, self._num_stepped = [], 0
         self._gradients.kept = None
@@ -74,7 +74,7 @@ class Noticing:
     def look(self, step: int) -> None:
         """Look at the state at a call of `step`."""
         self._roll(step)
-        if self._trains.is_watching:
+        if self._stale.is_watching:
             self._compare(step, is_save=False)
 
     def saving(self, step: int) -> None:
@@ -124,7 +124,7 @@ class Noticing:
 
     def _compare(self, step: int, *, is_save: bool) -> None:
         self._count()
-        found = self._trains.look(self._state, step, self._run.num_tensors, is_save=is_save)
+        found = self._stale.look(self._state, step, self._run.num_tensors, is_save=is_save)
         for notice, text, about in found:
             self._notices.once(notice, text, about=about)
         numbers = self._numbers.counted(self._state)

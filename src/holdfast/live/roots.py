@@ -9,7 +9,7 @@ import msgspec
 
 from holdfast.base.errors import HoldfastError, UsageError
 from holdfast.base.events import emit
-from holdfast.base.patience import bounded
+from holdfast.base.storage_deadlines import bounded
 from holdfast.base.wire import decode_json
 from holdfast.core.checkpoint import claiming
 from holdfast.core.checkpoint.claiming import Claim

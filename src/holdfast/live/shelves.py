@@ -18,11 +18,11 @@ from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.format.manifest import FileEntry, Manifest
 from holdfast.core.group import Group
 from holdfast.core.store import Store
-from holdfast.live.reading import load_step, saved_steps, shared_manifest
 from holdfast.live.restore.candidates import Candidate, Identity
 from holdfast.live.restore.plain import Plain
 from holdfast.live.restore.targets import RestoreOptions
 from holdfast.live.state.recognising import State
+from holdfast.live.step_loading import load_step, saved_steps, shared_manifest
 
 Unsound = dict[tuple[object, ...], HoldfastError]
 """Why steps and records that `find` found could not be restored, by a name for each."""

@@ -15,7 +15,8 @@ The session asks each of them, in this order, and for what ends or carries a sav
     the end      leave, wait, unheard, close
 
 All ranks call all methods in the same order, on the training thread.  What a tier does not define is
-nothing to it.  The session knows no tier by its name; `session/tiers.py` makes them, by a table.
+nothing to it.  Two modules of the session know tiers by name: `session/tiers.py`, whose table makes them,
+and `session/steering.py`, which tunes the frequencies of snapshots and records, and the batches of records.
 """
 
 from __future__ import annotations

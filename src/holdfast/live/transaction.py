@@ -24,7 +24,7 @@ import torch
 
 from holdfast.base.errors import Deadline, HoldfastError, warn_user
 from holdfast.base.events import span
-from holdfast.base.garbage import uncollected
+from holdfast.base.gc_pause import uncollected
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.checkpoint.peers import raise_on_all
 from holdfast.core.checkpoint.reading import plan_together
@@ -35,12 +35,12 @@ from holdfast.core.layout import whole
 from holdfast.live.kinds.choosing import kinds_of
 from holdfast.live.kinds.restoring import Restoring
 from holdfast.live.restore.compare import compare_tensors, judge_together
+from holdfast.live.restore.matching_by_order import by_order
 from holdfast.live.restore.materialising import materialise, nan_if_it_fails
 from holdfast.live.restore.mismatches import Mismatch, Problems, differs
 from holdfast.live.restore.one_memory import two_values
 from holdfast.live.restore.optimizer_states import StateChange
 from holdfast.live.restore.overlapping import Aside, read_overlapping
-from holdfast.live.restore.positions import by_order
 from holdfast.live.restore.targets import RestoreOptions, entry_of, target_of
 from holdfast.live.sources import Sources
 from holdfast.live.state.devices import devices_in, wait_for
@@ -209,7 +209,7 @@ def _prepare(checkpoint: Checkpoint, given: State, group: Group, options: Restor
         wants, padded = _wanted(checkpoint, live, asides)
     peers = group if group.size > 1 else None
     if devices := devices_in(live):
-        from holdfast.live.restore.landing import LockedBlocks
+        from holdfast.live.restore.page_locked_blocks import LockedBlocks
 
         checkpoint.images.block_memory = partial(LockedBlocks, devices)
     read = plan_together(checkpoint.images, wants + restoring.wants, peers)
@@ -243,7 +243,7 @@ def _under_live_names(
     of_fabric = any(f".{SECOND}." in name for name in known)
     if not of_fabric and not any(has_wrappers(module) for _, module in modules):
         return checkpoint
-    from holdfast.live.restore.former import under_live_names
+    from holdfast.live.restore.former_names import under_live_names
 
     return under_live_names(checkpoint, modules, optimizers, of_fabric=of_fabric)
 
@@ -255,7 +255,7 @@ def _with_own(
     keys = [one.key for one in optimizers if one.key in checkpoint.manifest.per_rank]
     if not keys:
         return checkpoint
-    from holdfast.live.restore.ranks import with_own
+    from holdfast.live.restore.values_per_rank import with_own
 
     return with_own(checkpoint, keys, group)
 

@@ -13,7 +13,7 @@ from holdfast.core.checkpoint.lineage import Lineage, line_from
 from holdfast.core.checkpoint.names import committed, step_numbers
 from holdfast.core.checkpoint.tidying import discard
 from holdfast.core.store import Store
-from holdfast.session.once import begin_once
+from holdfast.session.save_and_load import begin_once
 
 
 class SaveAttempt(msgspec.Struct, frozen=True, array_like=True):

@@ -9,7 +9,7 @@ unless the user says `Checkpointer(anew=True)`:
 
 The restored step itself may be saved again until an optimizer has stepped: weights that are averaged for an
 evaluation and put back, or a metric that changes, are no training.  A module that is added to the state
-after the restore is loaded from the restored step (`late`).
+after the restore is loaded from the restored step (`added_state`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from holdfast.base.notices import Notices
 from holdfast.live.collecting import RunState
 from holdfast.live.noticing import Noticing
 from holdfast.live.saving import Save
-from holdfast.live.state.exchanged import Taken
+from holdfast.live.state.replaced_modules import Taken
 from holdfast.session.tiers import Tiers
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Beginning:
             self._taken.tell_exchanged(self._state.given, self._origin.step, self._notices)
             self._taken = None
         if self._late and self._origin is not None:
-            from holdfast.session.late import give
+            from holdfast.session.added_state import give
 
             late = give(self._late, self._state.given, self._origin, self._group, self._notices)
             self._saves_left = SAVES if late != self._late else self._saves_left - is_save

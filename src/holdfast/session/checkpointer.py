@@ -525,7 +525,7 @@ class Checkpointer:
     def _go_on_from(self, restart: Restart, restored: Restored, *, must_save: bool) -> None:
         """Make tiers go on from the restored state.  Save it if `must_save`, or if it is only in the nodes'
         memory, so that the next restart finds it."""
-        self._tiers.saver.movers.forget()
+        self._tiers.saver.copy_timing.forget()
         self._noticing.begin(int(restored))
         if restart.leaves_behind():
             self._tiers.leave_behind(None if restart.taken is None else restart.taken.step)

@@ -17,11 +17,11 @@ from weakref import WeakMethod, WeakSet
 
 from holdfast.base.errors import HoldfastError, HoldfastWarning, warn_user
 from holdfast.base.notices import Notices
-from holdfast.base.patience import slowest
+from holdfast.base.storage_deadlines import slowest
 from holdfast.base.threads import at_exit, idle
 from holdfast.core.group import Group
 from holdfast.live.saving import Save
-from holdfast.live.saving.in_vain import NotesInVain
+from holdfast.live.saving.lost_notes import NotesInVain
 from holdfast.session.frozen_numbers import FrozenNumbers
 
 LINGER_S = 3.0

@@ -19,13 +19,6 @@ from holdfast.core.checkpoint.lineage import line_from
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.checkpoint.peers import raise_on_all
 from holdfast.core.group import Group
-from holdfast.live.reading import (
-    detected,
-    load_from,
-    shared_manifest,
-    tell_exactness,
-    tell_unused_records,
-)
 from holdfast.live.restore.candidates import STOPS, Candidate, Identity, newest_good
 from holdfast.live.restore.nested import loaders_in
 from holdfast.live.restore.plain import Plain, plain_values
@@ -35,8 +28,15 @@ from holdfast.live.saving.exactness import BIT_EXACT
 from holdfast.live.shelves import Shelf
 from holdfast.live.state.recognising import State
 from holdfast.live.state.rng import Rng
+from holdfast.live.step_loading import (
+    detected,
+    load_from,
+    shared_manifest,
+    tell_exactness,
+    tell_unused_records,
+)
 from holdfast.live.tier import Reached, Tier
-from holdfast.session.survey import Survey, gone
+from holdfast.session.restart_candidates import Survey, gone
 
 if TYPE_CHECKING:
     from holdfast.core.format.manifest import Manifest

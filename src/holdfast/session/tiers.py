@@ -19,7 +19,7 @@ from holdfast.base.arguments import instance_of, path_of
 from holdfast.base.errors import Deadline, HoldfastError, UsageError
 from holdfast.base.events import emit
 from holdfast.base.notices import Notices
-from holdfast.base.patience import within
+from holdfast.base.storage_deadlines import within
 from holdfast.core.checkpoint.claiming import Claim, release
 from holdfast.core.checkpoint.lineage import Lineage
 from holdfast.core.checkpoint.tidying import Keep

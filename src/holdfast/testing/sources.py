@@ -30,7 +30,7 @@ from holdfast.live.collecting import collect
 from holdfast.live.sources import Group, Source
 from holdfast.live.state.recognising import is_optimizer, sources_in, stages
 from holdfast.session.checkpointer import Checkpointer
-from holdfast.session.once import load, save
+from holdfast.session.save_and_load import load, save
 
 SavedBytes = dict[str, list[tuple[Box, bytes]]]
 """A rank's boxes of each saved tensor and their bytes, by name."""

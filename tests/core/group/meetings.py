@@ -175,7 +175,7 @@ def conversion(
 ) -> subprocess.Popen[str]:
     """As a rank would start it: with RANK and WORLD_SIZE inherited."""
     script = (
-        "import sys, holdfast.formats.write.ranks as ranks; from holdfast.cli.main import main;"
+        "import sys, holdfast.formats.write.converting_ranks as ranks; from holdfast.cli.main import main;"
         f"ranks.MEET_S, ranks._TELL_S = {meet_s}, 0.2; sys.argv[0] = 'holdfast'; main()"
     )
     command = [sys.executable, "-c", script, "convert", str(root), f"{root}-new"]

@@ -39,10 +39,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 import holdfast
 import holdfast.dcp
 import holdfast.session.checkpointer
-import holdfast.session.once
+import holdfast.session.save_and_load
 from holdfast import extend
 from holdfast.core.group import Group
-from holdfast.formats.write import ranks as converting
+from holdfast.formats.write import converting_ranks as converting
 from holdfast.tiers.memory.node import messages
 from holdfast.tiers.memory.node.client import Client
 from ports import free_port

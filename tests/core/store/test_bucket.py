@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.base.patience import opening
+from holdfast.base.storage_deadlines import opening
 from holdfast.core.store.bucket import address_of, connect
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.store import open_store

@@ -10,7 +10,7 @@ import pytest
 
 CODE = """
 import os, random, signal, sys
-from holdfast.base.patience import ThreadWatch
+from holdfast.base.storage_deadlines import ThreadWatch
 from holdfast.store import LocalStore
 
 class Ended(Exception): ...

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import holdfast
 import holdfast.session.attempts as attempts
-import holdfast.session.planned as module
+import holdfast.session.planned_saves as module
 from holdfast.dcp import Reader, Writer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -415,7 +415,9 @@ def went_back(root: str) -> None:
     Path(folder, "latest").write_text("global_step3")  # as a run leaves it that is killed before
     shutil.rmtree(Path(root, "steps/0000000003"))
     with attach(engine_of(2), root) as ckpt:
-        with pytest.warns(holdfast.HoldfastWarning, match="loaded is step 2"):
+        with pytest.warns(
+            holdfast.HoldfastWarning, match="step 2, which was saved there later, is loaded"
+        ):
             path, _ = ckpt.state["model"].load_checkpoint(folder)
         assert path == f"{folder}/global_step2"
 
@@ -590,7 +592,7 @@ def behind(root: str) -> None:
     assert holdfast.steps(home) == [1, 2]
     shutil.rmtree(Path(root, "steps/0000000002"))
     engine = engine_of(1)
-    told = "newest step, 2, lies in the home behind the root, .* step 1 is loaded"
+    told = "newest step, 2, is in the home behind the root and .*; step 1 is loaded"
     with attach(engine, root, upload=home):
         with pytest.warns(holdfast.HoldfastWarning, match=told):
             path, _ = engine.load_checkpoint(root, load_module_only=True)
@@ -598,7 +600,7 @@ def behind(root: str) -> None:
     shutil.rmtree(root)
     engine = engine_of(1)
     with attach(engine, root, upload=home):
-        with pytest.raises(NotRecoverable, match="step 2 lies in the home behind the root"):
+        with pytest.raises(NotRecoverable, match="step 2 is in the home behind the root"):
             engine.load_checkpoint(root, load_module_only=True)
         assert engine.load_checkpoint(root, "global_step1")[1] == {"epoch": 1}
         assert same(weights(engine), saved)
@@ -622,7 +624,7 @@ def frozen(root: str) -> None:
     engine = engine_of(frozen=True, stage=3)
     with attach(engine, f"{root}-3"):
         train(engine, 1)
-        with pytest.warns(holdfast.HoldfastWarning, match="at stage 3"):
+        with pytest.warns(holdfast.HoldfastWarning, match="at ZeRO stage 3"):
             engine.save_checkpoint(f"{root}-3", exclude_frozen_parameters=True)
     assert "model.0.weight" in holdfast.open(f"{root}-3").names()
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from holdfast.errors import StateMismatch
-from holdfast.live.restore.apart import description_of, make_state
+from holdfast.live.restore.composite_states import description_of, make_state
 
 pytestmark = pytest.mark.soak
 

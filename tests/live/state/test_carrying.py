@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.live.state import movers, snapshot
+from holdfast.live.state import copy_timing, snapshot
 from holdfast.live.state.carrying import CarriedCopies, CarryBuffer
 
 
@@ -44,7 +44,7 @@ def test_a_snapshot_spreads_over_steps_and_is_not_torn(
 ) -> None:
     """Training goes on through two steps while the copy of the first is under way; it holds the first."""
     monkeypatch.setenv("HOLDFAST_MEMORY_DIR", str(tmp_path / "node"))
-    monkeypatch.setattr(movers, "COPIED_AT_CALL_BYTES", 0)
+    monkeypatch.setattr(copy_timing, "COPIED_AT_CALL_BYTES", 0)
     model, optimizer = training()
     events = []
     with (
@@ -71,7 +71,7 @@ def test_a_snapshot_spreads_over_steps_and_is_not_torn(
         save.wait(120)
         copied = time.perf_counter() - began
         monkeypatch.undo()
-        monkeypatch.setattr(movers, "COPIED_AT_CALL_BYTES", 0)
+        monkeypatch.setattr(copy_timing, "COPIED_AT_CALL_BYTES", 0)
         monkeypatch.setenv("HOLDFAST_MEMORY_DIR", str(tmp_path / "node"))
         with holdfast.open(str(tmp_path / "root"), step=2) as saved:
             assert set(saved.names()) == set(expected)

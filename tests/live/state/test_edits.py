@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.live.state import movers, snapshot, window
+from holdfast.live.state import copy_timing, snapshot, window
 from live.state.test_window import WAIT_S, Run, different, saved
 
 
@@ -47,7 +47,7 @@ class Copier:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     """A state that is copied in the window, after the first save."""
-    monkeypatch.setattr(movers, "COPIED_AT_CALL_BYTES", 0)
+    monkeypatch.setattr(copy_timing, "COPIED_AT_CALL_BYTES", 0)
     run = Run(tmp_path)
     run.train()
     run.ckpt.save(0).wait(WAIT_S)
@@ -207,7 +207,7 @@ def test_a_loop_over_the_parameters(tmp_path: Path) -> None:
 
 SCRIPT = """
     import sys, threading, torch, holdfast
-    from holdfast.live.state import movers, snapshot
+    from holdfast.live.state import copy_timing, snapshot
 
     original, go, copied = snapshot.Copies.run, threading.Event(), threading.Event()
 
@@ -219,7 +219,7 @@ SCRIPT = """
     net = torch.nn.Linear(4, 4)
     optim = torch.optim.SGD(net.parameters())
     torch.nn.init.ones_(net.weight), torch.nn.init.ones_(net.bias)
-    movers.COPIED_AT_CALL_BYTES = 0
+    copy_timing.COPIED_AT_CALL_BYTES = 0
     ckpt = holdfast.Checkpointer(sys.argv[1], {"model": net, "optim": optim})
     ckpt.save(1).wait()
     snapshot.Copies.run, snapshot.SETTLE_S = run, 60.0

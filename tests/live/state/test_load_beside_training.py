@@ -16,7 +16,7 @@ from holdfast.checkpoint import names, opened, transfer, unproved, verifying
 from holdfast.cli.main import run
 from holdfast.errors import Corrupt, NotFound
 from holdfast.formats import converting
-from holdfast.live import reading, transaction
+from holdfast.live import step_loading, transaction
 from holdfast.store import open_store
 
 
@@ -87,7 +87,7 @@ def test_the_newest_that_is_deleted_gives_way_to_a_newer(
 ) -> None:
     """Deleted after the root was listed, and after its manifest was read."""
     training = Training(tmp_path, num_steps=4)
-    meanwhile(monkeypatch, reading, where, training.go_on)
+    meanwhile(monkeypatch, step_loading, where, training.go_on)
     model = net(-1)
     assert holdfast.load(tmp_path, {"model": model}) == 4
     assert values(model) == {4.0}
@@ -95,7 +95,7 @@ def test_the_newest_that_is_deleted_gives_way_to_a_newer(
 
 def test_restore_of_another_root_likewise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training(tmp_path / "theirs", num_steps=3)
-    meanwhile(monkeypatch, reading, "shared_manifest", training.go_on)
+    meanwhile(monkeypatch, step_loading, "shared_manifest", training.go_on)
     model = net(-1)
     optim = torch.optim.AdamW(model.parameters())
     with holdfast.Checkpointer(tmp_path / "mine", {"model": model, "optim": optim}) as ckpt:
@@ -119,7 +119,7 @@ def test_a_training_that_is_always_faster_leaves_the_live_state_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = Training(tmp_path, num_steps=1000)
-    meanwhile(monkeypatch, reading, "shared_manifest", training.go_on)
+    meanwhile(monkeypatch, step_loading, "shared_manifest", training.go_on)
     model = net(-1)
     optim = torch.optim.AdamW(model.parameters())
     with pytest.raises(NotFound, match="deleted while it was read") as caught:
@@ -133,7 +133,7 @@ def test_a_step_that_was_asked_for_and_is_gone_leaves_the_live_state_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = Training(tmp_path, num_steps=2)
-    meanwhile(monkeypatch, reading, "shared_manifest", training.go_on)
+    meanwhile(monkeypatch, step_loading, "shared_manifest", training.go_on)
     model = net(-1)
     with pytest.raises(NotFound, match="no step 1 "):
         holdfast.load(tmp_path, {"model": model}, step=1)

@@ -20,7 +20,7 @@ from torch.distributed.optim.apply_optimizer_in_backward import (
 
 import holdfast
 from holdfast.errors import HoldfastError, StateMismatch, UsageError
-from holdfast.live.state import movers, snapshot
+from holdfast.live.state import copy_timing, snapshot
 from holdfast.live.state.window import Window
 from holdfast.tiers.memory.feed import check_feedable
 from live.state.test_optimizers import Counted
@@ -194,7 +194,7 @@ def test_the_step_of_each_part_waits_for_the_copy(
 ) -> None:
     net, optimizers = build(MAKERS[name], 0)
     train(net, optimizers, 0, 1)
-    monkeypatch.setattr(movers, "COPIED_AT_CALL_BYTES", 0)
+    monkeypatch.setattr(copy_timing, "COPIED_AT_CALL_BYTES", 0)
     go, waiting = threading.Event(), threading.Event()
     run, wait = snapshot.Copies.run, Window.wait
 

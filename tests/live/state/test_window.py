@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.live.saving import holding
-from holdfast.live.state import movers, snapshot, window
+from holdfast.live.saving import blocking_saves
+from holdfast.live.state import copy_timing, snapshot, window
 
 WAIT_S = 120.0
 
@@ -66,7 +66,7 @@ class Run:
 @pytest.fixture(autouse=True)
 def _in_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small states would be copied at the call."""
-    monkeypatch.setattr(movers, "COPIED_AT_CALL_BYTES", 0)
+    monkeypatch.setattr(copy_timing, "COPIED_AT_CALL_BYTES", 0)
 
 
 @pytest.fixture
@@ -268,7 +268,7 @@ def replay(run: Run) -> None:
 @pytest.fixture
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the tensors pass for those of a device, which has graphs."""
-    monkeypatch.setattr(holding, "devices_in", lambda live: [torch.device("cpu")])
+    monkeypatch.setattr(blocking_saves, "devices_in", lambda live: [torch.device("cpu")])
 
 
 @pytest.mark.usefixtures("on_device")
@@ -311,7 +311,7 @@ def test_nothing_waits_without_a_device_or_after_a_step_with_hooks(
             ckpt.save(1)
             returned.set()
             ckpt.wait()
-    monkeypatch.setattr(holding, "devices_in", lambda live: [torch.device("cpu")])
+    monkeypatch.setattr(blocking_saves, "devices_in", lambda live: [torch.device("cpu")])
     run = Run(tmp_path, every=2, on_error="raise", anew=True)
     with run.ckpt as ckpt:
         run.train()

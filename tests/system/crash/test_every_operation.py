@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import holdfast.live.roots
-import holdfast.session.planned
+import holdfast.session.planned_saves
 from holdfast import Keep
 from holdfast.checkpoint import notes
 from holdfast.core.checkpoint.opened import Checkpoint
@@ -177,7 +177,7 @@ def test_a_label_of_a_save_under_way(monkeypatch) -> None:
 
 def dcp_life(monkeypatch, store: Store, step: int, value: float, **options) -> None:
     """A process that goes on from the newest step and saves by DCP's own call, until its store is dead."""
-    monkeypatch.setattr(holdfast.session.planned, "open_store", lambda url: store)
+    monkeypatch.setattr(holdfast.session.planned_saves, "open_store", lambda url: store)
     monkeypatch.setattr(holdfast.live.roots, "open_store", lambda url: store)
     under_way.cache_clear()  # a new process has no saves of the one before
     with suppress(Stopped, CheckpointException):

@@ -30,7 +30,7 @@ if sys.argv[1] == "destroyed":
 WORD_IS_LEFT = """
 import sys
 import torch.distributed as dist
-from holdfast.core.group.line import StoreLine
+from holdfast.core.group.store_requests import StoreLine
 
 store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
 line = StoreLine(lambda: store, "this process", None)
@@ -76,7 +76,7 @@ def test_none_is_left_on_a_busy_machine() -> None:
 
 LOST_MEANWHILE = """
 import sys, threading
-from holdfast.core.group.line import StoreLine, lose_all
+from holdfast.core.group.store_requests import StoreLine, lose_all
 
 def make():
     global lines

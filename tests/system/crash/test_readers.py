@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 import holdfast
-import holdfast.live.reading
+import holdfast.live.step_loading
 from holdfast.errors import HoldfastError, NotFound, NotRecoverable
 from holdfast.store import LocalStore, Store
 from system.crash.single import SIZES, WAIT_S, leftovers, memory, state_of
@@ -76,7 +76,7 @@ def test_a_restore_reads_again_what_was_replaced(monkeypatch) -> None:
     writer_state = state_of(1.0)
     writer = holdfast.Checkpointer(store.url, writer_state)
     writer.save(5).wait(WAIT_S)
-    real = holdfast.live.reading.restore
+    real = holdfast.live.step_loading.restore
     turns = []
 
     def late(*args):
@@ -90,7 +90,7 @@ def test_a_restore_reads_again_what_was_replaced(monkeypatch) -> None:
         turns.append(None)
         return real(*args)
 
-    monkeypatch.setattr(holdfast.live.reading, "restore", late)
+    monkeypatch.setattr(holdfast.live.step_loading, "restore", late)
     state = state_of(0.0)
     assert holdfast.load(store.url, state) == 5
     assert len(turns) == 2

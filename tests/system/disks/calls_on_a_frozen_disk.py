@@ -15,8 +15,8 @@ from collections.abc import Callable
 import torch
 
 import holdfast
-import holdfast.session.once
-from holdfast.base.patience import opening
+import holdfast.session.save_and_load
+from holdfast.base.storage_deadlines import opening
 from holdfast.store import be_patient
 
 LIMIT_S = 2.0

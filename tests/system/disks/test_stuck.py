@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.base import patience
+from holdfast.base import storage_deadlines
 from holdfast.base.threads import Worker, idle, in_threads
 from holdfast.errors import Deadline, HoldfastError, HoldfastWarning
 from holdfast.session import tiers
@@ -73,7 +73,7 @@ def test_a_call_on_storage_that_does_not_answer_ends(name: str, root: Path) -> N
     with Frozen(root, reads=True) as disk:
 
         def call() -> None:
-            with patience.opening(DEADLINE_S):
+            with storage_deadlines.opening(DEADLINE_S):
                 CALLS[name](root)
 
         error = ended(call)
@@ -101,7 +101,7 @@ def test_a_root_that_cannot_be_read_does_not_hold_up_another(root: Path, tmp_pat
     disk.names = ("preadv",)
 
     def steps_of(name: Path) -> list[int]:
-        with patience.opening(DEADLINE_S):
+        with storage_deadlines.opening(DEADLINE_S):
             return holdfast.steps(name)
 
     with disk:
@@ -443,7 +443,7 @@ def test_errors_and_results_come_through(tmp_path: Path) -> None:
     assert store.get("a") == b"x"
     with pytest.raises(holdfast.errors.NotFound):
         store.get("b")
-    with patience.within(5.0):
+    with storage_deadlines.within(5.0):
         assert store.list() == ["a"]
 
 
@@ -466,10 +466,10 @@ def test_no_thread_stays_of_a_call_that_nobody_waits_for(
         gate.wait()
         return "an answer"
 
-    monkeypatch.setattr(patience, "_idle", [])
+    monkeypatch.setattr(storage_deadlines, "_idle", [])
     before, gate, heard = helpers(), threading.Event(), threading.Event()
     undone: list[str] = []
-    asked = patience.Patience()
+    asked = storage_deadlines.Patience()
     asked.limit_s = DEADLINE_S if how == "given up" else ENOUGH_S
     former = signal.signal(signal.SIGUSR1, interrupt)
     try:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.base.patience import Patience, slowest
+from holdfast.base.storage_deadlines import Patience, slowest
 from holdfast.live.saving import durable
 
 

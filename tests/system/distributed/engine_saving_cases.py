@@ -21,7 +21,7 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import HoldfastError, StateMismatch, UsageError
-from holdfast.live.state import movers, snapshot
+from holdfast.live.state import copy_timing, snapshot
 from holdfast.live.state.window import Window
 
 from .cases import Case, run_all
@@ -129,7 +129,7 @@ def nothing_changes_before_the_hook_waits(root: Path) -> None:
         engine, _ = build(kind, 0)
         train(engine, 0, 2)
         expected = gathered(engine)
-        small = patch.object(movers, "COPIED_AT_CALL_BYTES", 0)
+        small = patch.object(copy_timing, "COPIED_AT_CALL_BYTES", 0)
         with small, holdfast.Checkpointer(root / str(kind), state_of(engine, kind)) as ckpt:
             ckpt.save(1).wait(WAIT_S)  # the first one is copied at the call
             with copied_late():

@@ -28,7 +28,7 @@ from holdfast.errors import (
     StateMismatch,
     UsageError,
 )
-from holdfast.live import reading
+from holdfast.live import step_loading
 from live.state.test_customised_modules import Book, Packed
 from live.state.test_optimizers import Counted
 
@@ -487,7 +487,7 @@ def the_newest_that_is_deleted_gives_way_on_every_rank(root: Path) -> None:
     if dist.get_rank() == 0:
         (root / "steps/0000000002").rename(newer)
     dist.barrier()
-    real = reading.shared_manifest
+    real = step_loading.shared_manifest
 
     def then_deleted(*args: Any) -> Any:
         manifest = real(*args)
@@ -499,7 +499,7 @@ def the_newest_that_is_deleted_gives_way_on_every_rank(root: Path) -> None:
         return manifest
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "shared_manifest", then_deleted)
+        patch.setattr(step_loading, "shared_manifest", then_deleted)
         for p in net.parameters():
             nn.init.constant_(p, -1)
         assert holdfast.load(root, {"model": net}, deadline_s=120) == 2

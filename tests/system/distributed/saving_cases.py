@@ -32,8 +32,8 @@ from torch.distributed.tensor import DTensor, Replicate
 import holdfast
 from holdfast import events
 from holdfast.errors import Deadline, OutOfSpace, RankErrors, UsageError
-from holdfast.live.saving import held
-from holdfast.live.state import movers, replicas, snapshot
+from holdfast.live.saving import stall_notice
+from holdfast.live.state import copy_timing, replicas, snapshot
 from holdfast.testing import Faulty
 
 from .cases import run_all
@@ -172,7 +172,7 @@ def a_write_in_the_window_fails_aloud(root: Path) -> None:
     snapshot.Copies.run = edited
     try:
         with (
-            patch.object(movers, "COPIED_AT_CALL_BYTES", 0),
+            patch.object(copy_timing, "COPIED_AT_CALL_BYTES", 0),
             pytest.raises(
                 RankErrors, match=r"outside optimizer\.step\(\).*body\.0\.weight"
             ) as caught,
@@ -189,7 +189,7 @@ def a_write_in_the_window_fails_aloud(root: Path) -> None:
 def save_the_first(run: Run) -> None:
     """Step 0, which is copied before its call returns; the next save is copied in the window."""
     run.train()
-    with patch.object(movers, "COPIED_AT_CALL_BYTES", 0):
+    with patch.object(copy_timing, "COPIED_AT_CALL_BYTES", 0):
         run.ckpt.save(0).wait(WAIT_S)
 
 
@@ -206,7 +206,7 @@ def weights_that_a_forward_pass_writes_fail_no_save(root: Path) -> None:
 
     ckpt = holdfast.Checkpointer(root, {"model": net, "optim": optimizer})
     late_copies = patch.object(snapshot.Copies, "run", late)
-    with ckpt, late_copies, patch.object(movers, "COPIED_AT_CALL_BYTES", 0):
+    with ckpt, late_copies, patch.object(copy_timing, "COPIED_AT_CALL_BYTES", 0):
         for step in (1, 2, 3):
             expected = net.module.weight.detach().numpy().copy()
             save = ckpt.save(step)
@@ -232,7 +232,7 @@ def a_write_that_is_counted_after_the_copy_fails_aloud(root: Path) -> None:
 
     with (
         patch.object(snapshot.Shot, "changed", written_after_the_first),
-        patch.object(movers, "COPIED_AT_CALL_BYTES", 0),
+        patch.object(copy_timing, "COPIED_AT_CALL_BYTES", 0),
         pytest.raises(RankErrors, match=r"outside optimizer\.step\(\).*body\.0\.weight") as caught,
     ):
         run.ckpt.save(1).wait(WAIT_S)
@@ -302,7 +302,7 @@ def a_busy_save_waits_in_the_queue(root: Path) -> None:
     told = pytest.warns(
         holdfast.HoldfastWarning, match=r"training waited .* of step 1.*\[held-long\]"
     )
-    with store_of(run, gate), patch.object(held, "LONG_S", -1.0), told:
+    with store_of(run, gate), patch.object(stall_notice, "LONG_S", -1.0), told:
         copies = {}
         for step in (1, 2):
             run.train()

@@ -14,7 +14,7 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import HoldfastError, HoldfastWarning
-from holdfast.live.state import devices, graphs, lending, movers, snapshot
+from holdfast.live.state import copy_timing, devices, gradient_copies, graphs, snapshot
 from holdfast.live.state.rng import Rng
 from system.gpu.devices import DEVICE, needs_device, occupy, other_device
 
@@ -79,7 +79,7 @@ def test_memory_that_cannot_be_locked_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(devices.page_locks, torch.device(DEVICE).type, Refuses())
-    monkeypatch.setattr(movers, "COPIED_AT_CALL_BYTES", 0)
+    monkeypatch.setattr(copy_timing, "COPIED_AT_CALL_BYTES", 0)
     devices._tell_unlocked.cache_clear()
     model, optimizer = trained()
     expected = {}
@@ -157,7 +157,7 @@ def test_gradients_are_not_kept_where_that_is_not_safe(
     if why == "graph":
         monkeypatch.setattr(graphs, "_has_captured", True)
     else:
-        monkeypatch.setattr(lending, "room_beside_peak", lambda _: 100.0)
+        monkeypatch.setattr(gradient_copies, "room_beside_peak", lambda _: 100.0)
     assert len(gradients_told_of(tmp_path, 0, stays=False)) == 1
 
 
@@ -276,7 +276,7 @@ def test_what_is_carried_is_read_when_it_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The training's stream has much to do before it sets the rest of a snapshot aside."""
-    monkeypatch.setattr(movers, "COPIED_AT_CALL_BYTES", 0)
+    monkeypatch.setattr(copy_timing, "COPIED_AT_CALL_BYTES", 0)
     monkeypatch.setattr(snapshot, "BATCH_BYTES", 1)
     model, optimizer = trained()
     state, weights, carried = {"model": model, "optim": optimizer}, {}, []

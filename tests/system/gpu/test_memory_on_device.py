@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 import holdfast
 from holdfast.core.codec.stripes import copy, rs
-from holdfast.live.state import devices, movers, replicas, snapshot
+from holdfast.live.state import copy_timing, devices, replicas, snapshot
 from holdfast.live.state.carrying import CarriedCopies
 from holdfast.live.state.devices import Moment, devices_in
 from holdfast.live.state.sampling import Sampler
@@ -149,7 +149,7 @@ def test_what_is_carried_over_is_of_the_moment(
 ) -> None:
     """Steps that follow at once do not wait for the copy, and change nothing of it."""
     monkeypatch.setattr(snapshot, "BATCH_BYTES", 100_000)
-    monkeypatch.setattr(movers, "COPIED_AT_CALL_BYTES", 0)
+    monkeypatch.setattr(copy_timing, "COPIED_AT_CALL_BYTES", 0)
     memory = holdfast.Memory("none", carry="16MB")
     run = Run(folder, device, every=holdfast.Every(memory=1), memory=memory)
     with run.ckpt, holdfast.events.listen(run.events.append):

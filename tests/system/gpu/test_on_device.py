@@ -238,9 +238,9 @@ def test_numbers_in_optimizers_go_on(tmp_path: Path, kind: Any, foreach: bool) -
 
 
 def test_a_write_in_the_window_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from holdfast.live.state import movers, snapshot
+    from holdfast.live.state import copy_timing, snapshot
 
-    monkeypatch.setattr(movers, "COPIED_AT_CALL_BYTES", 0)
+    monkeypatch.setattr(copy_timing, "COPIED_AT_CALL_BYTES", 0)
     net, optimizer = make(0)
     train(net, optimizer, 1)
     original, edits = snapshot.Copies.run, iter([True])

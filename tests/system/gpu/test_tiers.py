@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.live.state import movers, snapshot
+from holdfast.live.state import copy_timing, snapshot
 from system.gpu.devices import DEVICE, needs_device, other_device
 from tiers.memory.agents import kill
 
@@ -102,7 +102,7 @@ def side_streams(devices: tuple[str, str], on_the_side: bool) -> Iterator[None]:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("HOLDFAST_MEMORY_DIR", str(tmp_path / "node"))
     monkeypatch.setattr(
-        movers, "COPIED_AT_CALL_BYTES", 0
+        copy_timing, "COPIED_AT_CALL_BYTES", 0
     )  # nothing is so small that it is set aside
     monkeypatch.setattr(snapshot, "BATCH_BYTES", 1000)  # batches of one device, where there are two
     gc.collect()

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from holdfast.base.wire import encode_error
 from holdfast.core.group import board as of_boards
 from holdfast.core.group.board import Board
-from holdfast.core.group.line import StoreLine
 from holdfast.core.group.seal import KEY_BYTES, MARK_BYTES, Seal
+from holdfast.core.group.store_requests import StoreLine
 from holdfast.errors import HoldfastWarning, OutOfSpace
 
 KEY = bytes(range(KEY_BYTES))

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.base.patience import opening
+from holdfast.base.storage_deadlines import opening
 from holdfast.core.checkpoint.names import manifest_key, read_manifest, step_prefix
 from holdfast.core.store.contract import SMALL_FILE_BYTES, WHOLE_BYTES
 from holdfast.core.store.regular import has_hole

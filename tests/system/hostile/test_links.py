@@ -220,7 +220,7 @@ def test_an_agents_home_is_swept_without_passing_links(tmp_path: Path, home: Pat
     (node / "jobs/job/share-00001-0").symlink_to(home / "share-00000-0")
     (node / "gone/planted").symlink_to(home)
     assert [job.name for job in segments.find()] == ["job"]
-    segments.bury()
+    segments.delete_removed()
     assert list((node / "gone").iterdir()) == list((node / "jobs/job").iterdir()) == []
     assert not (node / "jobs/planted").is_symlink()
     assert all_below(home) == before

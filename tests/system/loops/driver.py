@@ -39,7 +39,7 @@ from xxhash import xxh3_64_hexdigest
 
 import holdfast
 from holdfast.live import roots
-from holdfast.live.state import movers
+from holdfast.live.state import copy_timing
 from holdfast.session.checkpointer import Checkpointer
 from holdfast.testing import Slow
 from system.loops.loops import BETWEEN, STRIDE, Loop, Swap, bits, drawn, point_of
@@ -48,9 +48,9 @@ from tiers.memory.agents import agent
 SECONDS = 90.0
 """A loop that takes longer hangs: it computes for some milliseconds."""
 PRELOAD = (
-    "torch._dynamo", "torch.profiler._cupti_monitor", "numpy.ma", "holdfast.session.once",
-    "holdfast.session.restart", "holdfast.live.reading", "holdfast.live.saving.merging",
-    "holdfast.live.saving.holding", "holdfast.formats.looking", "holdfast.formats.read.detect",
+    "torch._dynamo", "torch.profiler._cupti_monitor", "numpy.ma", "holdfast.session.save_and_load",
+    "holdfast.session.restart", "holdfast.live.step_loading", "holdfast.live.saving.merging",
+    "holdfast.live.saving.blocking_saves", "holdfast.formats.looking", "holdfast.formats.read.detect",
     "holdfast.core.layout.locating", "holdfast.core.store.views",
 )  # fmt: skip
 """What each process would import for itself otherwise: two seconds."""
@@ -295,7 +295,7 @@ def drive(seed: int, folder: Path) -> None:
     holdfast.events.subscribe(lag)
     sys.setswitchinterval(options.switch_s)
     if options.as_large:
-        movers.COPIED_AT_CALL_BYTES = 0
+        copy_timing.COPIED_AT_CALL_BYTES = 0
     opens = roots.open_store
     if options.slow_s:
         roots.open_store = lambda url: Slow(opens(url), options.slow_s)

@@ -36,7 +36,7 @@ from torch.distributed.tensor.parallel import (
 
 import holdfast
 from holdfast.live.saving import planning
-from holdfast.live.state import movers
+from holdfast.live.state import copy_timing
 from holdfast.tiers.memory import protecting
 from holdfast.tiers.memory.node import client
 from holdfast.tiers.memory.node.fetch import Peer
@@ -255,7 +255,7 @@ class Life:
         if s["layout"] == "topk":
             topk.register(model)
         if "slow" in s:
-            movers.COPIED_AT_CALL_BYTES = 0  # there is a window, as for larger states
+            copy_timing.COPIED_AT_CALL_BYTES = 0  # there is a window, as for larger states
         if s.get("reference"):
             for step in range(s["until"]):
                 train_step(model, optim, step, s["layout"], self.width)

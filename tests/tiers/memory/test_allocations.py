@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import holdfast
 from holdfast.live.saving import SaveOperation
-from holdfast.live.state import movers, snapshot
+from holdfast.live.state import copy_timing, snapshot
 
 WAIT_S = 120.0
 TENSOR_BYTES = 64 << 10
@@ -156,7 +156,7 @@ def test_a_snapshot(root: Path, monkeypatch: pytest.MonkeyPatch, memory: dict[st
 
 def test_what_is_carried_over(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The training thread sets the rest aside in memory that is there."""
-    monkeypatch.setattr(movers, "COPIED_AT_CALL_BYTES", 0)
+    monkeypatch.setattr(copy_timing, "COPIED_AT_CALL_BYTES", 0)
     run = Run(root, carry="32MB")
     original, go = np.copyto, threading.Event()
 

@@ -65,7 +65,7 @@ def test_each_manifest_goes_to_each_rank_once(monkeypatch: pytest.MonkeyPatch) -
     mine = [held("one", A, B), held("two", B, C), None, held("three")]
 
     def ask(number: int) -> None:
-        heard[number] = discovery.tell_all(ranks.rank(number), "job", mine[number])  # type: ignore[arg-type]
+        heard[number] = discovery.gather_held(ranks.rank(number), "job", mine[number])  # type: ignore[arg-type]
 
     in_threads(ask, [0, 1, 2, 3], 4)
     expected = [one for one in mine if one is not None] + [away]

@@ -15,10 +15,10 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import UsageError
-from holdfast.live.saving import holding
+from holdfast.live.saving import blocking_saves
 from holdfast.live.saving.exactness import Exactness
-from holdfast.live.state import movers, snapshot
-from holdfast.tiers.memory.decision import of_all
+from holdfast.live.state import copy_timing, snapshot
+from holdfast.tiers.memory.decision import exactness_note
 from holdfast.tiers.memory.feed import Feed
 from holdfast.tiers.memory.twin import Gradient, Twin
 from tiers.memory.agents import kill
@@ -229,7 +229,7 @@ def test_weights_that_are_written_elsewhere(folder: Path, when: str) -> None:
 
 def test_a_step_that_calls_no_hooks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One in a device's graph, which writes uncounted: the replica has missed it, and is not copied."""
-    monkeypatch.setattr(holding, "devices_in", lambda live: [torch.device("cpu")])
+    monkeypatch.setattr(blocking_saves, "devices_in", lambda live: [torch.device("cpu")])
     run = Run(folder)
     for _ in range(4):
         run.train()
@@ -401,7 +401,7 @@ def test_an_average_that_begins_while_a_snapshot_waits(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That nobody had set it aside is found; the snapshot before stays."""
-    monkeypatch.setattr(movers, "COPIED_AT_CALL_BYTES", 0)
+    monkeypatch.setattr(copy_timing, "COPIED_AT_CALL_BYTES", 0)
     run, going_on = Run(folder), threading.Event()
     run.averages = False
     moment = Feed.moment
@@ -600,9 +600,9 @@ def test_a_proof_that_ends_meanwhile_is_another_one_s(
 
 def test_what_ranks_know_of_exactness_is_put_together() -> None:
     exact, rough = Exactness(True, 0.0, 40), Exactness(False, 2e-7, 50)
-    assert of_all([None, None]) == {}
-    assert of_all([None, exact]) == {"replica": "bit-exact, compared last at step 40"}
-    (text,) = of_all([exact, None, rough]).values()
+    assert exactness_note([None, None]) == {}
+    assert exactness_note([None, exact]) == {"replica": "bit-exact, compared last at step 40"}
+    (text,) = exactness_note([exact, None, rough]).values()
     assert text.startswith("numerically equal, within 2e-07") and text.endswith("step 40")
 
 
@@ -663,5 +663,5 @@ def test_what_cannot_be_followed_is_refused(folder: Path) -> None:
         holdfast.Memory(feed="gradients")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"prove_every=0.*must be 1 or more"):
         holdfast.Memory(feed="gradient", prove_every=0)
-    with pytest.raises(UsageError, match="there is no replica to be proved"):
+    with pytest.raises(UsageError, match='needs feed="gradient": without it there is no replica'):
         holdfast.Memory(prove_every=2)

@@ -36,9 +36,9 @@ def told(nodes: str, holdings: str = "", *, sizes: Any = None, budget: int = 1 <
     [
         ("aaaa", "", "none", [(0,), (1,), (2,), (3,)], "one node"),
         ("ab", "", "copy(2)", [(0, 1)], "two nodes"),
-        ("abcd", "", "parity", [(0, 1, 2, 3)], "4 nodes: parity bears the loss of one"),
+        ("abcd", "", "parity", [(0, 1, 2, 3)], "4 nodes: parity survives the loss of one"),
         ("abcd", "", "parity", [(0, 1, 2, 3)], "agents of a group exchange"),
-        ("abcd", "xyxy", "parity", [(0, 2), (1, 3)], "each protects from its own"),
+        ("abcd", "xyxy", "parity", [(0, 2), (1, 3)], "each rank protects from its own replica"),
         ("aabc", "", "parity", [(0, 2), (1, 3)], "3 nodes"),
         ("aaab", "", "none", [(0,), (1,), (2,), (3,)], "rank 1 finds 0 others"),
     ],

@@ -19,7 +19,7 @@ from holdfast.errors import Corrupt, HoldfastError, SegmentLost, UsageError
 from holdfast.live.state import blockwise
 from holdfast.tiers.memory.node import messages as w
 from holdfast.tiers.memory.protecting import Protector
-from holdfast.tiers.memory.recompute import shadow_of
+from holdfast.tiers.memory.recompute import recomputed_states
 from holdfast.tiers.memory.twin import MOST_AHEAD, ParamPart, Twin
 
 
@@ -113,15 +113,17 @@ def test_three_differences_end_it_and_three_failures_do_not(
 ) -> None:
     """The agent says whether what was redone is other than what was saved, or could not be compared."""
     model, optimizer = made(torch.optim.SGD)
-    shadow = shadow_of({"model": model, "optim": optimizer})
+    recomputed = recomputed_states({"model": model, "optim": optimizer})
     ends: list[str] = []
-    monkeypatch.setattr(shadow.twins, "end", ends.append)
+    monkeypatch.setattr(recomputed.twins, "end", ends.append)
 
     def ask(*_: Any) -> None:
         raise error
 
     tier = SimpleNamespace(agent=SimpleNamespace(client=SimpleNamespace(ask=ask)))
-    rank: Any = SimpleNamespace(_tier=tier, _guard=SimpleNamespace(seen=()), _redone=lambda: shadow)
+    rank: Any = SimpleNamespace(
+        _tier=tier, _guard=SimpleNamespace(seen=()), _current_recomputed=lambda: recomputed
+    )
     op: Any = SimpleNamespace(step=1)
     order = w.Protect("j", "", "a", 0, (), 1, 1, 0, 0)
     for _ in range(3):
@@ -133,5 +135,5 @@ def test_other_optimizers_are_refused() -> None:
     model = torch.nn.Linear(2, 2)
     state = {"model": model, "optim": torch.optim.AdamW(model.parameters())}
     with pytest.raises(UsageError, match="ZeroRedundancyOptimizer under DDP") as failed:
-        shadow_of(state)
+        recomputed_states(state)
     assert failed.value.hint == "choose copy or parity"

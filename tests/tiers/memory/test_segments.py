@@ -51,7 +51,7 @@ def test_the_next_agent_begins(job: Path, name: str, damage: Callable[[Path], ob
     segments.note("job", Slot(OTHER, 4096, "share", 1))
     segments.note_job("job", JobNote("root", 2))
     segments.keep_peers("job", ())
-    segments.bury()
+    segments.delete_removed()
     assert not list((job.parents[1] / "gone").iterdir())
 
 

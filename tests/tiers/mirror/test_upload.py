@@ -397,7 +397,7 @@ def test_a_store_that_cannot_be_claimed_is_told_at_the_start(monkeypatch) -> Non
 
 def test_the_home_behind_must_be_apart(tmp_path) -> None:
     for upload in (tmp_path / "run", tmp_path / "run" / "copy", tmp_path):
-        with pytest.raises(UsageError, match="must be apart"):
+        with pytest.raises(UsageError, match="one inside the other, or are the same"):
             holdfast.Checkpointer(tmp_path / "run", {"a": 1}, upload=upload)
     with pytest.raises(UsageError, match="upload_keep"):
         holdfast.Checkpointer(tmp_path / "run", {"a": 1}, upload_keep=Keep(last=1))

@@ -43,7 +43,7 @@ def arrange(at: str, number: int | str, out: Path) -> None:
 
     match at:
         case "copy":
-            whole = GradientCopier._copy_here
+            whole = GradientCopier._copy_on_host
 
             def half(making: GradientCopier, record: OpenRecord, grads: list[Any]) -> None:
                 if now():
@@ -51,7 +51,7 @@ def arrange(at: str, number: int | str, out: Path) -> None:
                     die()
                 whole(making, record, grads)
 
-            GradientCopier._copy_here = half  # type: ignore[method-assign]
+            GradientCopier._copy_on_host = half  # type: ignore[method-assign]
         case "plan":
             planning.put_plan = before(planning.put_plan, lambda *_: True)
         case "announce":

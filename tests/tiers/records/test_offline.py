@@ -367,7 +367,7 @@ def test_a_parameter_of_two_modules(root: Path) -> None:  # noqa: F811
     made(root, Shared, 3)
     status, text = call("replay", root, root / "full", "--to", 3)
     assert status == 2
-    assert "'gen.0.weight' is a parameter of another module, too" in text
+    assert "'gen.0.weight' is a parameter of several modules" in text
 
 
 def test_a_run_that_begins_with_another_is_told_of_its_records(

@@ -198,7 +198,7 @@ def test_a_step_that_is_interrupted_before_it_begins(
         for number in range(1, 6):
             if number == 3:
                 with monkeypatch.context() as patched:
-                    patched.setattr(GradientCopier, "_copy_here", interrupted)
+                    patched.setattr(GradientCopier, "_copy_on_host", interrupted)
                     with pytest.raises(KeyboardInterrupt):
                         run.step(number)
             else:

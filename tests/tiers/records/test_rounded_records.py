@@ -13,7 +13,7 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import UsageError
-from holdfast.live.compression.marks import HALVES
+from holdfast.live.gradient_compression.marks import HALVES
 from holdfast.store import open_store
 from holdfast.tiers.records.log import open_log
 from holdfast.tiers.records.offline import replay_to
@@ -81,7 +81,7 @@ def test_gradients_that_are_not_as_was_said(root: Path) -> None:  # noqa: F811
         noisy = (6,)
 
     with pytest.warns(
-        holdfast.HoldfastWarning, match="and 3 more have values that bfloat16 has not"
+        holdfast.HoldfastWarning, match="and 3 more have values that bfloat16 cannot hold"
     ):
         at_the_end = recorded(root, Noisy)
     found = dtypes(root)

@@ -17,14 +17,14 @@ import holdfast
 from holdfast.core.codec.sparse import SPARSE_HEAD_BYTES
 from holdfast.core.group import Group
 from holdfast.errors import UsageError
-from holdfast.live.compression.topk import largest
+from holdfast.live.gradient_compression.topk import largest
 from holdfast.live.state.arrays import raw_array
 from holdfast.store import open_store
 from holdfast.tiers.records.log import open_log
 from holdfast.tiers.records.optimizers import NamedOptimizer
-from holdfast.tiers.records.packing import BLOCK, PACKED, nonzero, parted
+from holdfast.tiers.records.packing import BLOCK, PACKED, nonzero, split_off_sparse
 from holdfast.tiers.records.places import RecordLayout
-from holdfast.tiers.records.planning import agree, held
+from holdfast.tiers.records.planning import agree, record_tensors
 
 from .test_exact import (
     OPTIMIZERS,
@@ -129,7 +129,9 @@ def test_gradients_that_are_not_as_sparse_as_was_said(root: Path) -> None:  # no
     class Noisy(Sparse):
         noisy = (6,)
 
-    with pytest.warns(holdfast.HoldfastWarning, match=r"and \d more have more elements other than"):
+    with pytest.warns(
+        holdfast.HoldfastWarning, match=r"and \d more have more nonzero elements than declared"
+    ):
         at_the_end = recorded(root, Noisy)
     packed = packed_bytes(root)
     assert min(packed[step] for step in (2, 3, 4, 5)) > 10 * SPARSE_HEAD_BYTES
@@ -181,8 +183,8 @@ def layout_of(length: int) -> RecordLayout:
         NamedOptimizer("a", torch.optim.SGD([dense], lr=0.1), [[("d" * length, dense)]]),
         NamedOptimizer("b", torch.optim.SGD([thin], lr=0.1), [[("t", thin)]]),
     ]
-    live = held(steps, {"c.small": torch.arange(3, dtype=torch.uint8)})
-    agreement, tensors = parted(agree(Group(), live, None, 1), 1)
+    live = record_tensors(steps, {"c.small": torch.arange(3, dtype=torch.uint8)})
+    agreement, tensors = split_off_sparse(agree(Group(), live, None, 1), 1)
     assert [t.name for t in tensors] == ["b.t.grad"]
     return RecordLayout.of(agreement, tensors, 0, live, steps, 64)
 

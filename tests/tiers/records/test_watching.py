@@ -197,14 +197,14 @@ def test_a_model_of_another_dtype(root: Path) -> None:  # noqa: F811
 
 def test_an_error_that_nobody_foresaw(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """It ends the records, aloud, and not the training."""
-    gradients = RecordCapture.gradients
+    gradients = RecordCapture.copy_gradients
 
     def failing(*args: Any) -> None:
         if run.told["seen"] == 8 * 3:
             raise RuntimeError("no such kernel")
         gradients(*args)
 
-    monkeypatch.setattr(RecordCapture, "gradients", failing)
+    monkeypatch.setattr(RecordCapture, "copy_gradients", failing)
     run = Plain()
     with (
         pytest.warns(holdfast.HoldfastWarning, match="records end: .*no such kernel"),

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from holdfast.base.garbage import uncollected
+from holdfast.base.gc_pause import uncollected
 from holdfast.base.threads import in_threads
 from holdfast.core.checkpoint.files import MOST_OPEN, TABLES_BYTES, Files
 from holdfast.core.checkpoint.rows import Interval, RowIndex, Want, group_rows, needs, plan_rows

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from holdfast.base.garbage import uncollected
+from holdfast.base.gc_pause import uncollected
 from holdfast.base.threads import Worker, in_threads
 from holdfast.core.checkpoint.files import Files
 from holdfast.core.checkpoint.peers import Peers, SharedWindow, raise_together

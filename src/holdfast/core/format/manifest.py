@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from holdfast.base.errors import Corrupt, FormatError, HoldfastError, UnsupportedVersion, printable
-from holdfast.base.garbage import uncollected
+from holdfast.base.gc_pause import uncollected
 from holdfast.base.wire import decode_json
 from holdfast.core.codec.digest import hexdigest
 from holdfast.core.format.dtypes import DTYPES

@@ -1,4 +1,8 @@
-"""The ranks of a job: the only package that calls torch.distributed.
+"""The ranks of a job, and all messages between them for saves, restores and conversions.
+
+Other code asks torch.distributed only for ranks, groups and meshes, but for the DDP hook of
+`live.gradient_compression`, which exchanges gradients for the training; `integrations.deepspeed`, which
+broadcasts what rank 0 has read; and `launch`, whose nodes meet before there are ranks.
 
 Every collective call begins with a *meeting*, which waits until all ranks have made the call.  Then ranks
 communicate by the *board* (small messages of a save) and the *exchange* (collectives of a load), both apart
@@ -16,7 +20,7 @@ from holdfast.core.group.exchange import Exchange
 from holdfast.core.group.meeting import Meeting, Met, meeting_of_job, meeting_over, store_of_launch
 
 if TYPE_CHECKING:
-    from holdfast.core.group.window import HostWindow
+    from holdfast.core.group.shared_memory import HostWindow
 
 
 class Group(Board, Exchange):
@@ -62,7 +66,7 @@ class Group(Board, Exchange):
 
     def window(self, size: int) -> HostWindow:
         """Return `size` bytes of memory of this rank that the ranks of its host can map.  Collective."""
-        from holdfast.core.group.window import HostWindow
+        from holdfast.core.group.shared_memory import HostWindow
 
         return HostWindow(self, size)
 

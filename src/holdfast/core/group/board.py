@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from holdfast.base.errors import AgentError, Deadline, warn_user
 from holdfast.base.wire import decode_error, decode_msgpack, encode_error
-from holdfast.core.group.line import StoreLine
 from holdfast.core.group.meeting import ranks_text
 from holdfast.core.group.seal import KEY_BYTES, Seal
+from holdfast.core.group.store_requests import StoreLine
 
 _T = TypeVar("_T")
 _Confide = Callable[[bytes | None], bytes]

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from holdfast.base.errors import AgentError, Deadline, UsageError, warn_user
 from holdfast.base.wire import decode_json
 from holdfast.core.group.gloo import Gloo
-from holdfast.core.group.line import StoreLine
+from holdfast.core.group.store_requests import StoreLine
 
 _COUNT = 20
 """Bits of a meeting's counter that count ranks; above them lies the sum of their marks, of 16 bits each."""

@@ -22,7 +22,7 @@ from urllib.parse import unquote_to_bytes
 
 from holdfast.base.arguments import function_of, path_of, unfit
 from holdfast.base.errors import UsageError
-from holdfast.base.patience import Patience
+from holdfast.base.storage_deadlines import Patience
 from holdfast.base.suggest import did_you_mean
 from holdfast.base.threads import in_threads
 from holdfast.core.store.contract import Bounded, Bulk, Entry, Reader, Store, Writer

@@ -23,7 +23,7 @@ from urllib.parse import quote
 
 from holdfast.base.arguments import flag_of, path_of
 from holdfast.base.errors import Corrupt, NotFound, UsageError, warn_user
-from holdfast.base.patience import Patience, patient, patient_or
+from holdfast.base.storage_deadlines import Patience, patient, patient_or
 from holdfast.base.threads import in_threads
 from holdfast.core.store.contract import (
     BLOCK_BYTES,
@@ -54,8 +54,8 @@ from holdfast.core.store.directories import (
     remove_if_empty,
     walk,
 )
+from holdfast.core.store.file_readers import Descriptor, DirectReader
 from holdfast.core.store.oserrors import obstacle, translated
-from holdfast.core.store.reading import Descriptor, DirectReader
 from holdfast.core.store.regular import has_hole, open_regular, read_whole
 from holdfast.core.store.replacing import locked
 from holdfast.core.store.tempfiles import TempFile, open_temp, sweep_temp_files

@@ -42,7 +42,7 @@ from holdfast.base.errors import (
     UsageError,
     redacted,
 )
-from holdfast.base.patience import Patience, patient
+from holdfast.base.storage_deadlines import Patience, patient
 from holdfast.base.threads import in_threads
 from holdfast.core.store.bucket import RETRY_S, BucketAddress, address_of, connect
 from holdfast.core.store.contract import (

@@ -5,8 +5,8 @@
 Each file is one of torch.save, and holds the rank's local tensors.  `metadata.pkl` says how the tensors of
 all ranks make up the whole: for each path inside an item the placements on a mesh, or the parts that a rank
 holds, and in which ranks.  With it local tensors become `Shards`, and the rest is as for any files of ranks
-(`ranks`, `torchsave`).  It is written where an item declares a resharder; without it tensors are taken for
-replicas, which must not differ.
+(`merged_ranks`, `torchsave`).  It is written where an item declares a resharder; without it tensors are
+taken for replicas, which must not differ.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from holdfast.core.format.dtypes import DTYPES
 from holdfast.core.layout import Box
 from holdfast.core.store import Store
 from holdfast.formats.read.folder import top
+from holdfast.formats.read.merged_ranks import Shards, merged, shard_box
 from holdfast.formats.read.plaindata import ints, text
-from holdfast.formats.read.ranks import Shards, merged, shard_box
 from holdfast.formats.read.torchfile import TensorRef
 from holdfast.formats.read.torchfiles import files_trees
 from holdfast.formats.read.torchsave import open_trees

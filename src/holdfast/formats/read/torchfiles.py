@@ -15,7 +15,7 @@ from holdfast.core.store import Store
 from holdfast.formats.read import plaindata
 from holdfast.formats.read.folder import OneFile, joined, top
 from holdfast.formats.read.huggingface import Index, missing_files, read_index
-from holdfast.formats.read.ranks import DISTRIBUTED, merged
+from holdfast.formats.read.merged_ranks import DISTRIBUTED, merged
 from holdfast.formats.read.torchfile import RESAVE, read_file
 from holdfast.formats.read.unknown import known_parts
 

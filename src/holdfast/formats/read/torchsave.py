@@ -5,7 +5,7 @@
 
 A flat dict of tensors is a model.  In other dicts, models and optimizers are recognised by their usual
 keys; other values become extras under their keys.  Files of several ranks are first merged to one tree
-(`ranks`). Trees are read without running code, tensors only on demand.
+(`merged_ranks`). Trees are read without running code, tensors only on demand.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from holdfast.formats.read.byindex import (
     stated_names,
 )
 from holdfast.formats.read.foreign import Foreign, foreign
+from holdfast.formats.read.merged_ranks import ByRank, Tensor, replicated_value, scalar
 from holdfast.formats.read.plaindata import plain_value
-from holdfast.formats.read.ranks import ByRank, Tensor, replicated_value, scalar
 from holdfast.formats.read.stepnumber import NAMES, step_among
 from holdfast.formats.read.torchfiles import trees_of
 from holdfast.formats.read.unpickle import UnknownInstance

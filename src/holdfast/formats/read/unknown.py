@@ -12,7 +12,7 @@ from typing import Any
 
 from holdfast.base.errors import FormatError, warn_user
 from holdfast.base.text import listed
-from holdfast.formats.read.ranks import Shards
+from holdfast.formats.read.merged_ranks import Shards
 from holdfast.formats.read.torchfile import Storage, TensorRef
 from holdfast.formats.read.unpickle import OpaqueInstance, contents_of
 

@@ -128,7 +128,7 @@ class ShapeLayout:
             return None  # cuts over distinct axes cover the tensor
         held = [(at, v) for at, v in self.views() if v.is_here]
         if self.rule.replica != "unique":
-            distinct = {(v.lines, v.window, v.scale): (at, v) for at, v in reversed(held)}
+            distinct = {(v.dims, v.window, v.scale): (at, v) for at, v in reversed(held)}
             held = list(distinct.values())
         found = gap_or_overlap(
             self.shape, [(_place_text(at), [f.box for f in v.fragments()]) for at, v in held]

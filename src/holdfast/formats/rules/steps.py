@@ -43,7 +43,7 @@ class Coordinates:
 
 def length(view: View, dim: int) -> int:
     """Return a dim's length in a view; 0 for a missing dim, which the view will refuse."""
-    return view.lines[dim].length if dim < len(view.lines) else 0
+    return view.dims[dim].length if dim < len(view.dims) else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from holdfast.core.checkpoint.names import FOLDERS, step_prefix
 from holdfast.core.checkpoint.outfiles import Outfile
 from holdfast.core.store import Store, get_small, open_store
 from holdfast.formats.read.folder import MARK, joined
-from holdfast.formats.write.planned import Planned
+from holdfast.formats.write.file_plans import Planned
 
 CONVERSION_PREFIX = "convert-"
 """Prefix of the attempts of conversions."""

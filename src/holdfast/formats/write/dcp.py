@@ -21,6 +21,7 @@ from holdfast.core.format.dtypes import DTYPES
 from holdfast.core.format.extras import decode
 from holdfast.core.format.manifest import TensorEntry
 from holdfast.formats.write.archive import ArchivedTensor, ArchivePlan, add_archive, for_torch
+from holdfast.formats.write.file_plans import Planned, WriteOptions
 from holdfast.formats.write.pickling import (
     Instance,
     PickledCall,
@@ -28,7 +29,6 @@ from holdfast.formats.write.pickling import (
     dumps,
     pickled_call,
 )
-from holdfast.formats.write.planned import Planned, WriteOptions
 
 _METADATA = ".metadata"
 _CHUNK_BYTES = 128 << 20

@@ -23,8 +23,8 @@ from holdfast.core.checkpoint.outfiles import Outfile
 from holdfast.core.format.extras import decode
 from holdfast.core.format.manifest import TensorEntry
 from holdfast.formats.write.archive import ArchivedTensor, ArchivePlan, add_archive, for_torch
+from holdfast.formats.write.file_plans import Planned, WriteOptions, is_float
 from holdfast.formats.write.pickling import Instance, PickledGlobal, pickled_call
-from holdfast.formats.write.planned import Planned, WriteOptions, is_float
 
 _VERSION = "0.16.0"
 """Version of DeepSpeed to state if the source has none; loaders refuse files without a version."""

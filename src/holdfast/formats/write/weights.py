@@ -12,7 +12,7 @@ from holdfast.core.checkpoint.outfiles import ElementSpan, Literal, Outfile
 from holdfast.core.checkpoint.tidying import INDEX
 from holdfast.core.format.dtypes import dtype_of
 from holdfast.formats.write.archive import ArchivedTensor, ArchivePlan, add_archive
-from holdfast.formats.write.planned import Planned, Weight, WriteOptions, weights
+from holdfast.formats.write.file_plans import Planned, Weight, WriteOptions, weights
 
 _NAME = "model"
 _ALIGN = 64

@@ -33,11 +33,11 @@ from holdfast.live.state.optimizers import (
     holder_of,
     own_params,
 )
-from holdfast.live.state.outside import outside
 from holdfast.live.state.placed import place
 from holdfast.live.state.recognising import State, is_optimizer
 from holdfast.live.state.several import CombinedOptimizer, combined_parts
 from holdfast.live.state.shared_states import tell_shared
+from holdfast.live.state.unsaved_tensors import outside
 from holdfast.live.state.wrapped import check_own_state, shown_optimizer, stepping
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class OptimizerKind(Kind):
         add_common(live, self.key, self.value, to.on_resize)
         names = optimizer.names
         if any(id(p) not in names for _, params in optimizer.groups for p in params):
-            from holdfast.live.state.positions import note_positions
+            from holdfast.live.state.nameless_parameters import note_positions
 
             note_positions(live, optimizer, to.state)
         if to.is_first:
@@ -231,14 +231,14 @@ class OptimizerKind(Kind):
         return tensor, place(tensor, name).box if isinstance(tensor, DTensor) else box
 
     def lies_otherwise(self, restore: Restoring) -> bool:
-        from holdfast.live.restore.ranks import lies_otherwise
+        from holdfast.live.restore.values_per_rank import lies_otherwise
 
         params = {id(p) for pairs in self.pairs(restore) for _, p in pairs}
         mine = [t for t in restore.live.tensors.values() if id(t.source) in params]
         return lies_otherwise(restore.checkpoint, mine, restore.group.rank)
 
     def differing(self, checkpoint: Checkpoint) -> str:
-        from holdfast.live.restore.ranks import differing_values
+        from holdfast.live.restore.values_per_rank import differing_values
 
         return differing_values(checkpoint, self.key)
 
@@ -254,7 +254,7 @@ class OptimizerKind(Kind):
 
     def put_by_rule(self, restore: Restoring, rule: str | None) -> None:
         if rule in ("rank0", "same"):
-            from holdfast.live.restore.ranks import of_first
+            from holdfast.live.restore.values_per_rank import of_first
 
             self.put_tree(restore, of_first(restore.checkpoint, self.key))
 

@@ -363,7 +363,7 @@ class Restoring:
                 kind.put_part(self)
             return
         if any(n.endswith(f".{ORDER}") for n in (*self.manifest.extras, *self.manifest.per_rank)):
-            from holdfast.live.restore.orders import put_orders
+            from holdfast.live.restore.loader_orders import put_orders
 
             objects = {key: list(kind.objects()) for key, kind in self.kinds.items()}
             put_orders(self.checkpoint, objects, self.own, self.rule)

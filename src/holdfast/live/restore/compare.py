@@ -25,7 +25,7 @@ from holdfast.live.restore.mismatches import Mismatch, Problems, differs
 from holdfast.live.restore.targets import RestoreOptions, is_known
 from holdfast.live.state.customised import OWN_EXTRA
 from holdfast.live.state.named import Prepared
-from holdfast.live.state.positions import WAYS_OUT
+from holdfast.live.state.nameless_parameters import WAYS_OUT
 
 MAX_UNTOUCHED = 20
 MAX_HINTS = 20
@@ -59,7 +59,7 @@ def compare_tensors(checkpoint: Checkpoint, live: Prepared, options: RestoreOpti
 
         compare_frozen(checkpoint, live, options, found)
     if live.apart or any(name + MADE_OF in checkpoint.manifest.extras for name in found.missing):
-        from holdfast.live.restore.apart import made_otherwise
+        from holdfast.live.restore.composite_states import made_otherwise
 
         made_otherwise(checkpoint, live, found)
     if live.aliases:
@@ -237,7 +237,7 @@ def _combine(
         problems += [x for x in extra if options.strict and x.name.endswith(OWN_EXTRA)]
         problems += _idle_patterns(checkpoint, found, live.keys, options)
     if not problems and len({(f.claimed, *f.keys) for f in found}) > 1:
-        from holdfast.live.saving.alone import tell_lacking
+        from holdfast.live.saving.missing_notices import tell_lacking
 
         tell_lacking(checkpoint.manifest, [f.claimed for f in found], [f.keys for f in found])
     axes = {a for f in found for a in f.axes}

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from holdfast.base.errors import FormatError, HoldfastError, StoreError
-from holdfast.base.garbage import uncollected
+from holdfast.base.gc_pause import uncollected
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.checkpoint.reading import read_alone
 from holdfast.core.checkpoint.rows import Want

@@ -164,7 +164,7 @@ class StatePlaces:
         if is_apart(have) == is_saved_apart(self.checkpoint, full):
             return False
         if is_apart(have):
-            from holdfast.live.restore.apart import description_of
+            from holdfast.live.restore.composite_states import description_of
 
             if description_of(have, full) is None:
                 place(have, full)
@@ -182,7 +182,7 @@ class StatePlaces:
         """Memory for a saved state that the parameter lacks."""
         full = f"{self.key}.{name}.{state}"
         if is_saved_apart(self.checkpoint, full):
-            from holdfast.live.restore.apart import make_state
+            from holdfast.live.restore.composite_states import make_state
 
             said = self.checkpoint.manifest.extras[full + MADE_OF]
             return make_state(full, said, optimizer, p, self.live.saved)

@@ -15,7 +15,7 @@ from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.checkpoint.rows import RAW, Array, ArrayTarget, Target
 from holdfast.core.format.manifest import TensorEntry
 from holdfast.core.layout import Mesh
-from holdfast.live.restore.landing import copy_in
+from holdfast.live.restore.page_locked_blocks import copy_in
 from holdfast.live.state.arrays import array_of
 from holdfast.live.state.placed import memory_of, place, torch_dtype
 from holdfast.live.state.tensor_kinds import PLAIN_TENSORS, check_kind, writing

@@ -16,7 +16,7 @@ import msgspec
 
 from holdfast.base.errors import Deadline, OutOfSpace
 from holdfast.base.events import emit, span
-from holdfast.base.patience import slowest
+from holdfast.base.storage_deadlines import slowest
 from holdfast.base.threads import Worker
 from holdfast.base.wire import decode_msgpack, rank_errors
 from holdfast.core.checkpoint.claiming import Claim
@@ -26,10 +26,10 @@ from holdfast.core.format.manifest import FileEntry
 from holdfast.core.store import Store
 from holdfast.live.saving.commit import build_manifest, written
 from holdfast.live.saving.handle import Save
-from holdfast.live.saving.held import HeldLong
 from holdfast.live.saving.messages import SaveOutcome, Written
 from holdfast.live.saving.operation import Draft, Request, SaveOperation
 from holdfast.live.saving.saver import Saver
+from holdfast.live.saving.stall_notice import HeldLong
 from holdfast.live.saving.steps import RootSteps
 from holdfast.live.saving.writing import write_image
 from holdfast.live.state.named import Collected

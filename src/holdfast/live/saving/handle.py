@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from holdfast.base.arguments import function_of, timeout_of
 from holdfast.base.calls import result_of
 from holdfast.base.errors import Deadline
-from holdfast.base.patience import slowest
+from holdfast.base.storage_deadlines import slowest
 from holdfast.live.state.window import resting
 
 

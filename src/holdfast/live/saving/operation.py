@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from holdfast.base.errors import HoldfastError
 from holdfast.base.events import emit
-from holdfast.base.garbage import uncollected
+from holdfast.base.gc_pause import uncollected
 from holdfast.base.threads import Worker
 from holdfast.base.wire import WireError, rank_errors
 from holdfast.core.format.image import Image
@@ -235,9 +235,9 @@ class SaveOperation:
                 # earlier saves must have copied the tensors that were set aside for them
                 self.saver.settle(None)
                 with uncollected():
-                    self.must_hold = self.saver.movers.sort(live)
+                    self.must_hold = self.saver.copy_timing.sort(live)
                     set_aside(live, self.saver.aside)
-            self.moment = StateView.of(live, self.saver.movers.corners_at_call(live))
+            self.moment = StateView.of(live, self.saver.copy_timing.corners_at_call(live))
             if self.companion is not None and not busy and not self.request.is_rehearsal:
                 self.replica = self.companion.replica(self)
         except Exception as error:
@@ -360,15 +360,15 @@ class SaveOperation:
         if draft.layout is None:
             return
         image, copies = draft.layout
-        stop, movers = image.table_start, self.saver.movers
-        shot = Shot(copies, draft.moment, draft.filling, stop, self.step, movers, beside)
+        stop, copy_timing = image.table_start, self.saver.copy_timing
+        shot = Shot(copies, draft.moment, draft.filling, stop, self.step, copy_timing, beside)
         try:
             room = self.saver.room if self.replica is None else None
             copy_in_window(shot, self.window, room=room)
             draft.filling.complete()
         except BaseException as error:
             if isinstance(error, WrittenMeanwhile):
-                movers.learn({*error.names})
+                copy_timing.learn({*error.names})
             draft.filling.fail(error)
 
     # -- the end: any thread ----------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from holdfast.base.errors import HoldfastError, UsageError
-from holdfast.base.garbage import uncollected
+from holdfast.base.gc_pause import uncollected
 from holdfast.base.wire import WireError, decode_msgpack
 from holdfast.core.codec.digest import ALGORITHM, CHUNK_BYTES, hexdigest
 from holdfast.core.format.image import ALIGN, Image, plan_image
@@ -115,7 +115,7 @@ class Planner:
 
             check_own(ready, per_rank, self._told)
         if len(ready) > 1 and any(r.extras.keys() != ready[0].extras.keys() for r in ready):
-            from holdfast.live.saving.alone import tell_keys
+            from holdfast.live.saving.missing_notices import tell_keys
 
             tell_keys(ready, self._told)
         following, doubted = differing_classes([r.sample for r in ready])
@@ -151,7 +151,7 @@ class Planner:
             of_rank = [order[k] for k in kinds]
             agreement = merge_descriptions(docs, of_rank, self.mesh)
         if len(docs) > 1:
-            from holdfast.live.saving.alone import tell_tensors
+            from holdfast.live.saving.missing_notices import tell_tensors
 
             tell_tensors(docs, of_rank, self._told)
         with uncollected():

@@ -19,7 +19,7 @@ import msgspec
 
 from holdfast.base.errors import HoldfastError, NotFound, UsageError
 from holdfast.base.host import boot_id
-from holdfast.base.patience import bounded
+from holdfast.base.storage_deadlines import bounded
 from holdfast.base.wire import decode_json, decode_msgpack
 from holdfast.core.checkpoint.claiming import Claim, claim_key
 from holdfast.core.checkpoint.names import manifest_key, step_numbers

@@ -16,7 +16,7 @@ from holdfast.live.saving.handle import Save
 from holdfast.live.saving.operation import Companion, Draft, Keeper, Request, SaveOperation
 from holdfast.live.saving.planning import Planner
 from holdfast.live.state.agreed import describe_tensors
-from holdfast.live.state.movers import Movers
+from holdfast.live.state.copy_timing import CopyTiming
 from holdfast.live.state.named import Collected, LiveTensor
 from holdfast.live.state.replicas import Replicas
 from holdfast.live.state.sampling import Sample
@@ -61,7 +61,7 @@ class Saver:
         """Tensors that were set aside at the last call."""
         self.news: list[str] = []
         """Warnings for the user."""
-        self.movers = Movers()
+        self.copy_timing = CopyTiming()
         self.is_last = False
         """True once training has ended, so no save has to hold it."""
         self._is_aside_told = False
@@ -106,18 +106,18 @@ class Saver:
         finally:
             self._worker.submit(op.guarded, op.run)
         if is_snapshot and self.gate.is_bypassed:
-            from holdfast.live.saving.holding import hold_bypassed
+            from holdfast.live.saving.blocking_saves import hold_bypassed
 
             is_held &= not hold_bypassed(self, op)
         if not self._is_aside_told and sum(t.nbytes for t in self.aside.values()) >= MUCH_BYTES:
-            from holdfast.live.saving.holding import tell_set_aside
+            from holdfast.live.saving.blocking_saves import tell_set_aside
 
             self._is_aside_told = True
             tell_set_aside(self)
         if is_held:
             op.window.wait()
-            self.movers.watch(live)
-            op.window.at_end = self.movers.look
+            self.copy_timing.watch(live)
+            op.window.at_end = self.copy_timing.look
         return op.save
 
     def settle(self, limit_s: float | None) -> None:

@@ -24,7 +24,7 @@ from holdfast.core.checkpoint.names import (
     parse_attempt,
     read_manifest,
 )
-from holdfast.core.checkpoint.room import missing_bytes
+from holdfast.core.checkpoint.reserved_space import missing_bytes
 from holdfast.core.checkpoint.tidying import Keep, discard, sweep
 from holdfast.core.format.manifest import Manifest
 from holdfast.core.store import LocalStore, Store

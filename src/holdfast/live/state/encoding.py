@@ -99,7 +99,7 @@ def encode_extra(
 
 def add_order(live: Collected, name: str, loader: Any, saved: Any, rule: str | None) -> None:
     """Add the order of a data loader beside its state.  torch's loaders are imported for it."""
-    from holdfast.live.state.orders import add_loader_order
+    from holdfast.live.state.data_order import add_loader_order
 
     add_loader_order(live, name, loader, saved, rule)
 

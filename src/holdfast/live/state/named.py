@@ -83,7 +83,7 @@ class NamedTensors:
     extras: dict[str, Any] = field(default_factory=dict)
     """Encoded values that are no tensors, by name."""
     apart: dict[str, list[str]] = field(default_factory=dict)
-    """By the name of a tensor that is made of others, the names of its parts (`state.apart`)."""
+    """By the name of a tensor that is made of others, its parts' names (`state.composite_tensors`)."""
     padded: set[str] = field(default_factory=set)
     """Tensors whose dim 0 is padded for this layout: more or fewer rows may have been saved."""
     devices: list[torch.device] | None = None
@@ -91,7 +91,7 @@ class NamedTensors:
 
     def add(self, name: str, state: str, tensor: torch.Tensor, *, steady: bool) -> None:
         if is_apart(tensor):
-            from holdfast.live.state.apart import add_flattened
+            from holdfast.live.state.composite_tensors import add_flattened
 
             if add_flattened(self, name, state, tensor, steady=steady):
                 return
@@ -155,7 +155,7 @@ class Collected(NamedTensors):
     moved: set[str] = field(default_factory=set)
     """Steady tensors that an optimizer moves whose steps are seen."""
     aside: set[str] = field(default_factory=set)
-    """Tensors that are copied at the call (`state.movers`); the others are copied in the window."""
+    """Tensors that are copied at the call (`state.copy_timing`); the others are copied in the window."""
     contents: dict[str, list[str]] = field(default_factory=dict)
     """Digests of the tensors that an object's state refers to by name, by key."""
     inline_bytes: float = INLINE_BYTES

@@ -23,15 +23,15 @@ from holdfast.live.sources import is_owned
 from holdfast.live.state.customised import named_entries
 from holdfast.live.state.generators import OwnGenerators
 from holdfast.live.state.ignoring import Ignored
-from holdfast.live.state.outside import (
+from holdfast.live.state.recognising import State, is_loader, is_plain, saves_itself, stages
+from holdfast.live.state.several import combined_parts, inner_optimizers
+from holdfast.live.state.unsaved_tensors import (
     SAVED_ATTRIBUTES,
     address_of,
     optimizer_addresses,
     saved_names,
     tensors_held,
 )
-from holdfast.live.state.recognising import State, is_loader, is_plain, saves_itself, stages
-from holdfast.live.state.several import combined_parts, inner_optimizers
 from holdfast.live.state.wrapped import is_zero1
 from holdfast.live.state.writes import Mark
 

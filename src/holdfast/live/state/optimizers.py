@@ -65,7 +65,7 @@ def all_param_names(state: State, groups: list[Group]) -> ParamNames:
         for i, pairs in found.items()
     )
     if any(id(p) not in names for _, params in groups for p in params):
-        from holdfast.live.state.positions import add_others
+        from holdfast.live.state.nameless_parameters import add_others
 
         add_others(names, state, groups)
     return names

@@ -188,7 +188,7 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_apart(tensor: torch.Tensor) -> bool:
-    """True if a tensor's values are not in one memory of its own (`state.apart`)."""
+    """True if a tensor's values are not in one memory of its own (`state.composite_tensors`)."""
     memory = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     kind = type(memory)
     return (

@@ -2,8 +2,8 @@
 
 Parameters and optimizer state change only inside `optimizer.step()`.  So after step t their copy may go
 on in the background until step t + 1's optimizer step begins (`window`).  What else may change before that
-is set aside at the call: `movers` knows what that is.  A script that writes in the window all the same is
-found by the tensors' version counters, and by a few elements of each weight: those in the image are
+is set aside at the call: `copy_timing` knows what that is.  A script that writes in the window all the same
+is found by the tensors' version counters, and by a few elements of each weight: those in the image are
 compared with those at the call.  Then the save fails, by name, and what was written is set aside from
 then on.
 
@@ -33,6 +33,14 @@ from holdfast.core.format.image import Image
 from holdfast.core.format.manifest import TensorEntry
 from holdfast.core.layout import Box
 from holdfast.live.state.arrays import array_of, raw_array
+from holdfast.live.state.copy_timing import (
+    CopyTiming,
+    Corners,
+    differing_corners,
+    is_on_host,
+    versions,
+    written_since,
+)
 from holdfast.live.state.devices import (
     LockedPages,
     Moment,
@@ -44,14 +52,6 @@ from holdfast.live.state.devices import (
     on_streams,
     wait_for_stream,
     wait_for_writers,
-)
-from holdfast.live.state.movers import (
-    Corners,
-    Movers,
-    differing_corners,
-    is_on_host,
-    versions,
-    written_since,
 )
 from holdfast.live.state.named import Collected
 from holdfast.live.state.window import Window
@@ -253,7 +253,7 @@ class Copies:
     """(part of the image, source, where that part ends in the image)"""
     device: list[tuple[torch.Tensor, torch.Tensor]]
     corners: dict[tuple[str, int], np.ndarray[Any, Any]] = field(default_factory=dict)
-    """A few elements, in the image, of each part that is there as a whole (`movers.Corners`)."""
+    """A few elements, in the image, of each part that is there as a whole (`copy_timing.Corners`)."""
     unmoved: dict[tuple[str, Box], np.ndarray[Any, Any]] = field(default_factory=dict)
     """A few elements, in the image, of what is copied from a device and no optimizer moves."""
 
@@ -396,7 +396,7 @@ class Shot:
     stop: int
     """End of the part of the image that the copies fill, in bytes."""
     step: int
-    movers: Movers
+    copy_timing: CopyTiming
     beside: CopyTap | None
 
     def carried(self, room: CarryBuffer) -> CarriedCopies:
@@ -428,7 +428,7 @@ class Shot:
 
         A write that nothing counts, and that has come behind the copy of these elements, is seen by it.
         """
-        return differing_corners(self.moment.corners, self.movers.corners(self.moment.live))
+        return differing_corners(self.moment.corners, self.copy_timing.corners(self.moment.live))
 
     def corners_in_image(self) -> Corners:
         """A few elements of the weights as they were copied."""
@@ -437,7 +437,7 @@ class Shot:
     def compare_images(self) -> None:
         """Let it be learned what differs from the image before, of tensors on a device."""
         elements = {key: view.tobytes() for key, view in self.copies.unmoved.items()}
-        self.movers.compare_images(self.moment.live, elements)
+        self.copy_timing.compare_images(self.moment.live, elements)
 
     def pause_s(self, took_s: float) -> float:
         """Seconds in which any write ends that was under way when a copy of `took_s` seconds did; 0 if all

@@ -33,7 +33,7 @@ def add_sparse(live: NamedTensors, name: str, state: str, tensor: torch.Tensor) 
         return False
     if tensor.layout not in (torch.sparse_coo, *COMPRESSED):
         return False
-    from holdfast.live.state.apart import inner_state
+    from holdfast.live.state.composite_tensors import inner_state
 
     inner = live.memory_of_parts(name, dense_parts(tensor), partial(_put, name, tensor))
     live.extras[name + MADE_OF] = said_of(tensor)
@@ -53,7 +53,7 @@ def dense_parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def said_of(tensor: torch.Tensor) -> dict[str, Any]:
-    """The description of a sparse tensor, beside indices and values (`state.apart`)."""
+    """The description of a sparse tensor, beside indices and values (`state.composite_tensors`)."""
     dims = f", {tensor.sparse_dim()} sparse dims" if tensor.layout is torch.sparse_coo else ""
     context = f"{tuple(tensor.shape)}, {tensor.dtype}{dims}"
     parts = dict.fromkeys(dense_parts(tensor), "")

@@ -19,7 +19,7 @@ class Filled(msgspec.Struct, frozen=True, array_like=True):
     written: bytes
     card: w.Card
     holding: str
-    """Digest of which parts of all tensors it holds: the same for ranks that hold the same."""
+    """Digest of which parts of all tensors it holds."""
     size: int
     """Bytes of its image; 0: it saves nothing."""
     budget: int
@@ -41,7 +41,7 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
     card_of: tuple[int, ...] = ()
     """Index in `cards` of each rank's agent, by rank."""
     class_of: tuple[int, ...] = ()
-    """A number for each rank, by rank: the same for ranks that hold the same."""
+    """A number for each rank, by rank: the same for ranks that hold the same parts."""
     sizes: tuple[int, ...] = ()
     """Bytes of each rank's image, by rank; 0: it saves nothing."""
     memory: tuple[int, ...] = ()
@@ -49,7 +49,7 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
     budgets: tuple[int, ...] = ()
     """Bytes of memory that this job may take on each node, in the order of `cards`."""
     directly: str = ""
-    """Why the save must get to storage without the agents."""
+    """Why the save must get to storage without the agents; empty if they can do it."""
 
 
 def decided(filled: list[Filled], manifest: bytes = b"") -> Decision:
@@ -69,9 +69,9 @@ def decided(filled: list[Filled], manifest: bytes = b"") -> Decision:
     )
 
 
-def of_all(ranks: Iterable[Exactness | None]) -> dict[str, str]:
-    """Entry of the worst for a manifest; `None`: a rank that copied the live state.  {} if all
-    did."""
+def exactness_note(ranks: Iterable[Exactness | None]) -> dict[str, str]:
+    """Return the manifest's entry for the worst exactness of all ranks.  None stands for a rank that
+    copied the live state; {} if all did."""
     found = [one for one in ranks if one is not None]
     if not found:
         return {}

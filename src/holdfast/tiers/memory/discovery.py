@@ -1,7 +1,7 @@
 """The ranks of a restart tell each other what the agents of all nodes hold.
 
-Agents know the same manifests, which are large: each manifest goes to each rank once, and everything else
-that is told names it by its digest.
+Manifests are large, and many agents know the same ones: each manifest is sent to each rank once, and all
+other messages name it by its digest.
 """
 
 from __future__ import annotations
@@ -24,29 +24,30 @@ Manifests = dict[bytes, bytes]
 """Encoded manifests, by the digest of their bytes."""
 
 
-def tell_all(group: Group, job: str, mine: w.Held | None) -> list[w.Held]:
+def gather_held(group: Group, job: str, mine: w.Held | None) -> list[w.Held]:
     """Return what all agents hold, also those of nodes that the job no longer runs on, if they
     still answer.
 
     `mine`: what this node's agent holds, given on one of its ranks.  Collective.
     """
     own = manifests_of([mine] if mine is not None else [])
-    told = group.all_gather(w.encode(_brief(mine)) if mine is not None else b"")
-    helds = {r: decode_msgpack(data, w.Held) for r, data in enumerate(told) if data}
-    having: dict[bytes, int] = {}
+    briefs = group.all_gather(w.encode(_brief(mine)) if mine is not None else b"")
+    helds = {r: decode_msgpack(data, w.Held) for r, data in enumerate(briefs) if data}
+    sender_of: dict[bytes, int] = {}
     for rank, held in helds.items():
         for digest in held.manifests:
-            having.setdefault(digest, rank)
+            sender_of.setdefault(digest, rank)
     known = {
         digest: group.broadcast(own[digest] if rank == group.rank else None, rank)
-        for digest, rank in having.items()
+        for digest, rank in sender_of.items()
     }
     here = [_whole(held, known) for held in helds.values()]
-    return here + _others(group, job, here, known)
+    return here + _held_elsewhere(group, job, here, known)
 
 
 def tell_finished(job: str, run: int, cards: Iterable[w.Card]) -> None:
-    """Tell agents of other nodes that rank 0 has left, with its work done; one out of reach keeps all."""
+    """Tell agents of other nodes that rank 0 has left, with its work done.  An agent out of reach keeps its
+    snapshots."""
 
     def tell(card: w.Card) -> None:
         with suppress(HoldfastError):
@@ -55,7 +56,7 @@ def tell_finished(job: str, run: int, cards: Iterable[w.Card]) -> None:
     in_threads(tell, list(cards), ELSEWHERE_THREADS)
 
 
-def _others(group: Group, job: str, here: list[w.Held], known: Manifests) -> list[w.Held]:
+def _held_elsewhere(group: Group, job: str, here: list[w.Held], known: Manifests) -> list[w.Held]:
     """Return what agents that are not among `here` hold; rank 0 asks them."""
 
     def ask() -> bytes:
@@ -77,9 +78,10 @@ def _digest(manifest: bytes) -> bytes:
 
 
 def _brief(held: w.Held) -> w.Held:
-    """Return the same, with the digests of manifests in their place."""
+    """Return `held` with digests in the place of its manifests."""
     return msgspec.structs.replace(held, manifests=tuple(map(_digest, held.manifests)))
 
 
 def _whole(held: w.Held, known: Manifests) -> w.Held:
+    """Return `held` with manifests in the place of their digests."""
     return msgspec.structs.replace(held, manifests=tuple(known[d] for d in held.manifests))

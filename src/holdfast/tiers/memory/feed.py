@@ -1,16 +1,14 @@
-"""The gradient feed: snapshots from a replica on the host that is kept current by the gradients alone.
+"""The gradient feed: snapshots are copied from a replica on the host, which gradients alone keep current.
 
-Instead of the state, every step's gradient goes to the host, where twins of the optimizers make the same
-steps (the CPU replica of LowDiff+, Yao et al., 2025).  They have what this rank saves, and no more: a part
-of the model as large as its share.  A snapshot copies from them, so it needs no window; the training is
-held for the copy of its gradients alone.
+Instead of the state, every step's gradients go to the host, where twins of the optimizers make the same
+steps (the CPU replica of LowDiff+, Yao et al., 2025).  The twins have the part of the model that this rank
+saves, and no more.  A snapshot copies from them, so it needs no window; training only waits for the copy of
+its gradients.
 
-Nothing is taken from the replica before it has proved itself: the snapshot after the one that it learned
-from is of the live state, too, and compared with it.  So is every durable save, or one of several
-(`Memory(prove_every=)`): it is of the live state.
-Where they differ, the difference is told (`feed.drift`), and the replica learns anew.  Where training runs
-on CPUs there is none (tested); where a device computes in another way than the host, a snapshot says so in
-its manifest.
+The replica is compared with the live state before it is used: the snapshot after the one that it learned
+from is of the live state, too.  So is every durable save, or one of several (`Memory(prove_every=)`).  If
+they differ, an event gives the difference (`feed.drift`), and the replica learns anew.  On CPUs they do not
+differ (tested); a device may compute in another way than the host, and then a snapshot's manifest says so.
 """
 
 from __future__ import annotations
@@ -46,15 +44,15 @@ from holdfast.tiers.memory.replica import pieces_of
 from holdfast.tiers.memory.twin import ParamPart
 from holdfast.tiers.memory.twins import Twins
 
-Where = dict[tuple[str, Box], tuple[int, int]]
-"""Offset and bytes in this rank's image of a part of a tensor."""
+Places = dict[tuple[str, Box], tuple[int, int]]
+"""Offset and bytes in this rank's image, by tensor and part of it."""
 Named = tuple[str, Any, list[tuple[str, torch.Tensor]]]
 """An optimizer's key, the optimizer, and its parameters by name."""
 
 
 @dataclass
 class FedPart:
-    """One part of a parameter in a twin, and under which names it is saved."""
+    """One part of a parameter in a twin, and the names under which it is saved."""
 
     part: ParamPart
     name: str
@@ -69,16 +67,15 @@ class FedPart:
     states: dict[str, torch.dtype]
     """Dtypes of the states of the weight's shape, by name."""
     aside: dict[str, torch.Tensor] = field(default_factory=dict)
-    """States as they were at the mark from which is learned, by name: the scalars, and all states
-    of a part that is not all in this rank's image."""
+    """States by name, copied at the mark that is learned from: scalars, and all states of a part that
+    is not entirely in this rank's image."""
     weight: torch.Tensor | None = None
-    """The weight at the mark from which is learned, where it is not in the image with its
-    states."""
+    """The weight, copied at that mark, of a part that is not entirely in this rank's image."""
 
 
 @dataclass
 class Covered:
-    """What of the state the replica stands for: the part that this rank saves."""
+    """The part of the state that the replica covers, which is what this rank saves."""
 
     named: list[Named] = field(default_factory=list)
     """Each optimizer's parameters by name, as they were when the twins were made."""
@@ -86,9 +83,9 @@ class Covered:
     """Names of all tensors of the state."""
     trained: set[str] = field(default_factory=set)
     """Names of the weights and states that optimizers write."""
-    where: Where = field(default_factory=dict)
+    places: Places = field(default_factory=dict)
     watched: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
-    """Optimizers and parameters of theirs that are in the replica, at least in part."""
+    """(optimizer, parameter) of each parameter that is in the replica, at least in part."""
 
 
 class Feed:
@@ -108,8 +105,8 @@ class Feed:
         self._fed: list[list[FedPart]] = []
         """The parts in each twin, in the order of the twins."""
         self._named: list[Named] = []
-        """Each optimizer's parameters by name, as found on the training thread: to name what is
-        sharded, it must not be gathered."""
+        """Each optimizer's parameters by name, as found on the training thread: sharded parameters can
+        only be named while they are not gathered."""
         self._made_for: SavePlan | None = None
         """The plan that the twins were made for; None if they do not fit any more."""
         self._covered = Covered()
@@ -124,7 +121,8 @@ class Feed:
         self.twins.mark(number, self._set_aside)
 
     def arranged(self, live: Collected) -> Collected:
-        """Return the same state, with what belongs together side by side."""
+        """Return the same state, with each weight's states behind it; the replica is dropped if an
+        optimizer has other parameters now."""
         self._named = named_params(self._state())
         live = together(live, self._named)
         if self._made_for is not None and _params(self._named) != _params(self._covered.named):
@@ -134,7 +132,7 @@ class Feed:
 
     def follows(self, live: Collected, *, durable: bool) -> bool:
         """True if a snapshot of this state can be taken from the replica."""
-        if not self.twins.current or (durable and self.proof.comes):
+        if not self.twins.current or (durable and self.proof.is_next):
             return False
         if list(live.tensors) != self._covered.names:
             self.twins.forget("the state has other tensors now")
@@ -144,7 +142,7 @@ class Feed:
         """Copy aside what cannot be learned from the image."""
         self._written = self._writes()
         with torch.no_grad():
-            for some in self._fed:  # a snapshot may still be copying from the twins
+            for some in self._fed:  # not into the twins: a snapshot may still be copying from them
                 for fed in some:
                     live = fed.optimizer.state.get(fed.part.param, {})
                     states = {s: live[s] for s in fed.scalars if s in live}
@@ -154,13 +152,13 @@ class Feed:
                     fed.aside = {k: v.detach().cpu().clone() for k, v in states.items()}
 
     def _is_saved(self, fed: FedPart) -> bool:
-        """True if all of a part, its weight and states, is in this rank's image."""
+        """True if the weight and all states of a part are in this rank's image."""
         names = [fed.name, *(fed.prefix + s for s in fed.states)]
-        return all((name, fed.box) in self._covered.where for name in names)
+        return all((name, fed.box) in self._covered.places for name in names)
 
     def _written_elsewhere(self) -> str:
-        """Return why the replica cannot follow, if something but a step wrote to weights or states;
-        else empty.  Called before each step and mark; the steps themselves write, too."""
+        """Return why the replica cannot follow, if something other than a step wrote to weights or
+        states; else empty.  Called before each step and mark."""
         if self._writes() != self._written:
             return "weights or states were written outside optimizer.step()"
         return ""
@@ -169,22 +167,23 @@ class Feed:
         self._written = self._writes()
 
     def _writes(self) -> Marks:
-        """Return the weights and states as seen now: it equals what is seen later only if none of
-        them was written since or is another tensor."""
+        """Return marks of the weights and states: they equal later ones only if no tensor was written
+        or replaced in between."""
         values: list[Any] = [p for _, p in self._covered.watched]
         for optimizer, p in self._covered.watched:
             values += optimizer.state.get(p, {}).values()
         return Marks(values)
 
     def restart(self) -> None:
-        """Drop the twins: the state will be another."""
+        """Drop the twins, as the state is going to be replaced."""
         self.twins.restart()
         self._made_for = None
 
     # -- saving thread ----------------------------------------------------------------------------
 
     def moment(self, op: SaveOperation, plan: SavePlan) -> StateView:
-        """The state of a snapshot, as the replica has it.  Blocks; HoldfastError if it is lost."""
+        """Return the state of a snapshot, as the replica has it.  Blocks until the twins have come to it;
+        HoldfastError if the replica is lost meanwhile."""
         if plan is not self._made_for:
             self.twins.forget("the ranks have planned anew")
         if not self.twins.at(op.number, self._deadline_s):
@@ -206,17 +205,17 @@ class Feed:
     # -- memory thread ----------------------------------------------------------------------------
 
     def filled(self, op: SaveOperation, draft: Draft) -> None:
-        """Make use of a snapshot's complete image.  That it is complete does not depend on the
-        replica: an error here ends the replica alone."""
+        """Use a snapshot's complete image for the replica.  An error here ends the replica, but not the
+        snapshot."""
         try:
             if draft.layout is not None and op.replica is None and not self.twins.closed:
-                self._look_at(op, draft, draft.layout[0])
+                self._use_image(op, draft, draft.layout[0])
         except Exception as error:
             self.twins.end(error_text(error))
         self.twins.go_on(op.number)
 
-    def _look_at(self, op: SaveOperation, draft: Draft, image: Image) -> None:
-        """Make the replica, let it learn, or compare it, by an image of the live state."""
+    def _use_image(self, op: SaveOperation, draft: Draft, image: Image) -> None:
+        """Make the replica, let it learn from an image of the live state, or compare it with that."""
         if draft.plan is not self._made_for:
             self._make(draft, image)
         elif self.twins.current:
@@ -225,18 +224,18 @@ class Feed:
             self._learn(op, draft.buffer.view)
 
     def _make(self, draft: Draft, image: Image) -> None:
-        """Make twins for what this rank saves by a plan; they learn from the snapshot after."""
+        """Make twins for what this rank saves by a plan; they learn from the next snapshot."""
         self.restart()
         plan, named = draft.plan, self._named
-        _check_apart(_params(named))
-        where = {
+        _check_one_optimizer_each(_params(named))
+        places = {
             (entry.name, box): (at, size)
             for entry, box, at, size in pieces_of(plan, image, self._rank)
         }
         boxes: dict[str, list[Box]] = {}
-        for name, box in where:
+        for name, box in places:
             boxes.setdefault(name, []).append(box)
-        self._covered = Covered(named, list(draft.live.tensors), where=where)
+        self._covered = Covered(named, list(draft.live.tensors), places=places)
         wanted, fed = [], []
         for key, optimizer, pairs in named:
             some = list(self._parts(key, optimizer, pairs, draft.live, boxes))
@@ -293,7 +292,7 @@ class Feed:
     def _state_of(
         self, fed: FedPart, mine: torch.Tensor, view: memoryview
     ) -> dict[str, torch.Tensor]:
-        """Return the states of a part as they were in an image, and put its weight in place."""
+        """Return the states of a part as they were in an image, and copy its weight into `mine`."""
         found = dict(fed.aside)
         if self._is_saved(fed):
             with torch.no_grad():
@@ -308,7 +307,7 @@ class Feed:
         return found
 
     def _in_image(self, name: str, box: Box, like: torch.Tensor, view: memoryview) -> torch.Tensor:
-        at, size = self._covered.where[name, box]
+        at, size = self._covered.places[name, box]
         return torch.frombuffer(view[at : at + size], dtype=like.dtype).view(like.shape)
 
     def _saved(self) -> Iterator[tuple[str, LiveTensor]]:
@@ -332,14 +331,14 @@ class Feed:
             )
 
     def _compare(self, op: SaveOperation, view: memoryview) -> None:
-        """Compare the replica with the live state in an image: it is proved, or learns anew."""
+        """Compare the replica with an image of the live state: it passes, or has to learn anew."""
         if not self.twins.at(op.number, self._deadline_s):
             return
         self.proof.compared = op.step
         if op.request.durable:
             self.proof.is_owed = False
-        most, part, where = 0.0, 0.0, ""
-        for (name, box), (at, size) in self._covered.where.items():
+        most, share, differing = 0.0, 0.0, ""
+        for (name, box), (at, size) in self._covered.places.items():
             t = self._tensors.get(name)
             if t is None or not size:
                 continue
@@ -349,12 +348,12 @@ class Feed:
             if not np.array_equal(raw_array(mine), raw_array(live)):
                 off = float((mine.double() - live.double()).abs().nan_to_num(inf).max())
                 largest = max(float(live.double().abs().max()), 1e-30)
-                part = max(part, off / largest / most_drift(live.dtype))
-                where = where or name
-                most, where = (off, name) if off > most else (most, where)
-        if where:
-            emit("feed.drift", step=op.step, most=most, tensor=where)
-        if not self.proof.passes(most, part, differs=bool(where)):
+                share = max(share, off / largest / most_drift(live.dtype))
+                differing = differing or name
+                most, differing = (off, name) if off > most else (most, differing)
+        if differing:
+            emit("feed.drift", step=op.step, most=most, tensor=differing)
+        if not self.proof.passes(most, share, differs=bool(differing)):
             self.twins.forget("it differs from the live state")
 
     @property
@@ -391,7 +390,7 @@ def check_feedable(state: State) -> None:
             )
     if not found:
         raise UsageError('Memory(feed="gradient") needs an optimizer in the state')
-    _check_apart(_params(named_params(state)))
+    _check_one_optimizer_each(_params(named_params(state)))
     known = {id(p) for _, module in modules_in(state) for _, p in named_parameters(module)}
     if any(id(p) not in known for o in found.values() for g in o.param_groups for p in g["params"]):
         raise UsageError(
@@ -405,7 +404,7 @@ def _params(named: list[Named]) -> list[tuple[str, set[int]]]:
     return [(key, {id(p) for _, p in pairs}) for key, _, pairs in named]
 
 
-def _check_apart(params: list[tuple[str, set[int]]]) -> None:
+def _check_one_optimizer_each(params: list[tuple[str, set[int]]]) -> None:
     """UsageError for a parameter of two optimizers: each twin has weights of its own."""
     for (key, mine), (other, others) in combinations(params, 2):
         if mine & others:

@@ -1,6 +1,6 @@
-"""The choice of the scheme that protects a job's snapshots, and of its groups, as far as nodes have memory.
+"""The choice of the scheme and groups that protect a job's snapshots, within the memory of the nodes.
 
-All ranks come to the same choice by what rank 0 told them (`Decision`); a rank's agent stands for its node.
+All ranks make the same choice, from rank 0's message (`Decision`).  A rank's agent stands for its node.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Groups = list[tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Chosen:
-    """A scheme, its groups of ranks, and why it is that one."""
+    """The scheme that is asked for, the one that is used, its groups of ranks, and why."""
 
     wanted: Scheme
     scheme: Scheme
@@ -34,20 +34,20 @@ class Chosen:
 
 
 class Grouping:
-    """The choice from snapshot to snapshot; tells when it changes."""
+    """Makes the choice for each snapshot, and reports when it changes."""
 
     def __init__(self, redundancy: str, tell: Callable[[str], None]) -> None:
         """`tell` is given what the user should know."""
         self._redundancy = redundancy
         self._tell = tell
-        self._told: tuple[Scheme, str] | None = None
+        self._reported: tuple[Scheme, str] | None = None
 
     def find(self, decision: Decision) -> Chosen:
         """Return the choice for a snapshot.  Events: `memory.redundancy` when it is another than
         before, `memory.weaker` if that is weaker than what was asked for."""
         chosen = chosen_for(self._redundancy, decision)
-        if self._told != (chosen.scheme, chosen.why):
-            self._told = chosen.scheme, chosen.why
+        if self._reported != (chosen.scheme, chosen.why):
+            self._reported = chosen.scheme, chosen.why
             nodes = len(set(decision.card_of))
             emit(
                 "memory.redundancy", wanted=self._redundancy, kept=str(chosen.scheme), nodes=nodes,
@@ -87,9 +87,11 @@ def chosen_for(redundancy: str, decision: Decision) -> Chosen:
         if not lack(decision, none(), alone):
             return Chosen(wanted, none(), alone, f"with {scheme}, {lacking}")
     if scheme.losses and replicas_apart(nodes, scheme, decision.class_of) is not None:
-        why += "; replicas on different nodes are groups, each protects from its own"
+        why += (
+            "; replicas on different nodes form groups, and each rank protects from its own replica"
+        )
     elif scheme.losses:
-        why += "; the agents of a group exchange what they keep"
+        why += "; the agents of a group exchange ranges of images"
     return Chosen(wanted, scheme, found, why)
 
 
@@ -100,12 +102,12 @@ def _reason(asked: Scheme | None, scheme: Scheme, num_nodes: int) -> str:
         return "there is one node, so nothing is kept against its loss"
     if num_nodes == 2:
         return "there are two nodes, so each keeps a copy of the other's"
-    return f"there are {num_nodes} nodes: {scheme} bears the loss of one of a group at the least memory"
+    return f"there are {num_nodes} nodes: {scheme} survives the loss of one in a group with least memory"
 
 
 def kept_bytes(decision: Decision, scheme: Scheme, group: tuple[int, ...]) -> int:
-    """Return how many bytes each member keeps for its group of one snapshot.  Ranks that save
-    nothing are no members."""
+    """Return the bytes of each member's guard for one snapshot; 0 if there are too few members.  Ranks
+    that save nothing are no members."""
     lengths = tuple(n for n in (decision.sizes[r] for r in group) if n)
     if not scheme.losses or len(lengths) <= scheme.losses:
         return 0
@@ -113,8 +115,8 @@ def kept_bytes(decision: Decision, scheme: Scheme, group: tuple[int, ...]) -> in
 
 
 def lack(decision: Decision, scheme: Scheme, found: Groups) -> str:
-    """Return a text that names a node whose budget does not hold the snapshots of its ranks, with
-    the numbers; empty if there is none."""
+    """Return a message that names a node whose budget does not hold the snapshots of its ranks; empty
+    if there is none."""
     ranks = len(decision.card_of)
     own, kept, num_ranks = ([0] * len(decision.cards) for _ in range(3))
     for group in found:

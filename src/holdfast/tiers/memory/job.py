@@ -1,4 +1,4 @@
-"""The job that a root belongs to: what is in memory is known by that job's identity."""
+"""The job that a root belongs to: agents know snapshots by this job's identity."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class JobFile(msgspec.Struct, frozen=True):
 
 
 def job_of(store: Store, group: Group, *, anew: bool = False) -> str:
-    """The identity of the job that keeps its state in a root, over all restarts.  Collective.
+    """Return the identity of the job of a root, the same over all restarts.  Collective.
 
-    Drawn at random when the root is first used, and `anew` where `job.json` lies in a copy of the root or
-    the root was put back: what another root's run left in memory is another job's.
+    It is drawn at random when the root is first used.  It is drawn again if the root is a copy of the one
+    that `job.json` was written for, or with `anew`: snapshots in memory then belong to another job.
     """
 
     def find() -> bytes:
@@ -51,17 +51,19 @@ def job_of(store: Store, group: Group, *, anew: bool = False) -> str:
 
 
 def last_run(client: Client, job: str) -> int:
-    """The newest run of a job that this node's agent has met; 0 if it knows of none."""
+    """Return the newest run of a job that this node's agent has met; 0 if it knows of none."""
     try:
         return int(client.ask(w.Ask(job), w.Held).run)
     except AgentUnreachable:  # it has just left, for it held nothing
         return 0
 
 
-def is_anothers(client: Client, job: str, store: Store) -> bool:
-    """True if this node's agent knows a job by another root, which is still there: then this root
-    is a copy, on a file system that gives the same inode numbers, as the topmost directories of
-    volumes have."""
+def is_of_another_root(client: Client, job: str, store: Store) -> bool:
+    """True if this node's agent knows a job from another root, which still exists.
+
+    Then this root is a copy whose directory has the same inode number, as the topmost directories of
+    volumes may have.
+    """
     with suppress(HoldfastError):
         known = {one.job: one.root for one in client.ask(w.Status(), w.AgentReport).jobs}
         root = known.get(job, "?")
@@ -72,8 +74,11 @@ def is_anothers(client: Client, job: str, store: Store) -> bool:
 
 
 def _own_file(store: Store, fresh: bytes) -> bytes:
-    """The content of `job.json`, which no other user may read.  One that this user may not read is of a
-    training by another, whose agents keep nothing for this one: `fresh` takes its place."""
+    """Return the content of `job.json`, and keep other users from reading it.
+
+    A file that this user may not read is of another user's training, whose agents keep nothing for this
+    one: `fresh` takes its place.
+    """
     if not isinstance(store, LocalStore):
         return get_small(store, JOB_KEY)
     with suppress(OSError):
@@ -105,8 +110,8 @@ def _read_job(store: Store) -> JobFile:
 
 
 def _identity(store: Store) -> str:
-    """Return what tells a root from its copies: the inode number of its directory, which all hosts
-    see alike; the URL of a root that is no directory."""
+    """Return what tells a root from its copies: the inode number of its directory, which is the same
+    on all hosts; the URL of a root that is no directory."""
     if not isinstance(store, LocalStore):
         return store.url
     with translated("look at", "", store.root):

@@ -30,11 +30,10 @@ def load_snapshot(
     *,
     verify: bool,
 ) -> None:
-    """Restore a snapshot from the nodes' memory; an image that proves damaged or
-    out of reach counts as lost.
+    """Restore a snapshot from the nodes' memory; an image that is damaged or out of reach counts as lost.
 
-    `again` asks all agents anew: one that died meanwhile has a successor, who adopted what it held.
-    Collective.  Corrupt or NotFound if what is left does not suffice.
+    `again` renews an inventory by asking all agents: one that died meanwhile may have a successor, which
+    holds the same.  Collective.  Corrupt or NotFound if what is left does not suffice.
     """
     asked = False
     while True:
@@ -58,7 +57,7 @@ def load_snapshot(
 
 
 def _suspects(inventory: Inventory, image: tuple[str, int], group: Group) -> set[Key]:
-    """Return all that some rank finds damaged or out of reach: all must leave out the same.
-    Collective."""
-    told = group.all_gather(msgspec.json.encode(inventory.suspects(*image)))
-    return {key for one in told for key in decode_json(one, list[Key])}
+    """Return the keys that some rank finds damaged or out of reach, so that all ranks leave out the
+    same.  Collective."""
+    of_ranks = group.all_gather(msgspec.json.encode(inventory.suspects(*image)))
+    return {key for data in of_ranks for key in decode_json(data, list[Key])}

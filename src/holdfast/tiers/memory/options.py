@@ -16,21 +16,21 @@ class Memory:
     """Snapshots in host memory.
 
     `redundancy`: what is kept against the loss of nodes.  `none`; `copy`, or `copy(r)` for r copies in
-    all; `parity`, which survives the loss of one node of a group at the least memory; `rs(m)`, which
-    survives any m; `recompute`, a copy whose optimizer states are not fetched but redone from gradients
+    all; `parity`, which survives the loss of one node of a group with the least memory; `rs(m)`, which
+    survives any m; `recompute`, a copy whose optimizer states are not fetched but recomputed from gradients
     (for ZeroRedundancyOptimizer); `auto`: parity with three nodes or more, a copy with two, as far as the
     budget holds it.  `budget`: host memory that this job's snapshots on a node may take, in bytes or as
     `"64GiB"`; by default half of what the node, or the container, has.  `bandwidth`: bytes per second
     (`"2GB"`) that each rank's protection and durable saves may take together in the background; by default
-    as many as there are, to storage at low priority.  `carry`: memory, on the tensors' own device, for
-    what is not copied when the optimizer's step comes: the snapshot is then spread over the next steps
+    without limit, but writes to storage have low priority.  `carry`: memory, on the tensors' own device,
+    for what is not copied when the optimizer's step comes: the snapshot is then spread over the next steps
     instead of holding up this one.
     `flush_after_s`: seconds after the last process of a node died at which its agent sends the newest
-    snapshot to storage; None: never, it waits for the restart.  `feed`: what goes to the host; `"state"`
-    itself at each snapshot, or every step's `"gradient"`, from which a replica on the host makes the state.
-    `prove_every`: with `feed="gradient"`, one of so many durable saves is of the live state, with which the
-    replica is compared; the others take of the device only what the replica has not.
-    `tls`: what goes from node to node is encrypted (needs `torch-holdfast[tls]`); slower.
+    snapshot to storage; None: never.  `feed`: what goes to the host: the `"state"` itself at each snapshot,
+    or every step's `"gradient"`, from which a replica on the host makes the state.
+    `prove_every`: with `feed="gradient"`, one durable save of this number is of the live state, and the
+    replica is compared with it; the others copy from the device only what the replica lacks.
+    `tls`: traffic between nodes is encrypted (needs `torch-holdfast[tls]`); slower.
     """
 
     redundancy: str = "auto"
@@ -54,8 +54,9 @@ class Memory:
             )
         if self.prove_every > 1 and self.feed != "gradient":
             raise UsageError(
-                f"Memory(prove_every={self.prove_every}): there is no replica to be proved",
-                hint='it goes with feed="gradient"',
+                f'Memory(prove_every={self.prove_every}) needs feed="gradient": without it there is '
+                "no replica to compare",
+                hint='set feed="gradient", or leave out prove_every',
             )
         _ = self.budget_bytes, self.bytes_per_s, self.carry_bytes
         if self.flush_after_s is not None:
@@ -64,7 +65,7 @@ class Memory:
 
     @property
     def recomputes(self) -> bool:
-        """True if optimizer states are to be redone, from gradients, where they are protected."""
+        """True if protection recomputes optimizer states from gradients."""
         return self.redundancy == RECOMPUTE
 
     @property

@@ -1,7 +1,7 @@
-"""The agent of this node, as one rank of a job deals with it.
+"""What one rank of a job asks of the agent of its node.
 
-An agent may die at any time, and have a successor, which adopts the memory that it finds.  So before it
-gives out memory, it is greeted, and told the newest commit if its predecessor was not.
+An agent may die at any time; its successor adopts the memory that it finds.  So before a rank asks an agent
+for memory, it says hello, and tells it the newest commit if the predecessor did not hear of that.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from holdfast.base.errors import AgentUnreachable, HoldfastError, SegmentLost, UsageError
 from holdfast.base.events import emit
 from holdfast.base.host import start_time
-from holdfast.tiers.memory.discovery import tell_all, tell_finished
+from holdfast.tiers.memory.discovery import gather_held, tell_finished
 from holdfast.tiers.memory.node import messages as w
 from holdfast.tiers.memory.node.client import Client
 from holdfast.tiers.memory.options import Memory
@@ -24,14 +24,15 @@ if TYPE_CHECKING:
     from holdfast.live.saving.durable import Durable
 
 SHORT_S = 10.0
-"""Seconds that a message may take which is sent for the sake of order, and could be left out."""
+"""Seconds that a message may take that only frees memory early, and could be left out."""
 
 
 class OwnAgent:
-    """This rank's line to the agent of its node."""
+    """This rank's connection to the agent of its node."""
 
     def __init__(self, durable: Durable, options: Memory, *, job: str, host: str) -> None:
-        """Have an agent, and be known to it.  UsageError if it serves in another way than is asked for."""
+        """Start an agent unless there is one, and say hello.  UsageError if it serves without the TLS that
+        is asked for."""
         self.job = job
         self.client = Client(deadline_s=durable.saver.deadline_s)
         self.budget_bytes = 0
@@ -42,7 +43,7 @@ class OwnAgent:
         self._untold: w.Commit | None = None
         """The commit that the others know of and this node's agent does not yet; None if there is none."""
         self.card: w.Card
-        """The way in which the agent is reached."""
+        """Name of the agent, and the address and token by which others reach it."""
         self.hello()
 
     @property
@@ -50,7 +51,7 @@ class OwnAgent:
         return self._durable.group.rank
 
     def hello(self) -> None:
-        """Have an agent, and be known to it."""
+        """Start an agent unless there is one, and introduce this rank to it."""
         self._start()
         try:
             self._introduce()
@@ -64,7 +65,7 @@ class OwnAgent:
             )
 
     def _start(self) -> None:
-        # without this job's budget: the agent serves others, too, and hears of a larger one by `Hello`
+        # without this job's budget: the agent serves other jobs, too, and learns a larger one by `Hello`
         self.client.start(self._host, tls=self._options.tls)
 
     def _introduce(self) -> None:
@@ -89,8 +90,8 @@ class OwnAgent:
         self.card = card
 
     def _greet(self, step: int) -> None:
-        """Say hello, for the agent may be another one than before, and tell it the commit that it was not
-        told."""
+        """Say hello, as the agent may be another one than before, and tell it the newest commit if it was
+        not told."""
         before = self.card
         self.hello()
         if before != self.card:
@@ -102,7 +103,7 @@ class OwnAgent:
     # -- one snapshot -----------------------------------------------------------------------------
 
     def lease(self, kind: str, attempt: str, step: int, size: int) -> w.Lease:
-        """Return a lease of memory of the agent; if there is no agent any more, of a new one."""
+        """Return a lease of memory of the agent; if the agent has died, of a new one."""
         message = w.Take(self.job, os.getpid(), kind, self.rank, attempt, step, size)
         if kind == "share":
             self._greet(step)
@@ -114,8 +115,8 @@ class OwnAgent:
         return lease
 
     def commit(self, commit: w.Commit) -> None:
-        """Tell the agent here of a commit that others know of, another agent if need be, before it gives
-        out memory again."""
+        """Tell the agent here, or its successor, of a commit that other ranks know of, before it gives out
+        memory again."""
         self._untold = commit
         try:
             self.client.ask(commit)
@@ -126,7 +127,7 @@ class OwnAgent:
         self._untold = None
 
     def adopt(self, commit: w.Commit) -> None:
-        """Tell the agent that what was restored is the newest snapshot here, too: it must not be given
+        """Tell the agent that the restored snapshot is the newest here, too: its memory must not be given
         out."""
         self._untold = commit
         with suppress(HoldfastError):
@@ -154,12 +155,12 @@ class OwnAgent:
             self.hello()
             mine = self.held(self._durable.saver.deadline_s)
         agent = mine.card.agent.encode() if mine is not None else b""
-        first = group.all_gather(agent).index(agent)  # one rank says it for its node
-        helds = tell_all(group, self.job, mine if self.rank == first else None)
+        first = group.all_gather(agent).index(agent)  # one rank answers for its node
+        helds = gather_held(group, self.job, mine if self.rank == first else None)
         return helds, mine.card.agent if mine is not None else ""
 
     def say_bye(self, *, finished: bool) -> None:
-        """Say bye to the agent; if it has died, to its successor, if there is something to be freed."""
+        """Say bye to the agent.  If it has died and left memory to be freed, start a successor for that."""
         try:
             self._leave(finished)
         except AgentUnreachable:
@@ -170,7 +171,8 @@ class OwnAgent:
             self._leave(finished)
 
     def _leave(self, finished: bool) -> None:
-        """Rank 0 has the last word, and all agents hear it: what the others left serves until then."""
+        """Say bye.  Rank 0, if finished, also tells all other agents: until then their snapshots may be
+        needed."""
         others = self.held(SHORT_S).peers if finished and self.rank == 0 else ()
         self.client.ask(w.Bye(self.job, os.getpid(), finished), timeout_s=SHORT_S)
         others = tuple(card for card in others if card.agent != self.card.agent)

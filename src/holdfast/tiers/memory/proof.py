@@ -1,8 +1,8 @@
-"""What is known of how right a replica on the host is.
+"""The comparisons of a replica on the host with the live state.
 
-It is compared with the live state after it has learned, and at durable saves.  Where training runs on CPUs
-it has to be equal, bit for bit.  A device may compute in another way than the host: the first difference
-there is taken for rounding if it is small, and is told with every step that is saved from the replica.
+A replica is compared after it has learned, and at durable saves.  If training runs on CPUs, the two must be
+equal bit for bit.  A device may compute in another way than the host: there the first difference counts as
+rounding if it is small, and every step that is saved from the replica states it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from holdfast.live.saving.exactness import Exactness
 
 MOST_DRIFT = 1e-3
 """Largest difference, as a share of a tensor's largest element, that the first comparison after
-learning may find: more is no rounding, on whatever device."""
+learning may find: a larger one is no rounding on any device."""
 ROUNDINGS = 4
-"""Roundings to its dtype that an element may differ by then: of bfloat16 one is 0.8 % of it."""
+"""Number of roundings to its dtype by which an element may differ then: one of bfloat16 is 0.8 %."""
 
 
 def most_drift(dtype: torch.dtype) -> float:
-    """The share for tensors of a dtype."""
+    """Return the largest share for tensors of a dtype: `MOST_DRIFT`, or `ROUNDINGS` if these are more."""
     eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
     return max(MOST_DRIFT, ROUNDINGS * eps)
 
@@ -44,21 +44,21 @@ class Proof:
     """Number of durable saves so far: the same on all ranks."""
     is_owed: bool = False
     """True if durable saves are to be of the live state until the replica was compared with one."""
-    comes: bool = False
-    """True if the durable save that comes is of the live state."""
+    is_next: bool = False
+    """True if the next durable save is of the live state."""
 
     def count_durable(self, *, must_prove: bool) -> None:
-        """Count a durable save that comes, and decide here whether it is of the live state: a proof
-        by an earlier one may end at any moment."""
+        """Count the next durable save, and decide whether it is of the live state: only once, as the
+        comparison with an earlier one may end at any moment."""
         self.num_durable += 1
         if must_prove or self.num_durable % self.every == 0:
             self.is_owed = True
-        self.comes = self.is_owed
+        self.is_next = self.is_owed
 
     def passes(self, most: float, share: float, *, differs: bool) -> bool:
-        """Take a comparison into account; False if the replica has to learn anew.
+        """Note a comparison; False if the replica has to learn anew.
 
-        `most`: the largest difference; `share`: the largest as a share of what its tensor may differ by.
+        `most`: the largest difference; `share`: the largest relative to what its tensor may differ by.
         """
         if not differs:
             self.is_passed = True

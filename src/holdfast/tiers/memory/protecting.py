@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Agreed:
-    """The last protection of the group of this rank: its plan and scheme, and the images."""
+    """The last protection of this rank's group: its plan and scheme, and the images."""
 
     plan: str
     scheme: Scheme
@@ -46,15 +46,14 @@ def _shape(file: FileEntry) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Making:
-    """The guard of one snapshot, which is what this rank keeps for its group, still to be made in
-    the window (`CopyTap`)."""
+    """The guard of one snapshot, which is to be made in the window (`CopyTap`)."""
 
     protector: Protector
     number: int
     """Number of the operation."""
     guard: ReplicaGuard
     view: memoryview
-    shadow: RecomputedStates | None
+    recomputed: RecomputedStates | None
 
     @property
     def sources(self) -> list[torch.Tensor]:
@@ -65,21 +64,23 @@ class Making:
 
 
 class Protector:
-    """The work of one rank for its group, from snapshot to snapshot."""
+    """The work of one rank for its group, at each snapshot."""
 
-    def __init__(self, tier: MemoryTier, redundancy: str, shadow: RecomputedStates | None) -> None:
+    def __init__(
+        self, tier: MemoryTier, redundancy: str, recomputed: RecomputedStates | None
+    ) -> None:
         self._tier = tier
-        self.shadow = shadow
-        """The optimizer states of other ranks that are redone here, if any are."""
+        self.recomputed = recomputed
+        """The optimizer states of another rank that are recomputed here, if any are."""
         self._rank = tier.saver.group.rank
         self._agreed: Agreed | None = None
         self._begun: dict[int, tuple[tuple[FileEntry, ...], w.Lease | None]] = {}
-        """The files as they were when the guard of a snapshot was begun in the window, and the lease of
-        its memory, by number of the operation."""
+        """By number of the operation, for guards that were begun in the window: the files, as they were
+        then, and the lease of the memory."""
         self._guard: ReplicaGuard | None = None
         self._guard_key: object = None
         self._guard_mark: object = None
-        """The addresses that the guard was planned for, as the plan of copies has them."""
+        """The plan's fingerprint that the guard was made for: it has the addresses of tensors."""
         self._holding = ("", "")
         self._grouping = Grouping(redundancy, self._tell)
 
@@ -90,20 +91,20 @@ class Protector:
     # -- saving thread ----------------------------------------------------------------------------
 
     def begin(self, op: SaveOperation, draft: Draft) -> Making | None:
-        """Return what makes, from this rank's own replica, what it keeps for its group; None if it
-        holds no replica, or cannot make that now."""
+        """Return what makes this rank's guard from its own replica; None if it holds no replica, or
+        cannot make the guard now."""
         agreed, plan = self._agreed, draft.plan
         if agreed is None or agreed.plan != plan.digest:
             return None
         me = [f.rank for f in agreed.files].index(self._rank)
-        shadow = self._redone()
-        redone = shadow.tensors if shadow is not None else {}
-        key = (plan.digest, tuple(map(_shape, agreed.files)), id(redone) if redone else None)
+        recomputed = self._current_recomputed()
+        tensors = recomputed.tensors if recomputed is not None else {}
+        key = (plan.digest, tuple(map(_shape, agreed.files)), id(tensors) if tensors else None)
         if key != self._guard_key or self._guard_mark is not plan.fingerprint:
             lengths = tuple(f.bytes for f in agreed.files)
             stripes = Stripes(lengths, *agreed.scheme.blocks(len(lengths)))
             aside = self._tier.saver.aside
-            self._guard = replica_guard(plan, draft.live, aside, redone, stripes, agreed.files, me)
+            self._guard = replica_guard(plan, draft.live, aside, tensors, stripes, agreed.files, me)
             self._guard_key, self._guard_mark = key, plan.fingerprint
         guard = self._guard
         if guard is None:
@@ -112,20 +113,20 @@ class Protector:
             lease = self._tier.lease(op, "guard", guard_bytes(guard.stripes))
             view = self._tier.slots.view(lease.name, draft.live)
         except HoldfastError:
-            return None  # the agents will say so when it is their turn
+            return None  # `protect` will ask for memory again, and raise
         self._begun = {op.number: (agreed.files, lease)}
-        return Making(self, op.number, guard, view, shadow)
+        return Making(self, op.number, guard, view, recomputed)
 
     def fill(self, making: Making, *how: Any) -> None:
-        """Make it, once the states that are redone here have come to that snapshot; not at all if
-        they will not."""
-        number, shadow = making.number, making.shadow
-        if shadow is not None and not shadow.twins.at(number, self._tier.saver.deadline_s):
+        """Make a guard, once the recomputed states have come to its snapshot; not at all if they will
+        not."""
+        number, recomputed = making.number, making.recomputed
+        if recomputed is not None and not recomputed.twins.at(number, self._tier.saver.deadline_s):
             self._begun.pop(number, None)
             return
         making.guard.fill(making.view, *how)
-        if shadow is not None:
-            shadow.twins.go_on(number)
+        if recomputed is not None:
+            recomputed.twins.go_on(number)
 
     # -- memory thread ----------------------------------------------------------------------------
 
@@ -141,17 +142,17 @@ class Protector:
         return self._holding[1]
 
     def reserve(self, op: SaveOperation, draft: Draft, decision: Decision) -> None:
-        """Get memory for two snapshots of this rank and for what it keeps of its group's; the
-        newest snapshot of before the restart is one of the two.
+        """Get memory for two snapshots of this rank and their guards; the newest snapshot of before the
+        restart is one of the two.
 
-        OutOfSpace, on all ranks, if some node's budget does not hold that; on this one, if its
-        agent has not as much left.
+        OutOfSpace on all ranks if some node's budget does not hold that; on this rank if its agent has
+        less memory left.
         """
         chosen = self._grouping.find(decision)
         check_room(decision, chosen)
         lease, saves = lease_of(draft.buffer), decision.sizes[self._rank] > 0
         share = lease.capacity if lease is not None else 0
-        kept = kept_bytes(decision, chosen.scheme, self._in(chosen.groups)) if saves else 0
+        kept = kept_bytes(decision, chosen.scheme, self._own_group(chosen.groups)) if saves else 0
         held = self._tier.agent.held()
         wanted = [("share", share)] * (1 - self._has(held, "share", share))
         wanted += [("guard", kept)] * (2 - self._has(held, "guard", kept))
@@ -165,25 +166,24 @@ class Protector:
                     raise
 
     def _has(self, held: w.Held, kind: str, size: int) -> bool:
-        """True if the newest snapshot is there, in memory that serves for the one after the
-        next."""
+        """True if the agent holds the newest snapshot in memory that also fits the one after the next."""
         return any(
             (i.kind, i.rank, i.attempt) == (kind, self._rank, held.newest)
             and w.fits(i.capacity, size)
             for i in held.images
         )
 
-    def _in(self, found: list[tuple[int, ...]]) -> tuple[int, ...]:
+    def _own_group(self, found: list[tuple[int, ...]]) -> tuple[int, ...]:
         """This rank's group."""
         return next(g for g in found if self._rank in g)
 
     def protect(self, op: SaveOperation, draft: Draft, decision: Decision) -> None:
-        """Have the agent make what this rank keeps for its group; all ranks have theirs, or none.
+        """Have the agent make or finish this rank's guard; all ranks have theirs, or none.
 
         Collective.  RankErrors if it failed anywhere.
         """
         chosen = self._grouping.find(decision)
-        scheme, group = chosen.scheme, self._in(chosen.groups)
+        scheme, group = chosen.scheme, self._own_group(chosen.groups)
         if not scheme.losses:
             return
         error = b""
@@ -200,15 +200,15 @@ class Protector:
         self._tier.agree("protected", op, error, judge)
 
     def _source(self, number: int) -> str:
-        """Return the source of what this rank keeps: `peers`, `recomputed` or `replica`."""
+        """Return the source of this rank's guard: `peers`, `recomputed` or `replica`."""
         if number not in self._begun:
             return "peers"
-        return "recomputed" if self._redone() is not None else "replica"
+        return "recomputed" if self._current_recomputed() is not None else "replica"
 
-    def _redone(self) -> RecomputedStates | None:
-        """Return the shadow that redoes states of other ranks, if there is one and it is
-        current."""
-        return self.shadow if self.shadow is not None and self.shadow.twins.current else None
+    def _current_recomputed(self) -> RecomputedStates | None:
+        """Return the recomputed states of another rank, if there are any and they are current."""
+        recomputed = self.recomputed
+        return recomputed if recomputed is not None and recomputed.twins.current else None
 
     def _ask(
         self,
@@ -248,8 +248,8 @@ class Protector:
         here: tuple[FileEntry, ...],
         lease: w.Lease,
     ) -> bool:
-        """Have the agent finish what this rank made from its own replica; False if that is not what
-        the others have saved, or could not be checked."""
+        """Have the agent finish the guard that this rank made from its own replica; False if it is not
+        of what the others have saved, or could not be checked."""
         if [_shape(f) for f in begun] != [_shape(f) for f in here] or self._guard is None:
             return False
         own = msgspec.structs.replace(
@@ -258,19 +258,19 @@ class Protector:
             begun=tuple(f.extras for f in begun),
             seen=tuple(self._guard.seen),
         )
-        shadow = self._redone()
+        recomputed = self._current_recomputed()
         try:
             self._tier.agent.client.ask(own, str)
         except Corrupt as error:
             emit("replica.differs", error=error.message)
-            if shadow is not None:
-                shadow.differed()
+            if recomputed is not None:
+                recomputed.differed()
             return False
-        except SegmentLost as error:  # it may have been equal: an agent was out of reach
+        except SegmentLost as error:  # not compared, as an agent was out of reach
             emit("beside.failed", step=op.step, error=error.message)
             return False
-        if shadow is not None:
-            shadow.agreed()
+        if recomputed is not None:
+            recomputed.agreed()
         return True
 
     def _learn(
@@ -281,12 +281,12 @@ class Protector:
         stripes: Stripes,
         lease: w.Lease,
     ) -> None:
-        """Let the shadow learn from the copy of another rank's image that the agent has just
+        """Let the recomputed states learn from the copy of another rank's image that the agent has just
         fetched."""
-        if self.shadow is None or stripes.num_data > 1:
+        if self.recomputed is None or stripes.num_data > 1:
             return
         me = [f.rank for f in here].index(self._rank)
         view = self._tier.slots.view(lease.name, draft.live)
         for c in stripes.contributions(me):
             image = view[c.at : c.at + c.source.size]
-            self.shadow.learn(number, draft.plan, here[c.source.member], draft.live, image)
+            self.recomputed.learn(number, draft.plan, here[c.source.member], draft.live, image)

@@ -1,12 +1,12 @@
-"""The optimizer states of another rank, redone here from the gradients that both have.
+"""The optimizer states of another rank, recomputed here from the gradients that both have.
 
-Under ZeRO-1 with all-reduced gradients every rank has all weights and gradients, but one rank alone the
-optimizer states of a parameter.  The rank that keeps a copy of its image need not fetch them at every
-snapshot: it has them from an exchange once, and from then on a twin of the optimizer makes the same steps.
+Under ZeRO-1 with all-reduced gradients every rank has all weights and gradients, but only one rank has the
+optimizer states of a parameter.  The rank that keeps a copy of that rank's image need not fetch them at
+every snapshot: agents exchange them once, and from then on a twin of the optimizer makes the same steps.
 
-Nobody takes the result on trust: what is kept is compared with the digests of the rank whose states they
-are, chunk by chunk.  Where the host's arithmetic is not the device's, or somebody wrote to the weights,
-the agents exchange that snapshot, and the twin learns from it anew; after `MOST_STRIKES` it gives up.
+At every snapshot the result is compared, chunk by chunk, with the digests of the rank that has the states.
+If the host computes in another way than the device, or somebody wrote to the weights, the agents exchange
+that snapshot, and the twin learns from it anew; after `MOST_DIFFERENCES` in a row it gives up.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from holdfast.tiers.memory.replica import image_of, pieces_of
 from holdfast.tiers.memory.twin import ParamPart
 from holdfast.tiers.memory.twins import Twins
 
-MOST_STRIKES = 3
-"""Number of snapshots in a row with another result than the other rank's at which the twin gives
-up."""
+MOST_DIFFERENCES = 3
+"""Number of snapshots in a row with another result than the other rank's, after which the twin
+gives up."""
 
 
 class RecomputedStates:
-    """The optimizer states of another rank that this rank redoes."""
+    """The optimizer states of another rank that this rank recomputes."""
 
     def __init__(self, optimizers: dict[str, Any], names: Callable[[Any], dict[int, str]]) -> None:
         """`optimizers` by key; `names` of an optimizer's parameters, by id."""
         self.twins = Twins()
         self.tensors: dict[str, LiveTensor] = {}
-        """The redone states by full name; another dict each time that they have been learned."""
+        """The recomputed states by full name; another dict each time that they have been learned."""
         self._optimizers = optimizers
         self._names = names
-        self._strikes = 0
+        self._num_differences = 0
 
     def mark(self, number: int) -> None:
         """Mark the point in the training at which the snapshot of that number is taken; on the
@@ -52,7 +52,7 @@ class RecomputedStates:
         self.twins.mark(number, self._copy_weights)
 
     def restart(self) -> None:
-        """Drop the twins: the state will be another."""
+        """Drop the twins, as the state is going to be replaced."""
         self.twins.restart()
 
     def _copy_weights(self) -> None:
@@ -108,29 +108,30 @@ class RecomputedStates:
         return found
 
     def differed(self) -> None:
-        """Note that what was redone was not what the other rank had: learn anew, or give up."""
-        self._strikes += 1
-        if self._strikes < MOST_STRIKES:
+        """Note that the recomputed states were not the other rank's: learn anew, or give up."""
+        self._num_differences += 1
+        if self._num_differences < MOST_DIFFERENCES:
             self.twins.forget("it differed")
         else:
-            self.twins.end(f"it differed {self._strikes} times in a row: another arithmetic")
+            times = f"{self._num_differences} times in a row"
+            self.twins.end(f"it differed {times}: device and host compute differently")
 
     def agreed(self) -> None:
-        """Note that what was redone was what the other rank had."""
-        self._strikes = 0
+        """Note that the recomputed states were the other rank's."""
+        self._num_differences = 0
 
 
-def shadow_of(state: State) -> RecomputedStates:
-    """Return the shadow for the optimizers whose states each lie on one rank, while all have the
-    gradients.
+def recomputed_states(state: State) -> RecomputedStates:
+    """Return the recomputed states for the optimizers whose states each lie on one rank, while all
+    ranks have the gradients.
 
-    UsageError if there is none.
+    UsageError if there is no such optimizer.
     """
     found = {key: value for key, value in state.items() if is_zero1(value)}
     if not found:
         raise UsageError(
-            "redundancy='recompute' redoes optimizer states that one rank alone has from gradients that "
-            "all ranks have: torch's ZeroRedundancyOptimizer under DDP, which this state does not have",
+            "redundancy='recompute' needs torch's ZeroRedundancyOptimizer under DDP, which this state does "
+            "not have: there all ranks have the gradients, but only one has the states of a parameter",
             hint="choose copy or parity",
         )
     return RecomputedStates(found, lambda groups: param_names(state, groups))

@@ -1,15 +1,15 @@
-"""A rank makes what it keeps for its group from its own device's replicas: nothing crosses the network.
+"""A rank makes its guard from its own replica of the state: no tensors cross the network.
 
-Where state is replicated along the data-parallel axis, every member holds what the others save, at least of
-the tensors.  So it can lay out their images itself, byte for byte, and make its copies or parity of them in
+If state is replicated along the data-parallel axis, every member of a group holds the tensors that the
+others save.  So it can lay out their images itself, byte for byte, and make its copies or parity of them in
 the window between two optimizer steps (REFT's asynchronous redundant copying and erasure coding; Wang et
-al., 2023).  What is each rank's own (its extras and the digest table, at the end of an image) the agents
-exchange afterwards: a few kilobytes.
+al., 2023).  The agents afterwards exchange what only one rank has: its extras and the digest table, at the
+end of an image, a few kilobytes.
 
-How the others' images are laid out is known from the snapshot before; if it turns out to have changed, the
-agents exchange everything, once.  So they do always where an image holds what the forward pass changes
-(the statistics of batch norm): such buffers may differ from replica to replica.  That replicas are equal is
-not believed but checked, snapshot by snapshot: by the digests of the chunks that were laid out here.
+The layout of the others' images is known from the previous snapshot; if it turns out to have changed, the
+agents exchange everything, once.  They always do if an image holds buffers that the forward pass changes
+(the statistics of batch norm), which may differ from replica to replica.  At every snapshot, the digests of
+the chunks that were laid out here show whether the replicas are equal.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Read:
 
 @dataclass
 class _Piece:
-    """Bytes `start..stop` of an image, and the tensor that they are."""
+    """Bytes `start..stop` of an image, and the tensor that they are read from."""
 
     start: int
     stop: int
@@ -77,8 +77,8 @@ class _Piece:
     is_live: bool = True
 
     def read(self, start: int, stop: int, at: int) -> _Read:
-        """Return the read of bytes `start..stop` of the piece, of as few elements or rows as have
-        them."""
+        """Return the read of bytes `start..stop` of the piece, from as few elements or rows of the
+        tensor as possible."""
         source, size = self.source, stop - start
         if source.is_contiguous():
             source = source.reshape(-1)
@@ -88,7 +88,7 @@ class _Piece:
 
 
 class ReplicaImage:
-    """The image of another rank up to its extras, out of this rank's tensors."""
+    """The image of another rank up to its extras, laid out from this rank's tensors."""
 
     def __init__(self, image: Image, pieces: list[_Piece]) -> None:
         header = torch.frombuffer(bytearray(image.header), dtype=torch.uint8)
@@ -111,17 +111,17 @@ def replica_image(
     file: FileEntry,
     live: Collected,
     aside: SetAside,
-    redone: Mapping[str, LiveTensor],
+    recomputed: Mapping[str, LiveTensor],
 ) -> ReplicaImage | None:
-    """The image that `file` describes; None if this rank does not hold all of its tensors.
+    """Return the image that `file` describes; None if this rank does not hold all of its tensors.
 
-    `redone`: those that are made here (`recompute`), by name; they stay as they are until they are read.
+    `recomputed`: tensors that are recomputed here, by name; they do not change until they are read.
     """
     image, found = image_of(plan, file), []
     if image is None:
         return None
     for entry, box, at, size in pieces_of(plan, image, file.rank):
-        name, own = entry.name, redone.get(entry.name)
+        name, own = entry.name, recomputed.get(entry.name)
         is_aside = own is None and name in live.aside
         source = _held(own or live.tensors.get(name), box, aside if is_aside else None)
         if source is None:
@@ -132,8 +132,7 @@ def replica_image(
 
 
 def image_of(plan: SavePlan, file: FileEntry) -> Image | None:
-    """Return the layout of the image of a rank by a plan; None if the file is laid out in another
-    way."""
+    """Return the layout of a rank's image by a plan; None if `file` is laid out in another way."""
     pieces = plan.placement.pieces(file.rank)
     image = plan_image(plan.agreement.tensors, pieces, extras_bytes=file.table - file.extras)
     laid_out = (image.data_start, image.extras_start, image.table_start, image.total_bytes)
@@ -143,7 +142,7 @@ def image_of(plan: SavePlan, file: FileEntry) -> Image | None:
 def pieces_of(
     plan: SavePlan, image: Image, rank: int
 ) -> Iterator[tuple[TensorEntry, Box, int, int]]:
-    """(tensor, part of it, offset in the image, bytes) of each piece of a rank's image."""
+    """Yield (tensor, part of it, offset in the image, bytes) of each piece of a rank's image."""
     pieces = plan.placement.pieces(rank)
     columns = (pieces.tensor, pieces.start, pieces.stop, pieces.offset, pieces.bytes)
     for index, start, stop, offset, size in zip(*(c.tolist() for c in columns)):
@@ -153,8 +152,8 @@ def pieces_of(
 
 
 def _held(t: LiveTensor | None, box: Box, kept: SetAside | None) -> torch.Tensor | None:
-    """The part of a tensor, where this rank holds all of it, and it is no buffer, which may differ between
-    ranks.  `kept`: where it was set aside; None if it was not."""
+    """Return a part of a tensor; None if this rank does not hold all of it, or the tensor is a buffer,
+    which may differ between ranks.  `kept`: its values that were set aside; None if they were not."""
     if t is None or not t.steady:
         return None
     for number, part in enumerate(t.parts):
@@ -166,8 +165,7 @@ def _held(t: LiveTensor | None, box: Box, kept: SetAside | None) -> torch.Tensor
 
 @dataclass
 class _Window:
-    """The source of bytes `at..stop` of what is kept: `size` bytes from `start` of a member's image
-    on."""
+    """The source of bytes `at..stop` of the guard: `size` bytes of a member's image, from `start` on."""
 
     of: Contribution
     at: int
@@ -178,8 +176,7 @@ class _Window:
 
 
 class ReplicaGuard:
-    """The guard, which is what this rank keeps for its group, up to the others' extras; `fill`
-    makes it, again for each snapshot."""
+    """This rank's guard, up to the others' extras; `fill` makes it anew for each snapshot."""
 
     def __init__(
         self,
@@ -199,7 +196,7 @@ class ReplicaGuard:
         self._devices = devices
         self._windows = list(self._planned(me, images))
         self.sources = [r.source for w in self._windows for r in w.reads if r.is_live]
-        """The training's own tensors that are read, in the order in which they are."""
+        """The training's own tensors that are read, in the order of the reads."""
 
     def _planned(self, me: int, images: dict[int, ReplicaImage]) -> Iterator[_Window]:
         for c in self.stripes.contributions(me):
@@ -219,10 +216,10 @@ class ReplicaGuard:
         first: int = 0,
         ready: Moment | None = None,
     ) -> None:
-        """Make it in `view`, where the agent's memory for it is.
+        """Make the guard in `view`, which is memory of the agent.
 
-        In `carried`, `sources` are those from number `first` on.  Nothing is read before `ready`; without
-        that, after all that the device has been given.
+        In `carried`, the `sources` begin at number `first`.  Nothing is read before `ready`; without
+        `ready`, nothing before all work that the device has been given.
         """
         streams = [after(ready, device, "guard") for device in self._devices]
         with on_streams(streams):
@@ -249,12 +246,12 @@ class ReplicaGuard:
                     carried.done()
                 number += read.is_live
             if window.size:
-                self._look_at(c.source.member, window.start, block)
+                self._keep_digests(c.source.member, window.start, block)
             rows = kept[window.at : window.stop]
             self.stripes.code.accumulate({c.row: rows}, c.index, block, fresh=c.index == 0)
 
-    def _look_at(self, member: int, at: int, block: Flat) -> None:
-        """Keep the digests of the whole chunks in bytes of an image that begin at `at`."""
+    def _keep_digests(self, member: int, at: int, block: Flat) -> None:
+        """Keep the digests of the chunks that lie entirely in `block`: bytes of an image from `at` on."""
         first, stop = -(-at // CHUNK_BYTES), (at + len(block)) // CHUNK_BYTES
         if first < stop:
             digests = np.empty(stop - first, "<u8")
@@ -264,7 +261,8 @@ class ReplicaGuard:
 
 
 def _windows(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Ranges that end where windows do, so that each chunk but the first and last lies in one of them."""
+    """Yield ranges that end at multiples of `WINDOW_BYTES`, so that no chunk but the first and last is in
+    two of them."""
     while start < stop:
         end = min((start // WINDOW_BYTES + 1) * WINDOW_BYTES, stop)
         yield start, end
@@ -275,15 +273,15 @@ def replica_guard(
     plan: SavePlan,
     live: Collected,
     aside: SetAside,
-    redone: Mapping[str, LiveTensor],
+    recomputed: Mapping[str, LiveTensor],
     stripes: Stripes,
     files: Sequence[FileEntry],
     me: int,
 ) -> ReplicaGuard | None:
-    """A guard from this rank's own tensors; None if it does not hold what the others save."""
+    """Return a guard from this rank's own tensors; None if it does not hold what the others save."""
     images = {}
     for member in {c.source.member for c in stripes.contributions(me)}:
-        image = replica_image(plan, files[member], live, aside, redone)
+        image = replica_image(plan, files[member], live, aside, recomputed)
         if image is None:
             return None
         images[member] = image

@@ -28,7 +28,7 @@ class SnapshotShelf:
     tier = place = MEMORY
 
     def __init__(self, tier: MemoryTier) -> None:
-        """Asks the agents.  Collective."""
+        """Ask the agents of all nodes.  Collective."""
         self._tier = tier
         self._root = tier.durable.store
         self.inventory = Inventory(tier.agent.job, *tier.agent.ask_all())
@@ -43,7 +43,7 @@ class SnapshotShelf:
     def load(
         self, candidate: Candidate, state: State, options: RestoreOptions, *, verify: bool
     ) -> Manifest:
-        """Read a snapshot, which is the newest on this node then, too; see `load_snapshot`."""
+        """Restore a snapshot, as `load_snapshot` does; it is the newest on this node then, too."""
         tier, inventory = self._tier, self.inventory
         manifest = inventory.find(candidate.attempt)
         load_snapshot(

@@ -23,10 +23,10 @@ class _Mapped:
 
 
 class Slots:
-    """Files of the agent, each mapped once.  Their pages are there: touching them cannot fail.
+    """Files of the agent, each mapped once.  Their pages are allocated, so touching them cannot fail.
 
-    `forget`: is given the view of a file that is no more; its memory is free when nobody has that
-    view.
+    `forget` is called with the view of a file that was removed; its memory is freed when nobody has
+    that view.
     """
 
     def __init__(self, directory: Path, forget: Callable[[memoryview], None]) -> None:
@@ -74,7 +74,7 @@ class Slots:
 
 
 class SlotBuffer:
-    """Memory for one image, asked of the agent when its size is known.
+    """Memory for one image, leased from the agent when its size is known.
 
     `spare`: what to use if the agent has none to give, for a save that must not depend on it.
     """

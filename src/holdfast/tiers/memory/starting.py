@@ -11,7 +11,7 @@ from holdfast.core.checkpoint.peers import raise_on_all
 from holdfast.live.saving import Saver
 from holdfast.live.saving.durable import Durable
 from holdfast.live.state.recognising import State
-from holdfast.tiers.memory.job import is_anothers, job_of, last_run
+from holdfast.tiers.memory.job import is_of_another_root, job_of, last_run
 from holdfast.tiers.memory.node.client import Client
 from holdfast.tiers.memory.options import Memory
 from holdfast.tiers.memory.tier import MemoryTier
@@ -34,14 +34,16 @@ def start(
 
 
 def _job_in_memory(options: Memory, durable: Durable, host: str) -> str:
-    """Return the root's job, or a new one where agents know it as another root's, of which this is
-    a copy, or know of later runs than the root does: it was put back from a backup, and what it
-    left in memory is not its own any more.  Called before any rank says hello."""
+    """Return the job of the root.  Collective; called before any rank says hello.
+
+    The root gets a new job if agents know its job from another root, of which it is a copy, or know of
+    later runs than the root does: then it was put back from a backup.
+    """
     store, group = durable.store, durable.group
     job, client = job_of(store, group), Client(deadline_s=group.deadline_s)
     with raise_on_all(group, 0):
         client.start(host, tls=options.tls)
-        last, copied = last_run(client, job), is_anothers(client, job, store)
+        last, copied = last_run(client, job), is_of_another_root(client, job, store)
     last = group.all_max(last)
     if group.any(copied):
         return job_of(store, group, anew=True)
@@ -49,7 +51,7 @@ def _job_in_memory(options: Memory, durable: Durable, host: str) -> str:
         return job
     if group.rank == 0:
         warn_user(
-            f"{store.url} was put back: run {durable.run} begins, and in memory are snapshots of up to run "
-            f"{last}, which are another job's now (`holdfast agent clean --job {job}` frees them)"
+            f"{store.url} was put back from a backup: this is run {durable.run}, but memory has snapshots "
+            f"of runs up to {last}; they are not used (`holdfast agent clean --job {job}` frees them)"
         )
     return job_of(store, group, anew=True)

@@ -1,7 +1,7 @@
 """Snapshots that go on to storage: agents write the images, and the ranks commit them together.
 
-A rank that comes to its end meanwhile leaves the rest to the agents: they write what they were told to, and
-rank 0's commits the step when rank 0 has left, too.
+A rank that comes to its end meanwhile leaves the rest to the agents: they finish writing, and rank 0's
+agent commits the step when rank 0 has left, too.
 """
 
 from __future__ import annotations
@@ -39,20 +39,19 @@ LEFT = b"\0"
 
 
 class Storing:
-    """This rank's part in taking snapshots on to storage, in a thread of its own: new snapshots go
-    on meanwhile."""
+    """This rank's part in storing snapshots, in a thread of its own: new snapshots go on meanwhile."""
 
     def __init__(self, tier: MemoryTier) -> None:
         self._tier = tier
         self.worker = Worker("holdfast-storing")
         self.handed_over = threading.Event()
-        """Set while no image waits for the agent to be told to write it; one that does must stay
-        the newest."""
+        """Cleared while an image waits until the agent is told to write it: till then its snapshot must
+        stay the newest."""
         self.handed_over.set()
         self._newest = 0
         """Number of the newest operation that stores a snapshot."""
         self.left_to_agents = False
-        """On rank 0: True if a step is for its agent to commit, when this process has left."""
+        """On rank 0: True if its agent is to commit a step, once this process has left."""
 
     def begin(self, op: SaveOperation, file: FileEntry | None, manifest: bytes) -> None:
         """Start to store a snapshot; returns at once.  `file` is this rank's image, None if it has
@@ -92,8 +91,8 @@ class Storing:
 
     @contextmanager
     def _handed_over_at_the_end(self, op: SaveOperation) -> Iterator[None]:
-        """Let new snapshots wait in this block, but not for storage that does not answer: then they may
-        take the image's place, and the save fails."""
+        """Let new snapshots wait until the block ends.  If storage does not answer for `STUCK_S`, they wait
+        no longer: they may take the image's place, and then the save fails."""
 
         def set_it() -> None:
             if self._newest == op.number:  # else another image waits by now
@@ -112,7 +111,7 @@ class Storing:
 
     def _judge(self, op: SaveOperation, answers: list[bytes], manifest: bytes) -> Decision:
         """Commit, on rank 0, if every rank's image is in storage."""
-        gone = WireError.of(AgentError("it came to its end, the agents go on"))
+        gone = WireError.of(AgentError("the process came to its end; the agents finish the save"))
         left = {r: gone for r, a in enumerate(answers) if a == LEFT}
         errors = {r: wire_error(a) for r, a in enumerate(answers) if a and a != LEFT}
         if left and not errors:

@@ -1,4 +1,4 @@
-"""The memory tier's side in a training process: snapshots into the agent's shared memory."""
+"""The memory tier in a training process: it takes snapshots into the agent's shared memory."""
 
 from __future__ import annotations
 
@@ -13,40 +13,41 @@ import msgspec
 
 from holdfast.base.errors import Deadline, HoldfastError, RankErrors
 from holdfast.base.events import emit, span
-from holdfast.base.patience import slowest
+from holdfast.base.storage_deadlines import slowest
 from holdfast.base.threads import Worker
 from holdfast.base.wire import WireError, decode_msgpack, rank_errors
 from holdfast.core.checkpoint.names import step_prefix
 from holdfast.core.format.manifest import FileEntry, Manifest, encode_manifest
 from holdfast.live.every import Every
 from holdfast.live.saving import Draft, Request, Save, SaveOperation, Saver
+from holdfast.live.saving.blocking_saves import is_bypassed
 from holdfast.live.saving.commit import build_manifest, written
 from holdfast.live.saving.durable import Durable
-from holdfast.live.saving.holding import is_bypassed
 from holdfast.live.saving.messages import Written
 from holdfast.live.saving.operation import Replica
 from holdfast.live.state.recognising import State
 from holdfast.live.state.snapshot import CopyTap, PrivateBuffer
 from holdfast.live.tier import Asked, Collect, Tier
-from holdfast.tiers.memory.decision import Decision, Filled, decided, of_all
+from holdfast.tiers.memory.decision import Decision, Filled, decided, exactness_note
 from holdfast.tiers.memory.feed import Feed
 from holdfast.tiers.memory.node import messages as w
 from holdfast.tiers.memory.options import Memory
 from holdfast.tiers.memory.own_agent import OwnAgent
 from holdfast.tiers.memory.protecting import Protector
-from holdfast.tiers.memory.recompute import RecomputedStates, shadow_of
+from holdfast.tiers.memory.recompute import RecomputedStates, recomputed_states
 from holdfast.tiers.memory.shelf import MEMORY, SnapshotShelf
 from holdfast.tiers.memory.slots import SlotBuffer, Slots, lease_of
 from holdfast.tiers.memory.storing import Storing
 
 LEAVE_S = 5.0
-"""Seconds that a process that ends early stays for a snapshot to be complete, or a save to reach
-the agents."""
+"""Seconds for which a process that ends early waits until its snapshot is complete, or its save
+has reached the agents."""
 LOOK_S = 0.2
+"""Seconds between looks whether ranks were lost, in that time."""
 
 
 class Turns:
-    """The snapshots' turns: one at a time has the memory."""
+    """The order of snapshots: one at a time fills memory."""
 
     def __init__(self) -> None:
         self.num_pending = 0
@@ -60,11 +61,11 @@ class Turns:
             self.num_pending += 1
 
     def take(self, limit_s: float, handed_over: threading.Event) -> None:
-        """Wait for the turn of the snapshot before to end, and until that is `handed_over` to storage, if
-        it goes there: only then it stays the newest.  Deadline."""
+        """Wait until the previous snapshot has ended, and is `handed_over` if it goes to storage: until
+        then it must stay the newest.  Deadline."""
         for event in (self._is_free, handed_over):
             if not event.wait(limit_s):
-                raise Deadline(f"the snapshot before did not end within {limit_s:g} s")
+                raise Deadline(f"the previous snapshot did not end within {limit_s:g} s")
         self._is_free.clear()
 
     def give_back(self, op: SaveOperation) -> None:
@@ -91,11 +92,11 @@ class MemoryTier(Tier):
         host: str,
         state: Callable[[], State],
     ) -> None:
-        shadow = shadow_of(state()) if options.recomputes else None
+        recomputed = recomputed_states(state()) if options.recomputes else None
         self.saver = saver
         self.durable = durable
         self.news: list[str] = []
-        """Texts that the user is to be warned with."""
+        """Warnings for the user."""
         self._feed = None
         if options.feed == "gradient":
             self._feed = Feed(state, saver.group.rank, saver.deadline_s, options.prove_every)
@@ -109,12 +110,12 @@ class MemoryTier(Tier):
         self._storing = Storing(self)
         self.agent = OwnAgent(durable, options, job=job, host=host)
         self.slots = Slots(self.agent.client.root / "jobs" / job, saver.planner.forget)
-        self._protector = Protector(self, options.redundancy, shadow)
+        self._protector = Protector(self, options.redundancy, recomputed)
         _tiers.add(self)
 
     @property
     def _followers(self) -> list[RecomputedStates | Feed]:
-        return [one for one in (self._protector.shadow, self._feed) if one is not None]
+        return [one for one in (self._protector.recomputed, self._feed) if one is not None]
 
     # -- training thread --------------------------------------------------------------------------
 
@@ -122,7 +123,7 @@ class MemoryTier(Tier):
         return every.memory is not None and step % every.memory == 0
 
     def begin(self, collect: Collect, step: int, *, must: bool) -> Save:
-        """Start a snapshot.  It is left out if another one is in flight, unless it `must` be."""
+        """Start a snapshot.  Unless it `must` be made, it is left out if another one is in flight."""
         with span("snapshot.call", step=step):
             return self._begin(collect, Asked(step, must=must), durable=False)
 
@@ -148,19 +149,19 @@ class MemoryTier(Tier):
             return self.saver.begin(op, self._arranged(collect))
 
     def _arranged(self, collect: Collect) -> Collect:
-        """Read the state in the order in which it is to be shared among ranks."""
+        """Return what reads the state in the order in which it is to be shared among ranks."""
         feed = self._feed
         return collect if feed is None else lambda: feed.arranged(collect())
 
     def prepare(self, collect: Collect, every: Every) -> Save:
-        """Plan a snapshot and have the memory for it ready.  Returns at once."""
+        """Begin to plan a snapshot and to get memory for it.  Returns at once."""
         op = self.saver.operation(self, Request(0, is_rehearsal=True))
         self._turns.line_up()
         return self.saver.begin(op, self._arranged(collect))
 
     def replica(self, op: SaveOperation) -> Replica | None:
-        """The replica that is kept current by gradients, if a snapshot can be taken from it: not if it may
-        have missed steps."""
+        """Return the replica that gradients keep current; None if a snapshot cannot be taken from it, as it
+        may have missed steps."""
         if self._feed is None or self.saver.replicas.mode == "verify":
             return None
         if is_bypassed(self.saver, op.live):
@@ -184,20 +185,19 @@ class MemoryTier(Tier):
             ) from None
 
     def leave(self) -> None:
-        """The training ends early: wait for nobody any more.  What agents were told to do, they do."""
+        """End early: wait at most `LEAVE_S`, then abort every wait.  Agents finish what they were told."""
         if not self.saver.group.lost:
             self._settle_early()
         self._abort_waits()
 
     def leave_unclosed(self) -> None:
-        """Do as `leave` does, if something is still under way in the end: Python ends, and nobody
-        has closed this.  Else nobody waits any more, and the ranks may yet tell each other what
-        became of the last save."""
+        """Do as `leave` does, for a tier that is not closed when Python ends.  But if nothing is under
+        way any more, abort no wait: the ranks may still tell each other what became of the last save."""
         if not self._settle_early():
             self._abort_waits()
 
     def _settle_early(self) -> bool:
-        """True if nothing is under way, after waiting for a moment; no longer than until ranks are lost."""
+        """Wait for `LEAVE_S` at most, or until ranks are lost; True if nothing is under way then."""
         if self._is_closed or not (self.durable.steps.is_saving or self._turns.num_pending):
             return True
         until = time.monotonic() + LEAVE_S
@@ -212,10 +212,10 @@ class MemoryTier(Tier):
         self.saver.group.abort_waits()
 
     def close(self, limit_s: float, *, finished: bool, is_asked: bool) -> None:
-        """Wait for what is under way.  `finished`: the snapshots are needed no more, if the last save is in
+        """Wait for what is under way.  `finished`: the snapshots may be freed, if the last save is in
         storage."""
         self._is_closed, is_settled = True, False
-        with ExitStack() as last:  # all of it, though one part is interrupted
+        with ExitStack() as last:  # each of these is done, even if another is interrupted
             last.callback(lambda: self._say_bye(finished=finished and is_settled))
             last.callback(self._spare.close)
             last.callback(self.slots.close)
@@ -226,7 +226,7 @@ class MemoryTier(Tier):
             try:
                 self.settle(limit_s)
                 is_settled = True
-            except BaseException:  # agents end what is under way, as long as ranks hear each other
+            except BaseException:  # the agents finish; ranks have `LEAVE_S` to agree on that
                 self._abort_waits()
                 with suppress(Deadline):
                     self.settle(LEAVE_S)
@@ -255,8 +255,8 @@ class MemoryTier(Tier):
         return SnapshotShelf(self)
 
     def take_over(self, manifest: Manifest, cards: tuple[w.Card, ...]) -> None:
-        """Tell this node's agent that what was restored is the newest snapshot here, too.  `cards`: those
-        of the agents that hold it, with whom the next restart finds it."""
+        """Tell this node's agent that the restored snapshot is the newest here, too.  `cards`: those of the
+        agents that hold it; by them the next restart finds it."""
         decision = Decision({}, encode_manifest(manifest), cards)
         self.agent.adopt(self._commit_of(manifest.step, manifest.attempt, decision))
 
@@ -270,12 +270,12 @@ class MemoryTier(Tier):
     # -- saving thread ----------------------------------------------------------------------------
 
     def take(self, op: SaveOperation) -> SlotBuffer:
-        """Wait for the snapshot before, then return memory: every rank knows that one as the newest
-        before the next begins.
+        """Wait for the previous snapshot, then return memory for this one.
 
-        Also until its image is on its way to storage, if that is where it goes.
+        So every rank knows the previous one as the newest before this one begins.  If its image goes to
+        storage, this waits until it is on its way there.
         """
-        with self.durable.held.because(op.step, "for the snapshot before"):
+        with self.durable.held.because(op.step, "for the previous snapshot"):
             self._turns.take(self.saver.deadline_s, self._storing.handed_over)
         if op.request.durable:
             self.durable.steps.make_room(op)
@@ -283,7 +283,7 @@ class MemoryTier(Tier):
         return SlotBuffer(self.slots, lambda size: self.lease(op, "share", size), spare)
 
     def lease(self, op: SaveOperation, kind: str, size: int) -> w.Lease:
-        """Lease memory of the agent for an image (`share`), or what protects others (`guard`)."""
+        """Lease memory of the agent for an image (`share`) or a guard (`guard`)."""
         with self.durable.held.because(op.step, "for memory of the agent"):
             return self.agent.lease(kind, self.attempt(op), op.step, size)
 
@@ -291,16 +291,15 @@ class MemoryTier(Tier):
         return self.durable.attempt_of(op)
 
     def beside(self, op: SaveOperation, draft: Draft) -> CopyTap | None:
-        """Return what makes, in the window, what this rank keeps for its group; None where it
-        cannot be."""
+        """Return what makes this rank's guard in the window; None if it cannot be made there."""
         return self._protector.begin(op, draft)
 
     # -- memory thread ----------------------------------------------------------------------------
 
     def keep(self, op: SaveOperation, draft: Draft) -> None:
-        """Have the agent digest the image, then commit together.
+        """Have the agent digest the image, then commit together with all ranks.
 
-        Of a rehearsal: have all the memory that snapshots will need, and give it back.
+        A rehearsal allocates all the memory that snapshots will need, and gives it back.
         """
         if op.request.is_rehearsal:
             self._rehearse(op, draft)
@@ -342,7 +341,7 @@ class MemoryTier(Tier):
         return Decision(errors) if errors else decided(filled)
 
     def _kept(self, op: SaveOperation, draft: Draft) -> tuple[FileEntry | None, Decision]:
-        """Return this rank's image, digested, and what all ranks have decided about the snapshot."""
+        """Return the entry of this rank's digested image, and the decision about the snapshot."""
         file = None
         try:
             with span("snapshot.digest", step=op.step):
@@ -396,7 +395,8 @@ class MemoryTier(Tier):
         mine: bytes,
         decide: Callable[[list[bytes]], Decision],
     ) -> Decision:
-        """Rank 0's decision from what all ranks say; RankErrors if something failed anywhere."""
+        """Return rank 0's decision on the messages of all ranks, of which `mine` is this rank's; RankErrors
+        if it names errors."""
         answer = self.saver.group.ask(
             f"{what}/{op.number}",
             mine,
@@ -412,7 +412,8 @@ class MemoryTier(Tier):
         return msgspec.structs.replace(decision, cards=cards)
 
     def _decide(self, op: SaveOperation, draft: Draft, answers: list[bytes]) -> Decision:
-        """Decide, on rank 0: the manifest, if every rank has its image."""
+        """Decide about a snapshot, on rank 0: its manifest is in the decision if every rank has its
+        image."""
         filled = [decode_msgpack(a, Filled) for a in answers]
         given = [decode_msgpack(f.written, Written) for f in filled]
         errors = {r: g.error for r, g in enumerate(given) if g.error is not None}
@@ -421,7 +422,7 @@ class MemoryTier(Tier):
         refusals = [f"rank {r}: {f.refusal.text}" for r, f in enumerate(filled) if f.refusal]
         if refusals:
             return Decision({}, directly=refusals[0])
-        notes = of_all(f.exactness for f in filled)
+        notes = exactness_note(f.exactness for f in filled)
         try:
             manifest = build_manifest(
                 draft,
@@ -438,8 +439,8 @@ class MemoryTier(Tier):
             return Decision({0: WireError.of(error)})
 
     def _protected(self, op: SaveOperation, draft: Draft, decision: Decision) -> Decision:
-        """Return the decision, when all ranks have what they keep.  A save does not depend on that:
-        else it goes to storage without the agents."""
+        """Return the decision once all ranks have their guards.  A durable save does not depend on these:
+        without them it goes to storage without the agents."""
         try:
             self._protector.protect(op, draft, decision)
         except RankErrors as error:  # the same on every rank
@@ -458,8 +459,8 @@ class MemoryTier(Tier):
             self.agent.drop(self.attempt(op))
 
     def _commit(self, op: SaveOperation, decision: Decision) -> None:
-        """Tell the agent here that the snapshot is the newest.  It counts, whether it could be told or
-        not."""
+        """Tell the agent here that the snapshot is the newest.  It is committed even if the agent cannot be
+        told."""
         try:
             self.agent.commit(self._commit_of(op.step, self.attempt(op), decision))
         except Exception as failed:
@@ -484,7 +485,7 @@ class MemoryTier(Tier):
 
 
 def _with_secrets(card: w.Card, changed: Callable[[str], str]) -> w.Card:
-    """Return a card whose token and fingerprint are hidden, or revealed."""
+    """Return a card whose token and fingerprint are `changed`: hidden, or revealed."""
     token, fingerprint = changed(card.token), changed(card.fingerprint)
     return msgspec.structs.replace(card, token=token, fingerprint=fingerprint)
 
@@ -500,13 +501,13 @@ _tiers: weakref.WeakSet[MemoryTier] = weakref.WeakSet()
 
 
 def _at_exit() -> None:
-    """The main thread has ended, perhaps by an error: Python waits for the other threads now, and they
-    would wait for ranks that are dead."""
+    """End the tiers that nobody has closed.  The main thread has ended, perhaps by an error: Python waits
+    for the other threads now, which would wait for ranks that are dead."""
     for one in tuple(_tiers):
         one.leave_unclosed()
 
 
-# a child that ends leaves its parent's calls alone
+# a forked child that ends must not end its parent's tiers
 os.register_at_fork(after_in_child=_tiers.clear)
 with suppress(RuntimeError):  # imported when Python is ending already
     threading._register_atexit(_at_exit)  # type: ignore[attr-defined]

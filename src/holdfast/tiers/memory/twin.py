@@ -1,9 +1,9 @@
 """Twins: optimizers on the host that make the same steps as the training's, from the same gradients.
 
 A `Twin` has parts of an optimizer's parameters.  When the training's optimizer begins a step, its
-gradients are final: those parts are copied to the host, and a thread makes the step with them, while the
-training goes on (LowDiff+'s layer-wise replica, REFT's asynchronous optimizer recomputation).  The order
-of the steps is in `twins.py`.
+gradients are final: those of the twin's parts are copied to the host, and a thread makes the step with
+them, while the training goes on (LowDiff+'s layer-wise replica, REFT's asynchronous optimizer
+recomputation).  `twins.py` orders the steps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from holdfast.base.errors import HoldfastError
 from holdfast.live.state.blockwise import Blockwise
 from holdfast.live.state.devices import Moment, after, devices_of, on, on_streams, page_locks
-from holdfast.live.state.lending import Lender, Lent, only_reads
+from holdfast.live.state.gradient_copies import Lender, Lent, only_reads
 from holdfast.live.state.observer import unhooked
 from holdfast.live.state.optimizers import hyper_parameters
 from holdfast.live.state.placed import memory_of
@@ -28,11 +28,11 @@ from holdfast.live.state.wrapped import stepping
 from holdfast.live.state.writes import times_written
 
 MOST_AHEAD = 8
-"""Number of gradients that wait to be applied, at most."""
+"""Most gradients that may wait to be applied."""
 
 AT_FIRST = 2
-"""Number of gradients for which memory is made at once, off the training thread: new pages cost ten
-times a copy."""
+"""Number of gradients whose memory is allocated with the twin, off the training thread: new pages
+cost ten times a copy."""
 
 States = Mapping[str, torch.Tensor]
 
@@ -48,7 +48,7 @@ class ParamPart:
     """Slices of this rank's local tensor; None: all of it."""
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same part of a tensor that lies as the parameter does; shares memory."""
+        """Return the same part of a tensor that has the parameter's layout; it shares memory."""
         with torch.no_grad():
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             local = local.detach()
@@ -57,7 +57,7 @@ class ParamPart:
 
 @dataclass
 class Gradient:
-    """The gradients and settings that a step of an optimizer used, of the parts that a twin has."""
+    """What one step of an optimizer used: the gradients of a twin's parts, and the hyper-parameters."""
 
     twin: Twin
     values: list[torch.Tensor]
@@ -66,12 +66,12 @@ class Gradient:
     ready: Moment
     """The end of the copy."""
     lent: Lent | None = None
-    """The training's gradients, where they stay until they are copied."""
+    """The training's own gradients, if they are lent until they are copied."""
     is_torn: bool = False
-    """True if somebody wrote to them before."""
+    """True if somebody wrote to them before they were copied."""
 
     def settle(self) -> None:
-        """The copy is over: the gradients are the training's again.  On any thread."""
+        """Give lent gradients back to the training, after their copy.  On any thread."""
         lent = self.lent
         if lent is not None:
             self.is_torn |= lent.is_written
@@ -87,14 +87,14 @@ class Twin:
         likes = [part.of(part.param) for part in parts]
         self.weights = [torch.nn.Parameter(torch.empty(t.shape, dtype=t.dtype)) for t in likes]
         self.regroup()
-        self._spare = [self._room() for _ in range(AT_FIRST)]
+        self._spare = [self._new_gradient_memory() for _ in range(AT_FIRST)]
         self._made = AT_FIRST
         self._lender = Lender(0)
         self._before: Gradient | None = None
-        """The last one whose memory was lent."""
+        """The last gradient that was lent."""
 
     def regroup(self) -> None:
-        """Put its parts in the groups that their parameters are in now; it has no states until
+        """Put the parts in the groups that their parameters are in now; the twin has no states until
         `put`."""
         of: dict[int, list[torch.Tensor]] = {}
         for part, mine in zip(self.parts, self.weights):
@@ -108,12 +108,12 @@ class Twin:
         self._blockwise = Blockwise(self._inner)
 
     def is_regrouped(self) -> bool:
-        """True if a parameter has come to another group since, or to none."""
+        """True if a parameter has moved to another group since `regroup`, or to none."""
         return self._grouped != self._groups()
 
     def _groups(self) -> list[list[int]]:
-        """Return, for each of the training's groups, the ids of the parameters of which there are
-        parts here."""
+        """Return, for each of the training's groups, the ids of the parameters that the twin has parts
+        of."""
         mine = {id(part.param) for part in self.parts}
         return [[id(p) for p in g["params"] if id(p) in mine] for g in self.outer.param_groups]
 
@@ -124,7 +124,7 @@ class Twin:
                 mine.copy_(part.of(part.param))
 
     def misfit(self) -> str:
-        """Why the step that begins cannot be made here; empty if it can."""
+        """Return why the step that begins cannot be made here; empty if it can."""
         if self.is_regrouped():
             return "parameters are in other groups now"
         for part in self.parts:
@@ -143,16 +143,16 @@ class Twin:
         if not self._spare:
             if self._made == MOST_AHEAD:
                 return None
-            self._spare.append(self._room())
+            self._spare.append(self._new_gradient_memory())
             self._made += 1
         values = self._spare.pop()
         given = [part.param.grad is not None for part in self.parts]
         into = [value for value, has in zip(values, given) if has]
         grads = [part.param.grad for part in self.parts if part.param.grad is not None]
-        is_free = not self._lent_still() and bool(devices_of(grads)) and only_reads(self.outer)
+        is_free = not self._is_lending() and bool(devices_of(grads)) and only_reads(self.outer)
         may_keep = self._lender.may_keep("", [memory_of(g) for g in grads]) and is_free
         sources = [part.of(part.param.grad) for part, has in zip(self.parts, given) if has]
-        ready = self._copied(into, sources)
+        ready = self._begin_copy(into, sources)
         hypers = [copy.deepcopy(hyper_parameters(g)) for g in self.outer.param_groups]
         gradient = Gradient(self, values, given, hypers, ready)
         if may_keep:
@@ -164,8 +164,8 @@ class Twin:
         return gradient
 
     @staticmethod
-    def _copied(into: list[torch.Tensor], sources: list[torch.Tensor]) -> Moment:
-        """Begin to copy, on our streams; return when it is done."""
+    def _begin_copy(into: list[torch.Tensor], sources: list[torch.Tensor]) -> Moment:
+        """Begin to copy, on streams of our own; return the moment at which the copy is done."""
         devices = devices_of(sources)
         streams = [after(Moment([device]), device, "feed") for device in devices]
         with torch.no_grad(), on_streams(streams):
@@ -173,8 +173,8 @@ class Twin:
                 torch._foreach_copy_(into, sources, non_blocking=True)
         return Moment.of(streams)
 
-    def _lent_still(self) -> bool:
-        """True if gradients of a step before are still copied.  Else they are the training's again."""
+    def _is_lending(self) -> bool:
+        """True if lent gradients of an earlier step are still being copied; if not, give them back."""
         before = self._before
         if before is not None and before.lent is not None:
             if not before.ready.is_over:
@@ -182,9 +182,9 @@ class Twin:
             before.settle()
         return False
 
-    def _room(self) -> list[torch.Tensor]:
-        """Memory for a gradient, whose pages are there."""
-        return [_host(part.of(part.param)).zero_() for part in self.parts]
+    def _new_gradient_memory(self) -> list[torch.Tensor]:
+        """Return memory for one gradient, whose pages are allocated."""
+        return [_host_memory(part.of(part.param)).zero_() for part in self.parts]
 
     def give_back(self, gradient: Gradient) -> None:
         self._spare.append(gradient.values)
@@ -200,7 +200,7 @@ class Twin:
         for group, new in zip(self._inner.param_groups, gradient.hypers):
             group.update(new)
             if group.get("capturable"):
-                group["capturable"] = False  # devices alone can
+                group["capturable"] = False  # only devices support it
         if self._blockwise.is_possible():
             self._blockwise.step()
         else:
@@ -214,13 +214,13 @@ class Twin:
                 self._inner.state[mine] = dict(found)
 
     def states(self) -> list[dict[str, torch.Tensor]]:
-        """Return the states of each part; the tensors that the next steps change."""
+        """Return the states of each part: the very tensors that the next steps change."""
         found = [self._inner.state.get(mine, {}) for mine in self.weights]
         return [{k: v for k, v in s.items() if isinstance(v, torch.Tensor)} for s in found]
 
 
-def _host(like: torch.Tensor) -> torch.Tensor:
-    """Memory of its shape, to which a device can copy in the background."""
+def _host_memory(like: torch.Tensor) -> torch.Tensor:
+    """Return host memory of the same shape, to which the tensor's device can copy in the background."""
     if like.device.type not in page_locks:
         return torch.empty(like.shape, dtype=like.dtype)
     with on(like.device):
@@ -228,8 +228,7 @@ def _host(like: torch.Tensor) -> torch.Tensor:
 
 
 def _defaults(optimizer: Any) -> dict[str, Any]:
-    """Return arguments to make an optimizer of its kind; what they say of groups is said by each
-    group."""
+    """Return the arguments that an optimizer of the same kind needs; each group overrides them."""
     if stepping(optimizer) is not optimizer:
         return dict(optimizer._optim_defaults)
     return {"lr": optimizer.defaults["lr"]} if "lr" in optimizer.defaults else {}

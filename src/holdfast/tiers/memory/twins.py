@@ -11,7 +11,7 @@ the steps, and stops at a mark until that snapshot has what it needs:
                             |
     twins             have made g1, make g2; stop at A until the image of snapshot A is filled
 
-The training does not wait for it: what gets too far behind is forgotten, and learned anew.
+The training does not wait for this thread: twins that get too far behind are dropped, and learn anew.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Twins:
     """The twins of a process, and how far they have come.  Made current by `learn`."""
 
     current: bool = False
-    """True if they were as the training's optimizers at some mark, and all steps since are made or
+    """True if they equalled the training's optimizers at some mark, and all steps since are made or
     queued."""
     all: list[Twin] = field(default_factory=list)
     closed: bool = False
@@ -50,16 +50,17 @@ class Twins:
     """Called on the training thread after each step."""
     _queue: deque[Gradient | int] = field(default_factory=deque)
     _learning: int | None = None
-    """The mark from which on gradients are kept, until the states as they were there are known."""
+    """The mark that the twins learn from: gradients are queued until its states are known."""
     _needed: set[int] = field(default_factory=set)
-    """The marks at which a snapshot may still want them."""
+    """The marks whose snapshots may still need the twins."""
     _stopped_at: int = 0
+    """The mark at which the twins wait; 0 if they do not."""
     _applying: bool = False
     _observed: list[Twin] = field(default_factory=list)
     """The twins whose optimizers are observed."""
     _observer: Observer[int] = field(init=False)
-    """Tells of the steps of these optimizers, each named by the number of its twin: a subscription must
-    not keep the twin itself."""
+    """Reports the steps of these optimizers, each named by the number of its twin: a subscription must
+    not keep the twin itself alive."""
     _change: threading.Condition = field(
         default_factory=lambda: threading.Condition(threading.RLock())
     )
@@ -91,7 +92,7 @@ class Twins:
                     for twin in self.all:
                         if twin.is_regrouped():
                             twin.regroup()
-                except Exception as error:  # such as a parameter in two groups, which torch bears
+                except Exception as error:  # such as a parameter in two groups, which torch allows
                     self.end(f"{type(error).__name__}: {error}")
                     return
                 learning()
@@ -128,7 +129,7 @@ class Twins:
             return "the optimizer is given a closure"
         if not self._observer.is_last(call.name):
             return "a hook was registered that may change gradients after their copy"
-        if call.again or call.around is not None:  # a step was given to them that was not made
+        if call.again or call.around is not None:  # a gradient is queued whose step was not made
             return FAILED
         return self.check() or twin.misfit()
 
@@ -137,7 +138,7 @@ class Twins:
             self.after_step()
 
     def close(self, limit_s: float) -> None:
-        """End the twins for good, and what served them."""
+        """End the twins for good, with their hooks and their thread."""
         self.end()
         self._observer.close()
         if self._thread is not None:
@@ -150,9 +151,9 @@ class Twins:
         wanted: Sequence[tuple[Any, Sequence[ParamPart]]],
         then: Callable[[], None] = lambda: None,
     ) -> None:
-        """Make other twins than before: for each optimizer, parts of its parameters.
+        """Replace the twins: one for each optimizer, with parts of its parameters.
 
-        `then`: is called to change what has to change with them.
+        `then` is called to change, at the same moment, what depends on them.
         """
         made = [Twin(optimizer, parts) for optimizer, parts in wanted]
         with self._change:
@@ -166,7 +167,8 @@ class Twins:
                 self._thread.start()
 
     def at(self, number: int, limit_s: float) -> bool:
-        """Wait until they are as the snapshot of that number is; False if they will not be."""
+        """Wait until the twins have come to the mark of that number; False if they will not, or not in
+        time."""
         with self._change:
             self._change.wait_for(
                 lambda: (
@@ -177,7 +179,7 @@ class Twins:
             return self.current and self._stopped_at == number
 
     def go_on(self, number: int) -> None:
-        """Let the twins go on: the snapshot of that number needs them no more."""
+        """Let the twins go on: the snapshot of that number no longer needs them."""
         with self._change:
             self._needed.discard(number)
             if self._learning == number:
@@ -185,8 +187,8 @@ class Twins:
             self._change.notify_all()
 
     def learn(self, number: int, states: Callable[[], list[list[dict[str, torch.Tensor]]]]) -> bool:
-        """Give the twins the states that they had at that mark, by twin and part, and make them
-        current; False if nobody waits for that."""
+        """Give the twins the training's states at that mark, by twin and part, and make them current;
+        False if they do not learn from that mark."""
         with self._change:
             if self._learning != number:
                 return False
@@ -202,12 +204,12 @@ class Twins:
     # -- any thread -------------------------------------------------------------------------------
 
     def forget(self, why: str) -> None:
-        """Let the twins learn anew: they are not what they should be."""
+        """Let the twins learn anew, because of `why`."""
         with self._change:
             self._forget(why)
 
     def restart(self) -> None:
-        """Drop the twins, for the state is another now: there are none, until some are made."""
+        """Drop the twins, as the state is another now; there are none until `make`."""
         with self._change:
             self._forget("")
             self.all = []

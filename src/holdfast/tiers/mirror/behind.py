@@ -1,15 +1,15 @@
 """The home behind the root, and what one rank does there.
 
-The rounds of `upload.py` say when, and of which step; nothing here waits for other ranks:
+`upload.py` chooses when, and which step; nothing in this module waits for other ranks:
 
-    each rank    copy     files of a step, part by part, each chunk proved by its digest
+    each rank    copy     files of a step, part by part, each chunk verified by its digest
     rank 0       commit   the manifest, byte for byte that of the root, while the claim stands
-    rank 0       tidy     what `upload_keep` lets go, and what dead runs have left
+    rank 0       tidy     steps that `upload_keep` does not keep, and what dead runs have left
     rank 0       carry    labels and metrics of the steps that lie in both homes
 
-All this is done on the upload thread.  The training thread gives the claim of a new run, while it
-holds `committing`, and says that labels or metrics have changed; the one that tidies the root reads
-`newest`.
+All this happens on the upload thread.  The training thread sets the claim of a new run, while it
+holds `committing`, and notes that labels or metrics have changed.  The thread that tidies the root
+reads `newest`.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from holdfast.core.store import Store
 from holdfast.live.saving.steps import RootSteps
 
 ALL = 10**12
+"""A number above all attempts of a run: none is on its way when the store is swept."""
 
 
 class HomeBehind:
@@ -55,24 +56,25 @@ class HomeBehind:
         self.claim = claim
         """This run's claim, on both homes."""
         self._base: int | None = None
-        """The step that the run went back to, until one of its own is here: its records lead on from it."""
+        """The step that the run went back to, from which its records lead on; None once the store has
+        one of the run's own steps."""
         self.committing = threading.Lock()
-        """Held while a step is committed, and by whoever takes the homes under another number."""
+        """Held while a step is committed, and while the homes are claimed under another number."""
         self.also_tidy: Callable[[RootKeys, list[Saved], Owns], None] | None = None
-        """Called on rank 0 with the steps of the run in the store, after they have been tidied up, as
-        `RootSteps.also_tidy`."""
+        """Called on rank 0 after steps have been tidied up, with those of the run that the store still has;
+        as `RootSteps.also_tidy`."""
         self.newest: Saved | None = None
         """The newest step of the store, as rank 0 knows it."""
         self.notes_lag = False
-        """True if labels or metrics have changed that are not behind the root."""
+        """True if changes of labels or metrics are not behind the root yet."""
         self._known = Known()
         """The steps of the store."""
         self._replaced: str | None = None
-        """The attempt that the step uploaded last was of before."""
+        """The attempt that the last upload replaced; None if it replaced none."""
         self._keep = keep
 
     def go_on(self, claim: Claim, base: int | None) -> None:
-        """Go on as another run, which went back to step `base`.  While `committing` is held."""
+        """Go on as another run, which went back to step `base`.  The caller holds `committing`."""
         self.claim, self._base = claim, base
 
     def _owns(self, saved: Saved) -> bool:
@@ -81,22 +83,22 @@ class HomeBehind:
     # -- which step -------------------------------------------------------------------------------
 
     def attempt_of(self, step: int) -> str | None:
-        """Return the attempt that a step of the root is of now; None if it is gone, or damaged."""
+        """Return the attempt of a step in the root now; None if the step is gone or damaged."""
         try:
             return verified_attempt(self.root, step)
         except (NotFound, FormatError):
             return None
 
-    def left_by_others(self) -> int | None:
+    def left_by_earlier_runs(self) -> int | None:
         """Return the newest step of the root, if it is newer than all that were uploaded, or saved
-        later under the same number."""
-        mine = [s for s in committed(self.root) if s.is_proved]
-        theirs = [s for s in RootKeys(self.store, self._known).saved if s.is_proved]
-        self.newest = last = theirs[-1] if theirs else None
-        if not mine or (last is not None and mine[-1] < last):
+        later under the same number; else None."""
+        in_root = [s for s in committed(self.root) if s.is_proved]
+        uploaded = [s for s in RootKeys(self.store, self._known).saved if s.is_proved]
+        self.newest = last = uploaded[-1] if uploaded else None
+        if not in_root or (last is not None and in_root[-1] < last):
             return None
-        step = mine[-1].step
-        if mine[-1] == last:
+        step = in_root[-1].step
+        if in_root[-1] == last:
             here, there = stated_attempt(self.root, step), stated_attempt(self.store, step)
             return step if here and there and came_later(here, there) else None
         return step
@@ -104,16 +106,16 @@ class HomeBehind:
     # -- copying and committing -------------------------------------------------------------------
 
     def copy(self, manifest: Manifest, wanted: Sequence[FileEntry], *, is_repeated: bool) -> int:
-        """Copy files of a step; return the bytes copied.  `is_repeated`: a round before, which has
-        failed, may have copied some."""
+        """Copy files of a step; return the bytes copied.  `is_repeated`: a failed round may have
+        copied some of them before."""
         files = Files(self.root, step_prefix(manifest.step), manifest, verify=True)
-        # of a step of this run nothing has arrived before the first attempt
+        # no file of a step of this run has arrived before its first round
         look = manifest.run != self.claim.run or is_repeated
         return transfer_files(files, self.store, wanted, look=look, threads=1)
 
     def commit(self, manifest: Manifest, data: bytes) -> None:
-        """Make a step exist, all the files of which have been copied.  `data`: the bytes of its
-        manifest in the root."""
+        """Commit a step of which all files have been copied.  `data`: the bytes of its manifest in
+        the root."""
         with self.committing:
             self._known.begin(manifest.step)
             self._replaced = commit(self.store, manifest, self.claim, data)
@@ -125,7 +127,7 @@ class HomeBehind:
     # -- tidying ----------------------------------------------------------------------------------
 
     def tidy(self, step: int) -> None:
-        """Delete what is to go from the store; nothing is on its way to it now."""
+        """Delete what need not stay in the store.  No upload may be on its way."""
         try:
             below = AND_LOG if self.also_tidy else ["steps/"]
             with (
@@ -146,26 +148,24 @@ class HomeBehind:
     # -- labels and metrics -----------------------------------------------------------------------
 
     def carry_notes(self) -> None:
-        """Carry what is noted of the root's steps, without an upload."""
-        self.notes_lag = True  # also if what changed before has been carried since
+        """Carry labels and metrics of the root's steps, without an upload."""
+        self.notes_lag = True  # even if earlier changes have been carried
         try:
             self._carry(RootKeys(self.store, self._known))
-        except HoldfastError as error:  # the next upload does it again
+        except HoldfastError as error:  # the next upload tries it again
             emit("tidy.failed", error=str(error))
 
     def _carry(self, keys: RootKeys) -> None:
-        """Have what is noted of the root's steps behind it, too, of those that are there."""
+        """Write labels and metrics of the root's steps to the store, for the steps that it has."""
         noted = read_notes(self.root)
         if noted != Notes():
-            carry(
-                noted, self.store, keys.manifests.keys() - self._others(noted, keys), replace=True
-            )
+            steps = keys.manifests.keys() - self._labelled_others(noted, keys)
+            carry(noted, self.store, steps, replace=True)
             keys.known.has_notes = True
         self.notes_lag = False
 
-    def _others(self, noted: Notes, keys: RootKeys) -> set[int]:
-        """Steps behind the root that have a label, and are others than the root's of these
-        numbers."""
+    def _labelled_others(self, noted: Notes, keys: RootKeys) -> set[int]:
+        """Steps that have a label in the root, and are of another attempt in the store."""
         labelled = set(noted.live_labels.values()) & keys.manifests.keys()
         attempts = {
             s: (stated_attempt(self.root, s), stated_attempt(self.store, s)) for s in labelled

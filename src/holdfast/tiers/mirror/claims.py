@@ -1,7 +1,7 @@
-"""Taking both homes of a run, the root and the one behind it, under one number.
+"""Claiming both homes of a run, the root and the one behind it, under one number.
 
 A manifest states the number of its run, and is the same in both homes.  So a run needs a number above all
-that either home has seen: then steps of the two can be compared, and no name of an attempt comes twice.
+that either home has seen: then steps of both can be compared, and no name of an attempt is used twice.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from holdfast.live.roots import steps_in
 
 
 def claim_both(root: Store, upload: Store, group: Group) -> tuple[Claim, bool, str]:
-    """Claim two homes, as `roots.claim_root` one.  Collective.
+    """Claim two homes, as `roots.claim_root` claims one.  Collective.
 
-    UsageError if either is in use: two runs must not upload to one place, whatever their roots.  What a
-    dead run has begun to upload stays until this run has uploaded a step: it may be completed.
+    UsageError if either is in use: two runs must not upload to one place, even from different roots.  Files
+    that a dead run has begun to upload stay until this run has uploaded a step: they may be of use to it.
     """
 
     def take_both() -> bytes:

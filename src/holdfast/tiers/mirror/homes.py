@@ -13,14 +13,15 @@ def check_homes(root: str, upload: str | None, upload_keep: Keep | None) -> None
     if upload is None:
         if upload_keep is not None:
             raise UsageError(
-                "upload_keep= says which steps stay behind the root: give upload=, too"
+                "upload_keep= says which steps stay in the home behind the root: give upload=, too"
             )
         return
     require_native_root(upload)
-    (one, _, at), (other, _, other_at) = (open_store(p).url.partition("?") for p in (root, upload))
+    urls = (open_store(path).url.partition("?") for path in (root, upload))
+    (one, _, options), (other, _, other_options) = urls
     one, other = (f"{url.rstrip('/')}/" for url in (one, other))
-    if at == other_at and (one.startswith(other) or other.startswith(one)):
+    if options == other_options and (one.startswith(other) or other.startswith(one)):
         raise UsageError(
-            f"upload={upload} lies in the root {root}, or that in it: the home behind must be apart",
-            hint="give upload= a place of its own, as a bucket, or a folder on another disk",
+            f"upload={upload} and the root {root} lie one inside the other, or are the same",
+            hint="give upload= a place of its own, such as a bucket, or a folder on another disk",
         )

@@ -1,7 +1,7 @@
-"""Whether a step that a restart has taken has to be saved anew, since one of two homes lacks it.
+"""Whether the step that a restart begins with has to be saved anew, because one of two homes lacks it.
 
-Records that lead on from a step come to both homes, and are of no use in one that has not the step.  The
-newest step of both is uploaded anyway, by the first round of the run.
+Records that lead on from a step come to both homes, and are useless in a home without the step.  The newest
+step of both homes need not be saved anew: the first round of the run uploads it.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from holdfast.live.restore.candidates import Candidate
 from holdfast.live.shelves import Shelf
 
 
-def is_lacking(
+def needs_another_save(
     taken: Candidate, root: Shelf, behind: Shelf, group: Group, *, num_replayed: int
 ) -> bool:
-    """True if the root has to save the step anew.  `num_replayed`: number of recorded steps that were done
-    again after it.  Collective."""
-    here = {(s.run, s.step) for s in root.saved}
-    there = {(s.run, s.step) for s in behind.saved}
-    if taken.base == max(here | there) or taken.base in here & there:
+    """True if the state has to be saved to the root anew.  `taken`: the full step of the restart;
+    `num_replayed`: number of records that were replayed from it.  Collective."""
+    in_root = {(s.run, s.step) for s in root.saved}
+    in_behind = {(s.run, s.step) for s in behind.saved}
+    if taken.base == max(in_root | in_behind) or taken.base in in_root & in_behind:
         return False
-    if num_replayed > 0 or taken.base not in here:
+    if num_replayed > 0 or taken.base not in in_root:
         return True
     return not _is_noted(taken.step, root, behind, group)
 
 
 def _is_noted(step: int, root: Shelf, behind: Shelf, group: Group) -> bool:
-    """True if a step of the root has labels, metrics or files, which another save of it would not have:
-    then it stays, and it is told what the home behind lacks.  Collective."""
+    """True if a step of the root has labels, metrics or files, which another save would not have: then the
+    step stays, and a warning says what the home behind lacks.  Collective."""
     store = root.store
     assert store is not None
 
@@ -42,8 +42,8 @@ def _is_noted(step: int, root: Shelf, behind: Shelf, group: Group) -> bool:
     is_noted = bool(group.from_rank0(look))
     if is_noted and group.rank == 0:
         warn_user(
-            f"records lead on from step {step}, which {behind.place} has not: until the next full "
-            f"save is uploaded, they are of use with {store.url} alone",
-            hint="it has labels, metrics or files, so it is not saved anew",
+            f"records lead on from step {step}, which {behind.place} lacks: until the next full "
+            f"save is uploaded, they can be restored from {store.url} alone",
+            hint=f"step {step} has labels, metrics or files, so it is not saved anew",
         )
     return is_noted

@@ -1,12 +1,13 @@
-"""The messages that the user is to be told of uploads.
+"""The messages about uploads to the user.
 
-All ranks learn the outcome of each round, so rank 0 tells of it for all.  Of an outage it tells
-twice, however many rounds fail, and whichever steps they are of:
+All ranks learn the outcome of each round, so rank 0 tells the user for all.  An outage has two
+messages, however many rounds fail, whatever their steps:
 
     round      uploaded   again                      again   again   uploaded
     message               step 20 was not uploaded                   uploads go on, after 35 s
 
-Of steps that are left out it tells once, and at the end of the run of what is not behind the root.
+One more message tells of the first step that is left out, and one at the end of the run of what is
+not behind the root.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from holdfast.core.store import Store
 
 
 class UploadNews:
-    """Collects the messages to the user, and knows whether there is an outage."""
+    """Collects the messages for the user, and knows whether there is an outage."""
 
     def __init__(self, root: Store, store: Store, rank: int) -> None:
         """`store`: the home behind the root.  `rank`: this process's rank."""
         self.messages: list[str] = []
-        """Messages that the user is to be told."""
+        """Messages for the user."""
         self.failure: WireError | None = None
         """The last failure; None again when an outage has ended."""
         self._root = root
@@ -39,8 +40,8 @@ class UploadNews:
         return self._failed_since is not None
 
     def failed(self, step: int, verdict: str, error: WireError) -> str | None:
-        """Note that a round has failed.  Returns what the user is to be told of it, on rank 0;
-        while a step is tried again, only the first time."""
+        """Note that a round has failed.  Returns the message for the user, on rank 0; in an outage
+        only the first time."""
         self.failure = error
         is_known = self._failed_since is not None and verdict == "again"
         if verdict == "again":
@@ -57,8 +58,8 @@ class UploadNews:
         return f"{what}; training and saves go on, and {then}: {error.text}"
 
     def recovered(self, step: int | None) -> None:
-        """Note that the store has answered, which is the end of an outage.  `step`: what was
-        uploaded; None if there was nothing to upload."""
+        """Note that the store has answered, so an outage is over.  `step`: the step that was
+        uploaded; None if there was none."""
         if self._failed_since is not None:
             away_s = time.monotonic() - self._failed_since
             self._failed_since = self.failure = None
@@ -69,16 +70,16 @@ class UploadNews:
                 )
 
     def left_out(self, step: int) -> None:
-        """Note that a step is not uploaded because a newer one has come.  Told once."""
+        """Note that a step is not uploaded because a newer one has come.  One message for all."""
         self._num_left_out += 1
         if self._num_left_out == 1 and self._rank == 0:
             self.messages.append(
-                f"step {step} was not uploaded to {self._store.url}: the step before was still on "
-                "its way when a newer one came; it lies in the root alone; this is told once"
+                f"step {step} was not uploaded to {self._store.url}, and lies in the root alone: the "
+                "step before was still on its way when a newer one came (this is told once)"
             )
 
     def left(self, step: int | None, *, notes_lag: bool) -> list[str]:
-        """Say what is not uploaded, on rank 0: the step that waits, or else labels and metrics."""
+        """Say what is not uploaded, on rank 0: the newest step that waits, or else labels and metrics."""
         if self._rank != 0:
             return []
         if step is not None:

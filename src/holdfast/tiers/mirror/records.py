@@ -1,21 +1,21 @@
-"""Records behind the root: each rank copies the files of records that it finds closed there.
+"""Records behind the root: each rank copies finished files of records there.
 
-A record is small and there is one of each step, so they are not uploaded step by step in rounds, but every
-few seconds by each rank for itself, in the order of their steps.  A step counts only with the records of
-all ranks, and a plan is as good as a record that is missing: so what has come behind the root at any moment
-leads as far as all ranks have come.  Nothing has to be agreed.
+Records are small, and there is one for each step.  So they are not uploaded in rounds: every few seconds
+each rank copies its own, in the order of their steps.  A step counts only with the records of all ranks and
+their plan, so at any moment the records behind the root lead as far as the slowest rank has come.  Ranks
+need not agree on anything.
 
     root      log/0000000007/0000000101-0000000108/r00003.log    written, never changed again
     behind    log/0000000007/0000000101-0000000108/r00003.log    its bytes, at the next pass of rank 3
 
-What the root has had when a pass began, and nobody needs any more at its end, is left out.  Each chunk is
-compared with its digest on the way: what is damaged in the root does not come behind, and is told.
+Files that are deleted from the root during a pass are left out.  Each chunk is compared with its digest on
+the way: a file that is damaged in the root is not copied, and the user is told.
 
-When the root is lost, the steps of the last `Delta(upload_every_s=)` seconds, and of the time that their
+If the root is lost, the steps of the last `Delta(upload_every_s=)` seconds, and of the time that their
 upload took, are lost with it.
 
-The last pass is made by `close`, or when Python ends without it: then what the writer has not yet written
-is waited for, and both may take as long as a save that Python's end waits for (`threads.EXIT_S`).
+`close` makes the last pass.  If Python ends without `close`, the last pass first waits for the writer, and
+both may take as long as a save at Python's end (`threads.EXIT_S`).
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class RecordUpload:
         flush: Callable[[float], None],
         news: list[str],
     ) -> None:
-        """`flush`: waits, so many seconds at most, until all records that were made are in the
-        root.  `news`: takes the messages that the user is to be told."""
+        """`flush`: waits, so many seconds at most, until all records so far are in the root.
+        `news`: takes the messages for the user."""
         self._files = RecordFiles(root, store, group, news)
         self._news = news
         self._group = group
@@ -61,13 +61,13 @@ class RecordUpload:
         self._end = threading.Event()
         self._must_flush = False
         self._is_complete = False
-        """True when the last pass has copied all."""
+        """True if the last pass has copied all files."""
         self._cancel = before_exit(self._at_exit)
         self._worker = Worker("holdfast-upload-log")
         self._worker.submit(self._run, every_s)
 
     def close(self, limit_s: float) -> None:
-        """Copy what is left, at most so long.  What is not copied then is told, by one rank."""
+        """Copy what is left, for `limit_s` at most; then one rank tells the user what is not copied."""
         self._cancel()
         self._end.set()
         with suppress(TimeoutError):
@@ -107,7 +107,7 @@ class RecordUpload:
         return True
 
     def _pass(self) -> bool:
-        """Copy what has come since the last pass, older steps first; True if all was copied."""
+        """Copy the files since the last pass, older steps first; True if no error came."""
         self._outage.look()
         try:
             if new := self._files.new():
@@ -145,45 +145,48 @@ class RecordFiles:
         self._rank, self._size = group.rank, group.size
         self._news = news
         self._there: set[str] | None = None
-        """Keys that need not be copied any more; None until it has been looked what there is."""
+        """Keys that need not be copied any more; None until the store has been listed."""
         self._chunk_bytes: dict[str, int] = {}
         """Bytes of a chunk of the records of a plan, by the plan's key."""
 
     def new(self) -> list[str]:
-        """Return the keys to copy, in the order of their steps, without a gap: one that came during
-        a listing may be in it without the one before, but not in the next listing."""
+        """Return the keys to copy, in the order of their steps, without a gap.
+
+        A file that appears during a listing may be in it although the file before is not; in the next
+        listing both are.
+        """
         if self._there is None:
             self._there = set(self.store.list("log/"))
         there = self._there
 
         def look() -> list[str]:
             listed = self.root.list("log/")
-            there.intersection_update(listed)  # what is gone from the root does not come again
+            there.intersection_update(listed)  # a key that is gone from the root never comes again
             return sorted((k for k in listed if k not in there and self._is_mine(k)), key=_order)
 
         seen = look()
         return [key for key in look() if _order(key) <= _order(seen[-1])] if seen else []
 
     def _is_mine(self, key: str) -> bool:
-        """True if this rank copies it: its own files and, of a run on more ranks, its share; rank 0
-        all plans."""
+        """True if this rank copies the file: one of its own, or its share of those of a run on more
+        ranks.  Rank 0 copies all plans."""
         parsed = parse_segment(key)
         if parsed is None:
             return self._rank == 0 and "/plan-" in key and run_of_log(key) is not None
         return parsed[3] % self._size == self._rank
 
     def copy(self, key: str) -> int:
-        """Copy a file of records, or a plan; return its bytes.  One that is gone from the root is
-        left out, and so is a damaged one, of which the user is told."""
+        """Copy a file of records, or a plan; return its bytes, 0 if it was not copied: it is gone from
+        the root, or damaged, which the user is told, or its plan is damaged."""
         assert self._there is not None
         num_bytes = 0
         try:
             copy = self._copy_plan if parse_segment(key) is None else self._copy_segment
             num_bytes = copy(key)
         except NotFound:
-            pass  # a full save has made it superfluous
+            pass  # it was deleted after a full save
         except Exists:
-            pass  # a request was done though its answer was lost: it has this very name and bytes
+            pass  # an earlier request had succeeded, though its answer was lost: the bytes are the same
         except FormatError as error:
             self._damaged(key, error)
         self._there.add(key)
@@ -193,11 +196,11 @@ class RecordFiles:
         segment = read_segment(self.root, key)
         try:
             chunk_bytes = self._chunk_bytes_of(segment.header.run, segment.header.plan)
-        except FormatError:  # rank 0 tells; without its plan a record is only bytes
+        except FormatError:  # rank 0 tells the user; without its plan a record cannot be read
             return 0
-        this = provable(self.root, segment, chunk_bytes)
-        copy_object(this, self.root, self.store, 1, lambda _: None)
-        return this.num_bytes
+        file = provable(self.root, segment, chunk_bytes)
+        copy_object(file, self.root, self.store, 1, lambda _: None)
+        return file.num_bytes
 
     def _copy_plan(self, key: str) -> int:
         self._chunk_bytes_of(run_of_log(key) or 0, key.rpartition("/plan-")[2].partition(".")[0])
@@ -213,7 +216,7 @@ class RecordFiles:
         return self._chunk_bytes[key]
 
     def _damaged(self, key: str, error: FormatError) -> None:
-        """Tell of a file that is not copied, because it is not what was written."""
+        """Tell the user of a damaged file, which is not copied."""
         emit("log.damaged", key=key, error=error.message)
         parsed = parse_segment(key)
         what = f"the plan of records {key} is"
@@ -229,8 +232,8 @@ class RecordFiles:
 class Outage:
     """A time in which a store fails, of which one rank tells the user for all.
 
-    Outages have numbers.  The first rank to post that number n has begun is the one that tells, and it
-    posts that n is over when it has got through itself.  Who fails from then on is in another outage.
+    Outages have numbers.  The first rank that posts the beginning of outage n tells the user, and posts its
+    end when the store answers that rank again.  A rank that fails from then on is in another outage.
     """
 
     def __init__(self, group: Group) -> None:
@@ -241,12 +244,12 @@ class Outage:
         """True if this rank tells of it."""
 
     def look(self) -> None:
-        """Before a try: see whether the rank that told of this outage has got through meanwhile."""
+        """Before a try: see whether the rank that told of this outage has posted its end."""
         if self._since is not None and not self._is_mine and self._is_over():
             self._since = None
 
     def begins(self) -> bool:
-        """Note a failure; True if this rank is to tell of it."""
+        """Note a failure; True if this rank has to tell the user."""
         if self._since is not None:
             return False
         self._since = time.monotonic()
@@ -256,7 +259,7 @@ class Outage:
         return self._is_mine
 
     def ends(self) -> float | None:
-        """Note a success; the seconds since the first failure, if this rank is to tell of it."""
+        """Note a success; return the seconds since the first failure if this rank told of it, else None."""
         if self._since is None:
             return None
         away_s, self._since = time.monotonic() - self._since, None
@@ -274,7 +277,7 @@ class Outage:
 
 
 def _first(group: Group, key: str) -> bool:
-    """True for the first rank that says so under this key; for each where ranks cannot be reached."""
+    """True for the first rank that calls it with this key; for every rank if the board does not answer."""
     try:
         group.post_first(key, str(group.rank).encode())
         return group.peek(key) == str(group.rank).encode()

@@ -1,36 +1,35 @@
 """The home behind the root: what is committed in the root is copied on to a second store.
 
-Training sees nothing of it but a line of bookkeeping at each save.  All else is done by one thread
-of each rank, in rounds.  A round uploads one step:
+The training thread does a line of bookkeeping at each save.  One thread of each rank does the rest,
+in rounds.  A round uploads one step:
 
     all ranks    which    each names the newest save that it knows to be committed (`waiting.py`);
-                          rank 0 takes the newest that all of them know, and says of which attempt
-                          its files are
-    each rank    copy     its own files of that step, part by part, each chunk proved by its digest
+                          rank 0 takes the newest that all of them know, and states its attempt
+    each rank    copy     its own files of that step, part by part, each chunk verified by its digest
     rank 0       commit   when every rank has copied: the manifest, byte for byte that of the root
     rank 0       tidy     what `upload_keep` lets go, and what dead runs have left
 
-How a rank copies, commits and tidies stands in `behind.py`.
+`behind.py` has the code by which a rank copies, commits and tidies.
 
-Why ranks ask each other at all: what waits is not a queue.  When storage is slower than saves come,
-steps are left out, and the newest is taken.  If each rank chose by itself, one would copy step 20
-and another step 30, and none would ever be whole.  For the same reason only one step is on its way,
-whose files are the only ones without a manifest that may be needed.
+Why ranks agree on a step: if storage is slower than saves come, steps are left out, and the newest
+is taken.  If each rank chose alone, one would copy step 20 and another step 30, and no step would
+ever be whole.  For the same reason only one step is on its way: files of any other step without a
+manifest behind the root are not needed.
 
-The first round of a run takes the newest step of the root that is newer than all that were
-uploaded: the run before may have died in between.
+The first round of a run takes the newest step of the root, if it is newer than all that were
+uploaded: the run before may have died before it uploaded that step.
 
-Whatever fails costs the upload, never the training.  A step that could not be uploaded is tried
-again, with longer and longer pauses, until a newer one has come or the run ends.  The user hears of
-the first failure of an outage, and of its end (`news.py`).
+A failure costs the upload, never the training.  A step that could not be uploaded is tried again,
+with longer and longer pauses, until a newer one has come or the run ends.  The user is told of the
+first failure of an outage, and of its end (`news.py`).
 
 Invariants:
 
 * *must*: a manifest is put behind the root only when all its files are there, and while the claim
   stands;
 * *must*: both homes have the same bytes under one key of `steps/`;
-* *should*: what is copied takes at most `PART_BYTES` (`checkpoint.transfer`), two chunks, and what
-  a `Writer` of the store holds.
+* *should*: copying takes at most `PART_BYTES` (`checkpoint.transfer`) of memory, two chunks, and
+  the buffers of a `Writer` of the store.
 """
 
 from __future__ import annotations
@@ -69,20 +68,21 @@ if TYPE_CHECKING:
     from holdfast.tiers.records.options import Delta
 
 PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
-"""Seconds from a failed upload to the next attempt: doubled from the one up to the other."""
+"""Seconds from a failed upload to the next try: they double from the first number up to the second."""
 LAST_PAUSE_S = 1.0
 """The same while `close` waits."""
 LEAST_S = 0.1
+"""Seconds that `close` gives records, however long the last step took."""
 UNFINISHED_S = 30.0
-"""Seconds that a run which ends by an error may wait for its upload."""
+"""Seconds that a run which ends by an error waits for its upload."""
 COPY_S = 6 * 3600.0
 """Seconds that rank 0 waits for another rank's part of an upload."""
 NICENESS = 10
-"""Priority of the thread that uploads, below that of the training: as of `nice`."""
+"""Niceness of the thread that uploads, so that the training goes first."""
 
 
 class Choice(msgspec.Struct, frozen=True, array_like=True):
-    """The step that all ranks upload in a round; without an attempt there is none."""
+    """The step that all ranks upload in a round; an empty attempt means that there is none."""
 
     number: int
     step: int = -1
@@ -90,9 +90,15 @@ class Choice(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RoundOutcome(msgspec.Struct, frozen=True, array_like=True):
-    """The outcome of a round: `uploaded`; `nothing`, as there was no such step in the root; `gone`,
-    with the step, from the root; `given up`, as the step is damaged; to be tried `again`, later;
-    `ended`, with all uploads of this run."""
+    """The outcome of a round.  Its verdict is one of
+
+    * `uploaded`;
+    * `nothing`: there was no such step in the root;
+    * `gone`: the step was deleted from the root, or saved anew;
+    * `given up`: the step is damaged;
+    * `again`: it is tried again later;
+    * `ended`: this run uploads nothing more.
+    """
 
     verdict: str
     error: WireError | None = None
@@ -110,7 +116,7 @@ class Upload(Tier):
     def __init__(
         self, steps: RootSteps, store: Store, group: Group, claim: Claim, keep: Keep
     ) -> None:
-        """Begins with what the root has and the store has not.  `steps`: those of the root."""
+        """Begin with the newest step of the root, unless the store has it.  `steps`: those of the root."""
         self.group = group
         self.home = HomeBehind(steps, store, claim, keep)
         self._steps = steps
@@ -136,7 +142,7 @@ class Upload(Tier):
         save.add_done_callback(partial(self._done, self._waiting.next_number()))
 
     def keep_records(self, options: Delta, flush: Callable[[float], None]) -> None:
-        """Upload records, too.  The root's log keeps what leads on from the newest step uploaded, unless
+        """Upload records, too.  The root's log keeps the records after the newest uploaded step, unless
         uploads fail.  `flush`: as of `RecordUpload`."""
         from holdfast.tiers.mirror.records import RecordUpload
         from holdfast.tiers.records.log import mark_log
@@ -152,18 +158,17 @@ class Upload(Tier):
         )
 
     def _needed(self) -> list[Saved]:
-        """The newest step behind the root: its records have to come there, too, until there is a
-        newer one."""
+        """The newest step behind the root, whose records have to come there, too; none in an outage."""
         newest = self.home.newest
         return [] if newest is None or self._news.is_outage else [newest]
 
     def unheard(self) -> list[str]:
-        """Return what the user would be told if the run ended now."""
+        """Return the messages that the user would get if the run ended now."""
         records = [] if self._records is None else self._records.left()
         return [*self.news, *self._left(), *records]
 
     def renew_notes(self) -> None:
-        """Carry labels and metrics, which have changed, without an upload.  On rank 0."""
+        """Carry labels and metrics that have changed to the home behind, without an upload.  On rank 0."""
         self.home.notes_lag = True
         with suppress(RuntimeError):  # it is closed
             self._worker.submit(self.home.carry_notes)
@@ -178,11 +183,11 @@ class Upload(Tier):
         return self._shelf
 
     def lacks(self, taken: Candidate, root: Shelf, *, num_replayed: int) -> bool:
-        """True of an older step that one of the two homes has not: records lead on from it in both."""
-        from holdfast.tiers.mirror.lacking import is_lacking
+        """See `needs_another_save`."""
+        from holdfast.tiers.mirror.lacking import needs_another_save
 
         assert self._shelf is not None
-        return is_lacking(taken, root, self._shelf, self.group, num_replayed=num_replayed)
+        return needs_another_save(taken, root, self._shelf, self.group, num_replayed=num_replayed)
 
     def pause(self) -> AbstractContextManager[object]:
         return self.home.committing
@@ -193,7 +198,8 @@ class Upload(Tier):
     # -- the end ----------------------------------------------------------------------------------
 
     def close(self, limit_s: float, *, finished: bool, is_asked: bool) -> None:
-        """Wait for the newest step; after an error for a while only.  What is not uploaded then is told."""
+        """Wait for the newest step, after an error for `UNFINISHED_S` at most; then tell the user what is
+        not uploaded."""
         if not (finished or is_asked):
             limit_s = min(limit_s, UNFINISHED_S)
         self._is_closing = True
@@ -229,7 +235,7 @@ class Upload(Tier):
     # -- upload thread ----------------------------------------------------------------------------
 
     def _drain(self) -> None:
-        """Upload until there is nothing newer, or something fails."""
+        """Upload until nothing newer waits, or a round fails; while `close` waits, until it ends."""
         while self._waiting.has_newer and not self._has_ended:
             if self._round():
                 continue
@@ -244,7 +250,7 @@ class Upload(Tier):
             self._retry.after_a_pause(self._begin)
 
     def _round(self) -> bool:
-        """Upload the newest step that all ranks know of.  True if its save is settled."""
+        """Upload the newest step that all ranks know.  True if its save is settled."""
         self._num_rounds += 1
         began = time.monotonic()
         choice = Choice(0)
@@ -276,9 +282,9 @@ class Upload(Tier):
         return decode_msgpack(answer, Choice)
 
     def _decide(self, answers: list[bytes]) -> bytes:
-        """Rank 0: the newest that all know, as it lies in the root now."""
+        """Rank 0: choose the newest step that all ranks know, with its attempt in the root now."""
         known = min((decode_msgpack(a, Newest) for a in answers), key=lambda k: k.number)
-        step = known.step if known.number else self.home.left_by_others()
+        step = known.step if known.number else self.home.left_by_earlier_runs()
         self._steps.reading = set() if step is None else {step}
         attempt = None if step is None else self.home.attempt_of(step)
         if step is None or attempt is None:
@@ -286,7 +292,7 @@ class Upload(Tier):
         return msgspec.msgpack.encode(Choice(known.number, step, attempt))
 
     def _upload(self, choice: Choice) -> RoundOutcome:
-        """Copy this rank's files, and hear what rank 0 makes of all."""
+        """Copy this rank's files, and wait for rank 0's verdict."""
         key, error, manifest, data = manifest_key(choice.step), None, None, b""
         with span("upload", step=choice.step) as fields:
             try:
@@ -310,7 +316,7 @@ class Upload(Tier):
             raise NotFound(f"step {choice.step} was saved anew", step=choice.step)
 
     def _copy(self, manifest: Manifest) -> int:
-        """Copy the files that are this rank's; of those of a run on more ranks, its share."""
+        """Copy this rank's files, and its share of those of a run on more ranks."""
         wanted = [f for f in manifest.objects if f.rank % self.group.size == self.group.rank]
         return self.home.copy(manifest, wanted, is_repeated=self._news.is_outage)
 
@@ -329,7 +335,7 @@ class Upload(Tier):
         return msgspec.msgpack.encode(RoundOutcome(verdict, errors[0] if errors else None))
 
     def _verdict(self, choice: Choice, errors: list[WireError]) -> str:
-        """Return the verdict on a round, by what failed."""
+        """Return the verdict on a round with these errors."""
         if not errors:
             return "uploaded"
         if self.home.attempt_of(choice.step) != choice.attempt:
@@ -342,7 +348,7 @@ class Upload(Tier):
         return "ended" if self._is_closing else "again"
 
     def _settle(self, choice: Choice, outcome: RoundOutcome) -> None:
-        """Note that nothing more becomes of this save, and of those before it."""
+        """Settle this save, and those before it, which are left out."""
         self._retry.shorten()
         for number, save in self._waiting.settle(choice.number).items():
             if number == choice.number and outcome.verdict == "uploaded":
@@ -352,14 +358,14 @@ class Upload(Tier):
                 self._news.left_out(save.step)
 
     def _tell(self, choice: Choice, outcome: RoundOutcome, took_s: float) -> None:
-        """Tell of a round: by an event, and the user, on rank 0, of each outage once."""
+        """Emit the event of a round, and add the messages of `UploadNews` on rank 0."""
         error, step = outcome.error, choice.step
         if outcome.verdict == "uploaded":
             emit("upload.committed", step=step, seconds=round(took_s, 3))
             self._news.recovered(step)
             return
         if error is None:
-            if choice.number == 0:  # it was looked for behind the root, which has answered
+            if choice.number == 0:  # the home behind was listed, so it answers
                 self._news.recovered(None)
             return
         if outcome.verdict == "gone":  # a newer one has taken its place
@@ -372,7 +378,7 @@ class Upload(Tier):
 
 
 class Retry:
-    """The next round after one that has failed, with longer and longer pauses in between."""
+    """Begins the next round after a failed one, after longer and longer pauses."""
 
     def __init__(self) -> None:
         self._pause_s = PAUSE_S
@@ -390,12 +396,12 @@ class Retry:
         self._pause_s = PAUSE_S
 
     def cancel(self) -> None:
-        """Call nothing any more, if the pause is not over."""
+        """Cancel the call of a pause that is not over."""
         if self._timer is not None:
             self._timer.cancel()
 
 
 def _step_back() -> None:
-    """Give this thread less of the processor than the training has."""
-    with suppress(OSError, AttributeError):  # Linux alone has priorities of threads
+    """Give this thread a lower priority than the training."""
+    with suppress(OSError, AttributeError):  # only Linux has priorities of threads
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

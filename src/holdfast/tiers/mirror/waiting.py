@@ -1,8 +1,8 @@
 """The saves of a run that wait to be uploaded.
 
 A save has a number, the same on all ranks.  It waits from its commit in the root until it is
-settled what becomes of it behind the root.  With a save all those before it are settled, too,
-because the newest alone is uploaded:
+settled: uploaded, or left out.  With a save all saves before it are settled, too, as only the
+newest is uploaded:
 
     number    1    2    3    4    5    6
               settled   waiting   on their way into the root
@@ -25,7 +25,7 @@ from holdfast.live.saving import Save
 class Newest(msgspec.Struct, frozen=True, array_like=True):
     """The newest save that a rank knows to be committed: its number in this run, and its step.
 
-    The one of number 0 is the newest step of the root that is newer than all that were uploaded.
+    Number 0 stands for the newest step that earlier runs left in the root, if it is not uploaded yet.
     """
 
     number: int
@@ -36,22 +36,22 @@ class WaitingSaves:
     """The saves that wait, and the newest that is known to be committed."""
 
     def __init__(self) -> None:
-        """Begins with what runs before have left to be uploaded, as number 0."""
+        """Begin with number 0: what earlier runs have left to be uploaded."""
         self.newest = Newest(0)
         self._num_saves = 0
         self._settled = -1
-        """Number of the newest save of which it is settled what becomes of it here."""
+        """Number of the newest save that is settled."""
         self._saves: dict[int, Save] = {}
-        """Saves that are committed in the root, and not settled, by number."""
+        """Saves that are committed in the root and not settled, by number."""
         self._lock = threading.Lock()
 
     def next_number(self) -> int:
-        """Return the number of one more save.  On the training thread."""
+        """Return the number of the next save.  On the training thread."""
         self._num_saves += 1
         return self._num_saves
 
     def add(self, number: int, save: Save) -> None:
-        """Let a save wait, which is committed.  On any thread, and in any order of numbers."""
+        """Add a committed save.  On any thread, and in any order of numbers."""
         with self._lock:
             self._saves[number] = save
             if number > self.newest.number:
@@ -63,7 +63,7 @@ class WaitingSaves:
         return self.newest.number > self._settled
 
     def settle(self, number: int) -> dict[int, Save]:
-        """Note that a save is settled, and all before it.  Returns those that waited, by number."""
+        """Note that a save and all before it are settled; return those that waited, by number."""
         with self._lock:
             self._settled = max(self._settled, number)
             settled = sorted(n for n in self._saves if n <= number)

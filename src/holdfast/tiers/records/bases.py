@@ -1,4 +1,4 @@
-"""The full saves that records lead on from, and the steps that are lost between records and full saves."""
+"""The full saves that records lead on from, and the steps that neither records nor full saves hold."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from holdfast.tiers.records.segment import Identity
 
 
 class Bases:
-    """The full saves that records begin with: when all ranks make one, and whether it went well."""
+    """The full saves that records begin with: when all ranks make one, and whether it succeeded."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self._save: Save | None = None
         self._has_begun = False
         self._number = 0
-        """Number of the next wish for a base: so many times ranks were done with one."""
+        """Number of the next request for a base: how many were met or forgotten before."""
         self._saved: dict[Identity, int] = {}
-        """For each full save whose number is still to come: how many steps optimizers had begun."""
+        """Number of steps that optimizers had begun at each full save whose step is still to come."""
 
     def begin(self, save: Save | None) -> None:
-        """Note that records lead on from the live state, which this full save, if any, is to hold."""
+        """Note that records lead on from the live state.  `save`: the full save of it, if one is made."""
         self._has_begun, self._save = True, save
 
     def saved(self, identity: Identity, num_begun: int) -> None:
@@ -28,13 +28,13 @@ class Bases:
         self._saved[identity] = num_begun
 
     def is_of_another_state(self, identity: Identity, num_begun: int) -> bool:
-        """True if optimizers have begun steps since the full save of this number, which is reached now."""
+        """True if optimizers have begun steps since the full save of a step that is reached now."""
         saved = self._saved.get(identity, num_begun)
         self._saved = {known: num for known, num in self._saved.items() if known > identity}
         return saved != num_begun
 
     def has_failed(self) -> bool:
-        """True, once, if the save that records lead on from is over and was in vain."""
+        """True, once, if the save that records lead on from has failed or was skipped."""
         if self._save is None or not self._save.done():
             return False
         save, self._save = self._save, None
@@ -43,7 +43,8 @@ class Bases:
     def is_due(self, step: int, *, wanted: bool) -> bool:
         """True if all ranks make a full save of this step.
 
-        One rank may want it alone: it says so, and all do it at the step after, when all have heard of it.
+        If only one rank wants it, that rank posts the number of the next step, at which all ranks have read
+        the request and make the save.
         """
         if self._group.size == 1 or not self._has_begun:
             return wanted
@@ -53,16 +54,16 @@ class Bases:
         agreed = self._group.peek(key)
         if agreed is None or step < int(agreed):
             return False
-        self.forget_wish()
+        self.forget_request()
         return True
 
-    def forget_wish(self) -> None:
-        """Be done with a rank's wish for a base: its step may come again.  All ranks do so together."""
+    def forget_request(self) -> None:
+        """Forget a rank's request for a base.  All ranks call it together."""
         self._number += 1
 
 
 class Unrecorded:
-    """The steps since the newest record or full save, if no record has them, and why not."""
+    """The steps since the newest record or full save, and why no record has them."""
 
     def __init__(self) -> None:
         self.why = "no full save was made yet"
@@ -74,11 +75,11 @@ class Unrecorded:
         self._steps = (self._steps or (step, step))[0], step
 
     def forget(self) -> None:
-        """A record or a full save has them, or they are not to be recorded."""
+        """Forget these steps: a record or a full save has them, or they need not be recorded."""
         self._steps = None
 
     def saved(self, step: int) -> None:
-        """Forget them if a full save of this step has them."""
+        """Forget these steps if a full save of `step` has them."""
         if self._steps is not None and step >= self._steps[1]:
             self.forget()
 

@@ -5,8 +5,8 @@
                             ▼                               ▼
                      a slot of the ring ────────────────── sealed ──► queue ──► writer ──► log
 
-The gradients are copied when an optimizer's step begins (`copying`).  The caller copies what follows them
-(buffers, extras), and the copying thread hands the record over, behind its copies.
+The gradients are copied when an optimizer's step begins (`copying`).  The caller adds buffers and extras;
+then the copying thread, after its copies, hands the record to the writer.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ import torch
 from holdfast.base.errors import AgentError, Deadline, HoldfastError
 from holdfast.base.events import emit, span
 from holdfast.base.memory_limit import memory_bytes
-from holdfast.base.patience import slowest
+from holdfast.base.storage_deadlines import slowest
 from holdfast.core.group import Group
 from holdfast.core.layout import Mesh
 from holdfast.core.store import Store
 from holdfast.live.state.devices import devices_of, lock_pages
-from holdfast.live.state.lending import is_torchs
+from holdfast.live.state.gradient_copies import is_torchs
 from holdfast.live.state.observer import hooks_after
 from holdfast.live.state.optimizers import encoded_hyper_parameters
 from holdfast.tiers.records.copying import GradientCopier, OpenRecord
@@ -52,14 +52,15 @@ from holdfast.tiers.records.space import Space
 
 LEAST_S = 0.1
 HURRY_S = 1.0
-"""Seconds that a record gets to reach its writer, where storage is not waited for."""
+"""Seconds to wait until a record has reached its writer, if training does not wait for storage."""
 MEMORY_SHARE = 16
-"""Records may take one of so many parts of a rank's share of its node's memory, where batches are tuned."""
+"""Where batches are tuned, records take at most this fraction (1/16) of a rank's share of its node's
+memory."""
 
 
 @dataclass(frozen=True)
 class RecordMemory:
-    """The memory in which records of a plan are made and wait, for so many in a file."""
+    """The memory in which records of a plan are made and wait.  `batch`: records per file."""
 
     plan: RecordPlan
     ring: Ring
@@ -68,7 +69,7 @@ class RecordMemory:
 
 @dataclass
 class WayToStorage:
-    """The way of records to storage.  It holds nothing of the state that they are of."""
+    """The way of records to storage.  It holds no reference to the state."""
 
     copier: GradientCopier
     queue: Queue
@@ -84,7 +85,7 @@ class WayToStorage:
             ) from None
 
     def flush(self, limit_s: float) -> None:
-        """Wait until every record that was made is in storage.  Deadline; the writer's error."""
+        """Wait until every record so far is in storage.  Deadline; the writer's error."""
         until = time.monotonic() + limit_s
         self.handed_over(limit_s)
         if self.queue.error is None:
@@ -92,7 +93,7 @@ class WayToStorage:
 
 
 class RecordCapture:
-    """Makes one record after the other, of one layout until another is planned."""
+    """Makes one record after another, in the planned layout."""
 
     def __init__(
         self,
@@ -111,7 +112,7 @@ class RecordCapture:
         self.recorded = False
         """True if this run has made records."""
         self.batch = options.batch
-        """Records per file, from the next on whose memory is made (`reopen`)."""
+        """Records per file, from the next `reopen` on."""
         self.space = Space(options.bound, group.size)
         self._options = options
         self._deadline_s = deadline_s
@@ -120,7 +121,7 @@ class RecordCapture:
         self._planner = RecordPlanner(group, store, self.space, run=run, mesh=mesh)
         self._memory: RecordMemory | None = None
         self._copier = GradientCopier(options.most_device_bytes, tell)
-        self._handing: Future[None] | None = None
+        self._handover: Future[None] | None = None
         """The newest record on its way to the writer."""
         self.way = WayToStorage(self._copier, self._new_queue())
 
@@ -145,7 +146,7 @@ class RecordCapture:
 
     @property
     def is_behind(self) -> bool:
-        """True if to begin anew would mean to wait for storage, which was not wanted."""
+        """True if records cannot begin anew without waiting for storage, which the user does not want."""
         return self._options.when_full == "drop" and not self._queue.is_empty
 
     # -- what records hold ------------------------------------------------------------------------
@@ -155,7 +156,7 @@ class RecordCapture:
         return self._memory is not None
 
     def unplan(self) -> None:
-        """Drop the record under way, and the plan; another plan is made before the next record."""
+        """Drop the record under way and the plan; the next record needs another plan."""
         self.drop()
         self._memory = None
 
@@ -171,8 +172,8 @@ class RecordCapture:
 
     @property
     def most_batch(self) -> int:
-        """The most records per file: what a sixteenth of this rank's share of the node's memory holds, or
-        what the user asked for, if that is more."""
+        """The most records per file: what records' share of memory holds, or what the user asked for, if
+        that is more."""
         record_bytes = self.space.record_bytes
         if not record_bytes:
             return self._options.batch
@@ -203,8 +204,8 @@ class RecordCapture:
     # -- one record -------------------------------------------------------------------------------
 
     def begin(self) -> OpenRecord | None:
-        """Begin a record of the planned layout; None without a plan, if no slot can be had, or if storage
-        may take no more.  Blocks while the queue is full, and until the writer has the record before: no
+        """Begin a record of the planned layout; None without a plan, without a free slot, or if the bound
+        allows no more.  Blocks while the queue is full, and until the writer has the record before: so no
         more than one is lost with this process."""
         if not self.space.has_room:
             self.space.pause()
@@ -219,12 +220,13 @@ class RecordCapture:
         return self.open
 
     def _has_handed_over(self, *, wait: bool) -> bool:
-        """True if the writer has the record before.  Deadline if it has not, though there was a `wait`."""
-        if self._handing is None or self._handing.done():
+        """True if the writer has the record before.  Waits up to the deadline with `wait`, then Deadline;
+        else briefly."""
+        if self._handover is None or self._handover.done():
             return True
         limit_s = self._deadline_s if wait else HURRY_S
         with span("delta.hand_over"):
-            done, _ = futures.wait([self._handing], limit_s)
+            done, _ = futures.wait([self._handover], limit_s)
         if wait and not done:
             raise Deadline(
                 f"the writer took no record for {limit_s:g} s",
@@ -232,9 +234,8 @@ class RecordCapture:
             )
         return bool(done)
 
-    def gradients(self, record: OpenRecord, one: NamedOptimizer) -> None:
-        """Begin to copy the gradients of one optimizer; they must stay as they are until
-        `let_go`."""
+    def copy_gradients(self, record: OpenRecord, one: NamedOptimizer) -> None:
+        """Begin to copy the gradients of one optimizer; they must stay as they are until `let_go`."""
         differs = any(group.get("differentiable") for group in one.optimizer.param_groups)
         read_only = is_torchs(one.optimizer) and not differs
         for name, p in one.params:
@@ -243,9 +244,11 @@ class RecordCapture:
         self._copier.copy(record, one)
 
     def let_go(self) -> dict[str, list[str]]:
-        """Let the training change gradients after this: wait for their copies, where it must.  Return those
-        that are not as declared, by what they have: the record cannot be, and the next plan has such
-        gradients whole."""
+        """Let the training change gradients after this: wait for copies where necessary.
+
+        Returns the names of gradients that are not as declared, by what they have.  Then the record must be
+        dropped; the next plan records these gradients whole.
+        """
         wrong: dict[str, list[str]] = {}
         if self.open is not None:
             self.open.let_go()
@@ -255,17 +258,19 @@ class RecordCapture:
         return wrong
 
     def fill(self, record: OpenRecord, extras: bytes, values: dict[str, torch.Tensor]) -> str:
-        """Copy what the record holds besides gradients; return why it cannot, empty if it can."""
+        """Begin to copy what the record holds besides gradients; return why it does not fit, empty if it
+        does."""
         layout = record.layout
         if len(extras) > layout.image.extras_bytes:
             self._planner.make_room(len(extras))
-            return f"extras of {len(extras)} bytes"
+            return f"extras have grown to {len(extras)} bytes"
         written = [(piece, values[piece.name]) for piece in layout.values if piece.name in values]
         if any((t.shape, t.dtype) != (p.tensor.shape, p.dtype) for p, t in written):
             return "a buffer has another shape or dtype"
         record.extras = extras
-        into = places(record.memory, (piece for piece, _ in written))
-        self._copier.copy_values(record, [(at, tensor) for at, (_, tensor) in zip(into, written)])
+        targets = places(record.memory, (piece for piece, _ in written))
+        placed = [(place, tensor) for place, (_, tensor) in zip(targets, written)]
+        self._copier.copy_values(record, placed)
         record.let_go()
         return ""
 
@@ -279,16 +284,17 @@ class RecordCapture:
         notes: dict[str, tuple[str, str]],
         late: tuple[str, ...] | None,
     ) -> Identity:
-        """Send the complete record to the writer; return the state that it leads to, at once."""
+        """Have the complete record sent to the writer; return the state that it leads to.  Returns at
+        once."""
         entry = Record(step, parent, 0, 0, 0, 0, tuple(record.applied), unchanged, notes, late)
         self.open = None
         self.recorded = True
         self.space.add(self.space.record_bytes)
-        self._handing = self._copier.then(self._put, record, entry, self.space.leave_bytes)
+        self._handover = self._copier.then(self._put, record, entry, self.space.leave_bytes)
         return self.run, step
 
     def _put(self, record: OpenRecord, entry: Record, leave_bytes: int) -> None:
-        """Seal the record and put it into the queue: on the copying thread, behind the copies."""
+        """Seal the record and put it into the queue, on the copying thread."""
         try:
             record.wait_copied()
             if record.misdeclared:
@@ -308,23 +314,23 @@ class RecordCapture:
         """Drop the record under way."""
         record, self.open = self.open, None
         if record is not None:
-            futures.wait([copying.done for copying in record.copying])  # into the slot
+            futures.wait([copying.done for copying in record.copying])  # they write to the slot
             self._queue.give_back(record.slot)
 
     # -- the way to storage -----------------------------------------------------------------------
 
     def handed_over(self, limit_s: float | None) -> None:
-        """Wait until the writer has every record, which then outlives this process: `deadline_s`
-        unless told otherwise.  Deadline."""
+        """Wait until the writer has every record, which then outlives this process.  Deadline.  `limit_s`:
+        None for the deadline of the group."""
         self.way.handed_over(self._deadline_s if limit_s is None else limit_s)
 
     def settle(self) -> None:
-        """Wait until nothing is on its way to storage any more."""
+        """Drop the record under way, and wait until all others are in storage."""
         self.drop()
         self.way.flush(self._deadline_s)
 
     def revive(self) -> None:
-        """Try again after an error, with another writer if that one gave up."""
+        """Begin again after an error, with another writer if the former one gave up."""
         self.unplan()
         if self._queue.error is not None:
             self._queue.close(0.0)
@@ -332,7 +338,7 @@ class RecordCapture:
         self.failure = None
 
     def adopt(self, run: int) -> None:
-        """Go on as another run, with a writer of its own.  Blocks until all is written."""
+        """Go on as another run, with a new writer.  Blocks until the former one has written all records."""
         self._planner.run = run
         self.recorded = False
         self.unplan()
@@ -343,6 +349,7 @@ class RecordCapture:
         return Queue(self.store, self._deadline_s)
 
     def close(self, limit_s: float) -> None:
+        """Drop the record under way, wait until the writer has the others, and end it."""
         until = time.monotonic() + limit_s
         with ExitStack() as last:
             last.callback(lambda: self._queue.close(max(until - time.monotonic(), LEAST_S)))

@@ -1,4 +1,4 @@
-"""The time that records hold up the training thread: in hooks around an optimizer's step, and after."""
+"""The time for which records hold the training thread: in an optimizer's hooks, and after its step."""
 
 from __future__ import annotations
 
@@ -10,36 +10,37 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds that the training thread was held."""
+    """Seconds for which the training thread was held."""
 
     seconds: float
-    """Altogether."""
+    """The total."""
     record_s: float | None
-    """Seconds of these for a record, without plans and new memory; None if no record was made."""
+    """The part for a record, without planning and new memory; None if no record was made."""
 
 
 class Clock:
-    """Time of the training thread, since it was last asked for."""
+    """Adds up the time for which the training thread is held."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
-        self._once_s = 0.0
-        self._made = False
+        self._occasional_s = 0.0
+        self._has_record = False
 
     def take(self) -> Spent:
-        """Return the time since it was last asked for, and begin anew."""
-        spent = Spent(self._seconds, self._seconds - self._once_s if self._made else None)
-        self._seconds = self._once_s = 0.0
-        self._made = False
+        """Return the time since the last call, and count from zero again."""
+        record_s = self._seconds - self._occasional_s if self._has_record else None
+        spent = Spent(self._seconds, record_s)
+        self._seconds = self._occasional_s = 0.0
+        self._has_record = False
         return spent
 
-    def made(self) -> None:
+    def note_record(self) -> None:
         """Note that a record is complete."""
-        self._made = True
+        self._has_record = True
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """The training thread is held by this block."""
+        """Count the time of this block."""
         began = time.perf_counter()
         try:
             yield
@@ -47,10 +48,10 @@ class Clock:
             self._seconds += time.perf_counter() - began
 
     @contextmanager
-    def once(self) -> Iterator[None]:
-        """Inside of `held`: this block is not done for every record."""
+    def occasional(self) -> Iterator[None]:
+        """Within `held`: leave this block out of `record_s`, as it is not done for every record."""
         began = time.perf_counter()
         try:
             yield
         finally:
-            self._once_s += time.perf_counter() - began
+            self._occasional_s += time.perf_counter() - began

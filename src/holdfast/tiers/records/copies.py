@@ -1,9 +1,8 @@
 """Records that are damaged in the root, and sound in the home behind it.
 
-Both homes have the same bytes under one key (`mirror.records`), so a file of records that proves damaged
-in the root is taken from the home behind, from then on and by all ranks.  A header proves damaged when the
-log is surveyed, a record not before it is replayed: to look at all bytes of both would be to read the log
-twice.
+Both homes have the same bytes under one key (`mirror.records`).  So once a file of records is found damaged
+in the root, all ranks read it from the home behind.  A damaged header is found when the log is surveyed, a
+damaged record only when it is replayed: to verify everything before would be to read the log twice.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from holdfast.tiers.records.log import Log, LogSegment, RecordedStep, read_heade
 
 
 def headers_behind(store: Store, keys: Iterable[str], group: Group) -> list[LogSegment]:
-    """Headers of segments, which cannot be read in the first of two homes, from the second.  Collective."""
+    """Read from the second of two homes the headers that cannot be read in the first.  Collective."""
     if not isinstance(store, JoinedStore):
         return []
     found = read_headers(store.second, keys)
@@ -36,8 +35,8 @@ def headers_behind(store: Store, keys: Iterable[str], group: Group) -> list[LogS
 
 
 def take_copies(log: Log, step: RecordedStep, group: Group) -> bool:
-    """Take what is damaged of a step's records from the home behind, where it is sound.  Each rank looks at
-    its share.  Collective; True if anything is taken from there now that was not before."""
+    """Have the log read a step's damaged records from the home behind, where they are sound.  Each rank
+    checks its share.  Collective; True if any more file is read from there now."""
     store = log.store
     if not isinstance(store, JoinedStore):
         return False
@@ -53,14 +52,14 @@ def take_copies(log: Log, step: RecordedStep, group: Group) -> bool:
 
 
 def _take_all(store: JoinedStore, keys: list[str], group: Group) -> bool:
-    """Take what any rank has found damaged from the second home.  True if there is anything."""
+    """Have files that any rank has found damaged read from the second home.  True if there are any."""
     shared = [decode_json(d, set[str]) for d in group.all_gather(msgspec.json.encode(keys))]
     store.damaged.update(*shared)
     return any(shared)
 
 
 def _is_sound(checkpoint: Checkpoint, file: FileEntry) -> bool:
-    """True if all bytes of a file are what was written."""
+    """True if all bytes of a file have their digests."""
     files, size = checkpoint.images, checkpoint.manifest.chunk_bytes
     scratch = memoryview(bytearray(BLOCK_CHUNKS * size))
     count = num_chunks(file.table, size)

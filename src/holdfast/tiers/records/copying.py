@@ -1,9 +1,9 @@
 """The copies into the record under way.
 
-Gradients on a device are copied by a thread, behind the training's kernels, while the optimizer reads them
-and longer, where that can be (`lending`); so is what else of a record is on a device.  On the CPU they are
-copied before the optimizer's step: the threads of its kernels wait for one another, and a copy beside them,
-which takes a core from one of them, would hold up all.
+A thread copies gradients on a device, behind the training's kernels, while the optimizer reads them, and
+longer where that is possible (`gradient_copies`).  It copies other values on a device, too.  Gradients on
+the CPU are copied before the optimizer's step: the threads of its kernels wait for each other, so a copy
+beside them, which takes the core of one, would delay all.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from holdfast.live.state.devices import (
     wait_for_stream,
     wait_for_writers,
 )
-from holdfast.live.state.lending import Lender, Lent, on_device, only_reads
+from holdfast.live.state.gradient_copies import Lender, Lent, on_device, only_reads
 from holdfast.live.state.placed import memory_of
 from holdfast.live.state.writes import times_written
 from holdfast.tiers.records.optimizers import NamedOptimizer
@@ -39,8 +39,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 SMALL_BYTES = 64 << 20
-"""Size up to which other tensors than gradients (batch norm's statistics, counters) are copied on their
-device first."""
+"""Bytes of values other than gradients (batch norm's statistics, counters) that are copied on their device
+first, even if `device_bytes` is less."""
 
 
 @dataclass
@@ -54,20 +54,20 @@ class OpenRecord:
     copying: list[DeviceCopy] = field(default_factory=list)
     extras: bytes = b""
     sizes: dict[str, int] = field(default_factory=dict)
-    """Bytes of the sparse gradients that are packed, by name."""
+    """Bytes of the packed tensors, by name."""
     misdeclared: list[NotAsDeclared] = field(default_factory=list)
-    """Gradients that prove to be other than was declared: the record must not be."""
+    """Gradients that are not as declared: the record must be dropped."""
     early: dict[str, tuple[int, int]] | None = None
-    """Versions of what no optimizer changes, when the first step that may read it began; None if no step
-    may."""
+    """`Watch.versions` when the first step began that may read tensors which no optimizer changes; None if
+    no step may."""
 
     def wait_copied(self) -> None:
-        """Wait for the copies that were begun."""
+        """Wait for all copies that were begun."""
         for copying in self.copying:
             copying.done.result()
 
     def let_go(self) -> None:
-        """Have what the training does next, on the thread that calls, not come before copies of what it may
+        """Have what the training does next, on the calling thread, wait for copies of tensors that it may
         write to."""
         if self.layout.packs or self.layout.rounded:
             self.wait_copied()
@@ -80,32 +80,32 @@ class DeviceCopy:
     """A copy from devices that was begun."""
 
     lent: Lent
-    given: Future[Moment] = field(default_factory=Future)
-    """The end of the copies, when our streams have been given them."""
+    queued: Future[Moment] = field(default_factory=Future)
+    """The end of the copies on their streams, once they are queued there."""
     done: Future[None] = field(default_factory=Future)
     is_let_go: bool = False
 
-    def end(self, error: BaseException) -> None:
-        """Note that it has failed."""
-        if not self.given.done():
-            self.given.set_exception(error)
+    def fail(self, error: BaseException) -> None:
+        """End the copy by an error."""
+        if not self.queued.done():
+            self.queued.set_exception(error)
         if not self.done.done():
             self.done.set_exception(error)
 
     def let_go(self) -> None:
         """Have the training's current streams wait for the copies, if they must."""
         if self.lent.way == "stream" and not self.is_let_go:
-            copied = self.given.result()
+            copied = self.queued.result()
             for device in copied.devices:
                 copied.before(torch.accelerator.current_stream(device))
         self.is_let_go = True
 
 
 class GradientCopier:
-    """Copies gradients into records, and does on its thread what comes behind the copies."""
+    """Copies gradients into records, on a thread that also does the work after the copies (`then`)."""
 
     def __init__(self, device_bytes: int, tell: Callable[[str], None]) -> None:
-        """`tell`: is given what the user has to know, empty if it is nothing."""
+        """`tell`: takes a message for the user, or an empty text."""
         self._tell = tell
         self._thread = Worker("holdfast-delta")
         self._beside = ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), "holdfast-copy")
@@ -114,7 +114,7 @@ class GradientCopier:
         """Copies that may still hold memory of a device."""
 
     def forget(self) -> None:
-        """Take nothing of what was seen of gradients for granted: the state may be another."""
+        """Forget what was seen of gradients: the state may be another."""
         self._lender.forget()
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -127,14 +127,15 @@ class GradientCopier:
         pack = record.layout.packs.get(one.key)
         if len(given) < len(all_given):  # of an optimizer with parameters on the host, too
             on_host = [p for p in all_given if not is_device(p.piece.tensor.grad.device)]
-            self._copy_here(record, [(p, p.part_of(p.piece.tensor.grad)) for p in on_host])
+            self._copy_on_host(record, [(p, p.part_of(p.piece.tensor.grad)) for p in on_host])
         if not devices:
             _pack(record, pack, self._beside.map if torch.get_num_threads() > 1 else map)
             return
-        held = [memory_of(place.piece.tensor.grad) for place in given]  # an alias were an owner
+        # `memory_of`: an alias would count as another owner
+        held = [memory_of(place.piece.tensor.grad) for place in given]
         may_keep = self._lender.may_keep(one.key, held) and only_reads(one.optimizer)
         parts = [place.part_of(place.piece.tensor.grad) for place in given]
-        if record.layout.packs or record.layout.rounded:  # whether it can be is not known before
+        if record.layout.packs or record.layout.rounded:  # the copy shows if they are as declared
             lent = Lent(parts, "thread")
         elif may_keep:
             lent = Lent(parts, "lent", [times_written(part) for part in parts])
@@ -147,15 +148,16 @@ class GradientCopier:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def copy_values(self, record: OpenRecord, placed: list[tuple[Place, torch.Tensor]]) -> None:
-        """Begin to copy what is no gradient; what is on the host is copied now."""
+        """Begin to copy values other than gradients; those on the host are copied at once."""
         parts = [(place, place.part_of(tensor)) for place, tensor in placed]
-        here = [(place, part) for place, part in parts if not is_device(part.device)]
-        wait_for_writers(part for _, part in here)
-        copy(here)
-        there = [(place, part) for place, part in parts if is_device(part.device)]
-        if there:
-            lent = on_device([t for _, t in there], max(self._room, SMALL_BYTES))
-            self._begin(record, [p for p, _ in there], lent, devices_of(t for _, t in there), None)
+        on_host = [(place, part) for place, part in parts if not is_device(part.device)]
+        wait_for_writers(part for _, part in on_host)
+        copy(on_host)
+        places = [place for place, part in parts if is_device(part.device)]
+        tensors = [part for _, part in parts if is_device(part.device)]
+        if tensors:
+            lent = on_device(tensors, max(self._room, SMALL_BYTES))
+            self._begin(record, places, lent, devices_of(tensors), None)
 
     @property
     def _room(self) -> int:
@@ -179,11 +181,11 @@ class GradientCopier:
         moment = Moment(devices)
         try:
             self._thread.submit(_copy, record, copying, places, moment, devices, pack)
-        except BaseException as error:  # nobody else will say how it ends
-            copying.end(error)
+        except BaseException as error:  # else a wait for this copy would never end
+            copying.fail(error)
             raise
 
-    def _copy_here(self, record: OpenRecord, grads: list[Any]) -> None:
+    def _copy_on_host(self, record: OpenRecord, grads: list[Any]) -> None:
         """Copy with as many threads as the optimizer's kernels have."""
         parts = spread(grads, torch.get_num_threads())
         others = [self._beside.submit(_copy_part, record, part) for part in parts[1:]]
@@ -193,11 +195,11 @@ class GradientCopier:
             other.result()
 
     def then(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Do `work` when all is copied that was begun.  Returns at once."""
+        """Do `work` on the copying thread, after the copies that were begun.  Returns at once."""
         return self._thread.submit(work, *args, **kwargs)
 
     def settle(self, limit_s: float) -> None:
-        """Wait until the thread has done all that it was given.  TimeoutError."""
+        """Wait until the thread has done all its work.  TimeoutError."""
         self._thread.settle(limit_s)
 
     def shutdown(self) -> None:
@@ -214,13 +216,13 @@ def _copy(
     devices: list[torch.device],
     pack: tuple[Pack, int] | None,
 ) -> None:
-    """Copy on the copying thread.  Blocks until all are copied, and what is sparse is packed."""
+    """Copy tensors, and pack sparse gradients, on the copying thread.  Blocks until both are done."""
     try:
         streams = [after(moment, device, "records") for device in devices]
         with on_streams(streams):
             _copy_part(record, [*zip(places, copying.lent.tensors)])
             _pack(record, pack, map)
-        copying.given.set_result(Moment.of(streams))
+        copying.queued.set_result(Moment.of(streams))
         for stream in streams:
             wait_for_stream(stream)
         if copying.lent.is_written:
@@ -230,13 +232,13 @@ def _copy(
             )
         copying.done.set_result(None)
     except BaseException as error:
-        copying.end(error)
+        copying.fail(error)
     finally:
         copying.lent.tensors = []  # their memory is the training's again
 
 
 def _copy_part(record: OpenRecord, grads: list[Any]) -> None:
-    with _declared(record):
+    with _noting_misdeclared(record):
         copy(grads)
 
 
@@ -246,13 +248,13 @@ def _pack(
     """Pack an optimizer's sparse gradients, if any.  `each`: a `map`, over threads or not."""
     if pack is None:
         return
-    with _declared(record):
+    with _noting_misdeclared(record):
         record.sizes[pack[0].name] = pack[0].into(record.memory[pack[1] :], each)
 
 
 @contextmanager
-def _declared(record: OpenRecord) -> Iterator[None]:
-    """Keep errors of gradients that are not as declared, to be told when all is copied."""
+def _noting_misdeclared(record: OpenRecord) -> Iterator[None]:
+    """Add gradients that are not as declared to the record, in place of an error."""
     try:
         yield
     except NotAsDeclared as error:

@@ -1,4 +1,4 @@
-"""What the records of a step say without being replayed: whether they are there, and their extras."""
+"""What can be known of records without a replay: whether their files are there, and their extras."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from holdfast.tiers.records.log import Log, RecordedStep
 
 
 def num_there(log: Log, steps: list[RecordedStep], rank: int, size: int) -> int:
-    """Return how many of some steps in a row have records in files that are there and long enough.
+    """Return how many of these steps, from the first on, have records in files of sufficient length.
 
-    Looks at every `size`-th rank's records, from `rank` on.
+    Looks at the records of every `size`-th rank, from `rank` on.
     """
     lengths: dict[str, int] = {}
     for number, step in enumerate(steps):
@@ -28,7 +28,7 @@ def num_there(log: Log, steps: list[RecordedStep], rank: int, size: int) -> int:
 
 
 def _length(log: Log, key: str) -> int:
-    """Length of a segment; of the longest copy, where there are two homes; -1 if it is nowhere."""
+    """Length of a segment, or of its longest copy if there are two homes; -1 if it is nowhere."""
     store = log.store
     lengths = [-1]
     for one in (store.first, store.second) if isinstance(store, JoinedStore) else (store,):
@@ -39,13 +39,13 @@ def _length(log: Log, key: str) -> int:
     return max(lengths)
 
 
-def recorded(log: Log, step: RecordedStep) -> Checkpoint:
-    """A record as a checkpoint, with its extras in their places."""
+def checkpoint_of(log: Log, step: RecordedStep) -> Checkpoint:
+    """A recorded step as a checkpoint, with its extras."""
     return log.open(step, *recorded_extras(log, step))
 
 
 def recorded_extras(log: Log, step: RecordedStep) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Extras that all ranks share, and keys of those of each rank, as a full save has them."""
+    """Extras that all ranks share, and the keys of each rank's own, as in the manifest of a full save."""
     ready = [
         ReadyToSave(step.step, False, "", "", record.notes)
         for _, (_, record) in sorted(step.records.items())

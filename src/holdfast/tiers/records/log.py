@@ -1,4 +1,4 @@
-"""The log of a root: which records there are, and each of them as a checkpoint.  Torch-free."""
+"""The log of a root: its records, and each recorded step as a checkpoint.  Torch-free."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from holdfast.core.checkpoint.names import (
 )
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.checkpoint.recorded import parse_segment, segments
-from holdfast.core.checkpoint.room import missing_bytes
+from holdfast.core.checkpoint.reserved_space import missing_bytes
 from holdfast.core.format.checking import check
 from holdfast.core.format.manifest import FORMAT_VERSION, FileEntry, Manifest
 from holdfast.core.store import Reader, Store
@@ -44,7 +44,7 @@ from holdfast.tiers.records.segment import (
     read_header,
     read_plan,
 )
-from holdfast.tiers.records.space import newest_of, weighed
+from holdfast.tiers.records.space import by_age, newest_of
 from holdfast.tiers.records.writer_registry import ended
 
 
@@ -65,7 +65,8 @@ def leads_on(store: Store, step: int, run: int | None) -> bool:
 
 
 def read_headers(store: Store, keys: Iterable[str]) -> list[LogSegment]:
-    """Headers of the segments that can be read; the others are as good as not there."""
+    """Headers of those segments that can be read.  Damaged ones are left out; UnsupportedVersion and
+    Unavailable are raised."""
     segments = []
     for key in keys:
         try:
@@ -93,7 +94,7 @@ def read_segment(store: Store, key: str) -> LogSegment:
 
 
 def tidy_log(store: Store) -> None:
-    """Delete the records that no step which is still there needs, as `mark_log`."""
+    """Delete the records that no committed step needs, as `mark_log` chooses them."""
     with RootKeys(store, below=AND_LOG) as keys:
         mark_log(keys, keys.saved)
 
@@ -101,22 +102,23 @@ def tidy_log(store: Store) -> None:
 def mark_log(
     keys: RootKeys, saved: list[Saved], owns: Owns = lambda _: True, *, max_bytes: int = 0
 ) -> None:
-    """Let the records be deleted that no step which is still there needs.  `saved`: these steps; `keys`: of
-    the steps and the log.  Those of runs that the caller does not own stay, and count for nothing.
+    """Mark for deletion the records that no step in `saved` needs.  `keys`: of the steps and the log.
 
-    Records of a run without a full save stay: it may be on its way, whatever older runs have saved.  What
-    tells of a writer at work goes with it, if that is of an older run than the newest that has saved.
-    With a bound, the oldest go as well that the newest state does not need, until half of it is free; and
-    where a disk has no room for another full save, until half of what is left is gone, or more if need be.
+    * Records that the caller does not own stay, and are not counted.
+    * Records of later runs than the newest that has saved stay: their full save may be on its way.
+    * The entry of a writer goes once a later run has saved, unless the writer is known to be at work.
+    * Above half of `max_bytes`, the oldest records that the newest state does not need go, until half is
+      free.  Else, if a disk has no room for another full save, such records go until half of them is gone,
+      or more if more room is missing.
     """
     if not saved:
         return
     oldest, saving = min(s.step for s in saved), newest_of(saved)[0]
     kept: dict[str, int] = {}
-    """Length of each segment that stays, or 0 where nobody asks."""
+    """Length of each segment that stays; negative where it is unknown and not needed."""
     plans: list[tuple[int, str]] = []
     others: set[int] = set()
-    """Runs of which segments stay that are not the caller's, and so their plans."""
+    """Runs with segments that the caller does not own: their plans stay."""
     sizes = {key: keys.sizes[key] for key in keys.below("log/")}
     keys.marked += ended(keys.store, sizes, saving)
     if max_bytes and any(size < 0 for size in sizes.values()):
@@ -145,18 +147,18 @@ def mark_log(
 
 
 def _make_room(keys: RootKeys, saved: list[Saved], sizes: dict[str, int], most: int) -> None:
-    """Let the oldest segments go until no more than `most` bytes are left, or those that are needed."""
+    """Mark the oldest segments that the newest state does not need, until at most `most` bytes are left."""
     left = sum(sizes.values())
     replayed = _replayed(keys.store, saved, sizes)
-    for size, key, needed in weighed(sizes.items(), newest_of(saved)):
+    for size, key, needed in by_age(sizes.items(), newest_of(saved)):
         if left > most and not needed and key not in replayed:
             keys.marked.append(key)
             left -= size
 
 
 def _replayed(store: Store, saved: list[Saved], kept: Iterable[str]) -> set[str]:
-    """Segments through which the newest state is replayed, if its run has made no full save: if that run
-    went back, they are older than the newest full step."""
+    """Segments that lead to the newest state, if runs have recorded since the newest full step's: if such a
+    run went back, they may be older than that step."""
     run, _ = newest_of(saved)
     if all((run_of_log(key) or 0) <= run for key in kept):
         return set()
@@ -186,8 +188,8 @@ def _is_there(store: Store, key: str) -> bool:
 
 
 def newest_history(log: Log, saved: Iterable[Saved]) -> tuple[Saved, list[RecordedStep]]:
-    """The one of some full steps that leads to the newest state, as a restart takes it, and the records
-    by which it does."""
+    """The full step among `saved` from which records lead to the newest state, and these records: what a
+    restart takes."""
 
     def newness(way: tuple[Saved, list[RecordedStep]]) -> tuple[Identity, int]:
         base, steps = way
@@ -197,8 +199,7 @@ def newest_history(log: Log, saved: Iterable[Saved]) -> tuple[Saved, list[Record
 
 
 def leading(store: Store, saved: Collection[Saved]) -> int:
-    """The one of some full steps with which a restart begins: after a run went back, an older one than the
-    newest."""
+    """The full step with which a restart begins: after a run went back, it may be older than the newest."""
     newest = max(saved)
     if all((run_of_log(key) or 0) <= newest.run for key in segments(store)):
         return newest.step
@@ -207,7 +208,7 @@ def leading(store: Store, saved: Collection[Saved]) -> int:
 
 @dataclass
 class RecordedStep:
-    """One step of all ranks."""
+    """One recorded step, with the records of all ranks."""
 
     run: int
     step: int
@@ -247,7 +248,7 @@ class RecordedStep:
         """An optimizer's parameters on a rank."""
         return {name for group in self.groups(key, rank) for name in group}
 
-    def without(self, key: str) -> set[int]:
+    def ranks_without(self, key: str) -> set[int]:
         """The ranks that did not make an optimizer's step."""
         return {
             rank
@@ -270,21 +271,21 @@ class RecordedStep:
         return have
 
     def unchanged(self) -> set[str]:
-        """Recorded tensors that have the value that they had, on every rank."""
+        """Names of recorded tensors that the step left unchanged on every rank."""
         return set.intersection(*(set(r.unchanged) for _, r in self.records.values()))
 
 
 class Log:
-    """Every step of which all ranks' records are there."""
+    """The recorded steps for which every rank's record is there."""
 
     def __init__(
         self, store: Store, segments: Collection[LogSegment], keys: Collection[str]
     ) -> None:
-        """`segments`: those of `keys`, of one listing, that can be read."""
+        """`keys`: of all segments in one listing; `segments`: those of them that can be read."""
         self.store = store
         self._unread = {*keys} - {one.key for one in segments}
         self._begun: dict[int, int] = {}
-        """The least step of each run that leads on from an earlier run's, or may do so."""
+        """The lowest step of each run that leads on from an earlier run's state, or may do so."""
         for run, first, _, _ in filter(None, map(parse_segment, self._unread)):
             self._note_beginning(run, first)
         for one in segments:
@@ -295,7 +296,7 @@ class Log:
         self._read: dict[tuple[int, str], SegmentPlan] = {}
         self._left_out: set[str] = set()
         self.deleted: set[str] = set()
-        """Plans that were deleted with their segments, since these were listed."""
+        """Keys of plans that were deleted with their segments after the listing."""
         steps: dict[tuple[int, int, str], RecordedStep] = {}
         for segment in segments:
             h = segment.header
@@ -312,8 +313,8 @@ class Log:
         self._begun[run] = min(step, self._begun.get(run, step))
 
     def copies(self, steps: Collection[RecordedStep]) -> list[str]:
-        """Keys of the files of some steps that were read in the home behind the root, because they are
-        damaged in the root or missing there."""
+        """Keys of these steps' files that are read from the home behind the root, because they are damaged
+        or missing in the root."""
         if not isinstance(self.store, JoinedStore):
             return []
         keys = {plan_key(step.run, step.plan) for step in steps}
@@ -353,7 +354,7 @@ class Log:
         return any(_is_there(self.store, key) for key in keys)
 
     def leave_out(self, plans: Iterable[str]) -> None:
-        """Leave out all records of these plans: nothing leads on by them."""
+        """Leave out all records of these plans, given by key: `after` does not go through them."""
         self._left_out.update(plans)
         for run, step in self.steps:
             if plan_key(run, self.steps[run, step].plan) in self._left_out:
@@ -362,8 +363,8 @@ class Log:
     def after(self, base: Identity) -> list[RecordedStep]:
         """The steps that lead on from a state, in order.
 
-        Where two runs went on from one state, the later run's records count: the other's were given up,
-        also where the later run's are damaged.
+        Where two runs went on from one state, the later run's records count, even if they are damaged: the
+        earlier run's were given up.
         """
         chain: list[RecordedStep] = []
         at, seen, is_history = base, {base}, self.is_given_up(base)
@@ -381,8 +382,8 @@ class Log:
         run, step = state
         return any(later > run and first <= step for later, first in self._begun.items())
 
-    def behind(self, state: Identity) -> list[int]:
-        """Steps that are recorded after a state, by its run or a later one, and were not given up."""
+    def newer_steps(self, state: Identity) -> list[int]:
+        """Steps that were recorded after a state, by its run or a later one, and were not given up."""
         unread = filter(None, map(parse_segment, self._unread))
         found = {*self.steps, *((run, last) for run, _, last, _ in unread)}
         return sorted(one[1] for one in found if one > state and not self.is_given_up(one))
@@ -394,15 +395,15 @@ class Log:
         per_rank: dict[str, Any],
         store: Store | None = None,
     ) -> Checkpoint:
-        """A step's record as a checkpoint.  What its digests do not prove is refused when read.
-        `store`: the one that is read, if that is not the log's."""
-        shell = self._sized(step)
+        """A recorded step as a checkpoint, whose digests are verified when it is read.  `store`: where its
+        files are read, if not in the log's store."""
+        shell = self._manifest(step)
         files = tuple(_file(step, rank) for rank in sorted(step.records))
         manifest = msgspec.structs.replace(
             shell, step=step.step, files=files, extras=extras, per_rank=per_rank
         )
         check(manifest)
-        for name in ("placement", "by_name"):  # they follow from what records of a size share
+        for name in ("placement", "by_name"):  # the same for all records of these sizes
             manifest.__dict__[name] = getattr(shell, name)
         places = {
             step_prefix(step.step) + _path(step, rank): (segment, record)
@@ -418,7 +419,7 @@ class Log:
         return self._read[key]
 
     def _plan(self, run: int, name: str) -> SegmentPlan:
-        """Read a plan; of one that is damaged in the first of two homes, the copy in the second."""
+        """Read a plan, or its copy in the second of two homes if it is damaged in the first."""
         try:
             return read_plan(self.store, run, name)
         except UnsupportedVersion:
@@ -431,9 +432,9 @@ class Log:
             self.store.damaged.add(plan_key(run, name))
             return plan
 
-    def _sized(self, step: RecordedStep) -> Manifest:
-        """The manifest of a step's plan, with the lengths that this step's packed tensors have."""
-        shell = self._shell(step)
+    def _manifest(self, step: RecordedStep) -> Manifest:
+        """The manifest of a step's plan, with the lengths of this step's packed tensors."""
+        shell = self._plan_manifest(step)
         sizes = {name: n for _, record in step.records.values() for name, n in record.sizes.items()}
         if not sizes:
             return shell
@@ -443,7 +444,8 @@ class Log:
         )
         return msgspec.structs.replace(shell, tensors=tensors)
 
-    def _shell(self, step: RecordedStep) -> Manifest:
+    def _plan_manifest(self, step: RecordedStep) -> Manifest:
+        """What the manifests of all steps of a plan share."""
         key = (step.run, step.plan)
         if key not in self._plans:
             plan = self.plan(step)
@@ -473,7 +475,7 @@ def _file(step: RecordedStep, rank: int) -> FileEntry:
 
 
 class LogStore(ViewStore):
-    """The images in segments, by key."""
+    """The images of records in segments, by key."""
 
     shows = "a log of records"
 

@@ -12,7 +12,8 @@ from holdfast.tiers.records.segment import Record, SegmentHeader
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):
-    """To the writer: what to write where, from which memory.  Records that wait are of the order before."""
+    """To the writer: an order, which states what to write where, from which memory.  The descriptor of the
+    memory comes with it.  Records that still wait belong to the order before."""
 
     root: str
     header: SegmentHeader
@@ -27,22 +28,23 @@ class Put(msgspec.Struct, frozen=True, tag=True):
     slot: int
     record: Record
     leave_bytes: int = 0
-    """Bytes that are to stay free on a local disk: room for a full save."""
+    """Bytes that must stay free on a local disk: room for a full save."""
 
 
 class Flush(msgspec.Struct, frozen=True, tag=True):
-    """To the writer: write what there is, though it is no whole batch; answered with `Flushed`."""
+    """To the writer: write all records, even if they are no whole batch; answered with `Flushed`."""
 
 
 class RecordsWrote(msgspec.Struct, frozen=True, tag=True):
-    """From the writer: these slots are free; with an `error`, they were not written."""
+    """From the writer: these slots are free; with an `error`, their records were not written."""
 
     slots: tuple[int, ...]
     last: int = 0
+    """The last of their steps."""
     bytes: int = 0
     seconds: float = 0.0
     fixed_s: float = 0.0
-    """Part of `seconds` that it took to open the file and to finish it, however much is in it."""
+    """The part of `seconds` for opening and finishing the file, which does not depend on its size."""
     error: WireError | None = None
 
 
@@ -55,7 +57,7 @@ FROM_WRITER = RecordsWrote | Flushed
 
 
 HEAD_BYTES = 8
-"""Bytes before each message, which say how long it is."""
+"""Bytes of the length before each message."""
 
 
 def framed(message: Any) -> bytes:
@@ -69,7 +71,7 @@ def send(line: socket.socket, message: Any) -> None:
 
 
 def receive(line: socket.socket, kind: Any) -> tuple[Any, int | None]:
-    """A message, and the descriptor that came with it; None when the other end is gone."""
+    """Receive a message, and the descriptor that came with it; None when the other end is gone."""
     head, fds, _, _ = socket.recv_fds(line, HEAD_BYTES, 1)
     while head and len(head) < HEAD_BYTES:
         head += line.recv(HEAD_BYTES - len(head))

@@ -19,13 +19,13 @@ from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.group import Group
 from holdfast.core.store import Store
 from holdfast.formats.read.unpickle import understood
-from holdfast.live.reading import tell_exactness
 from holdfast.live.restore.targets import RestoreOptions
 from holdfast.live.state.customised import OWN_EXTRA
 from holdfast.live.state.ignoring import trainable_marks
+from holdfast.live.state.nameless_parameters import in_saved_order
 from holdfast.live.state.placed import torch_dtype
-from holdfast.live.state.positions import in_saved_order
 from holdfast.live.state.recognising import State
+from holdfast.live.step_loading import tell_exactness
 from holdfast.live.transaction import restore
 from holdfast.tiers.records.log import Log, RecordedStep, open_log
 from holdfast.tiers.records.replay import Replay, merged_groups
@@ -35,20 +35,20 @@ IN_THE_SCRIPT = "Checkpointer.restore(step) replays it, in the training script i
 _PARTS = ("param", "buffer")
 
 
-def put(
+def register(
     module: nn.Module, name: str, tensor: torch.Tensor, *, param: bool, trained: bool = True
 ) -> None:
-    """Give a module a tensor by its dotted name; the modules between are made."""
-    inner, leaf = _module_of(module, name)
+    """Register a parameter or buffer under its dotted name; inner modules are made."""
+    inner, leaf = _inner_module(module, name)
     if param:
-        grows = trained and (tensor.is_floating_point() or tensor.is_complex())
-        inner.register_parameter(leaf, nn.Parameter(tensor, requires_grad=grows))
+        has_gradient = trained and (tensor.is_floating_point() or tensor.is_complex())
+        inner.register_parameter(leaf, nn.Parameter(tensor, requires_grad=has_gradient))
     else:
         inner.register_buffer(leaf, tensor)
 
 
-def _module_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that has a dotted name, and the last part of the name; modules between are made."""
+def _inner_module(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that a dotted name lies in, and the last part of the name; inner modules are made."""
     *path, leaf = name.split(".")
     for part in path:
         if part not in module._modules:
@@ -58,7 +58,7 @@ def _module_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 class Extra(nn.Module):  # type: ignore[misc]
-    """A module with state of its own, which is not here: taken and given back as it is."""
+    """A module in place of the script's, with extra state that is kept as it is."""
 
     def get_extra_state(self) -> Any:
         return self.__dict__.get("_extra_state")
@@ -67,14 +67,14 @@ class Extra(nn.Module):  # type: ignore[misc]
         self.__dict__["_extra_state"] = state
 
 
-def give_extra(module: nn.Module, name: str) -> None:
-    """Make the module that has this extra state one that can take it."""
-    inner, _ = _module_of(module, name)
+def accept_extra(module: nn.Module, name: str) -> None:
+    """Have the module that this extra state belongs to accept it."""
+    inner, _ = _inner_module(module, name)
     inner.__class__ = Extra
 
 
 class OpaqueState:
-    """State of an object that is not here: taken and given back as it is."""
+    """An object in place of the script's, whose state is kept as it is."""
 
     def __init__(self) -> None:
         self.value: Any = {}
@@ -87,15 +87,18 @@ class OpaqueState:
 
 
 def replay_to(store: Store, step: int) -> tuple[State, int, list[str]]:
-    """The state after a recorded step, the full step that it was replayed from, and what could not come:
-    keys of state that each rank kept for itself.  NotFound if no records lead there."""
+    """Replay records up to `step`.
+
+    Returns the state, the full step that the replay began from, and the keys of state that was left out,
+    as each rank has its own.  NotFound if no records lead there.
+    """
     with understood("recorded", store.url):
         return _replay_to(store, step)
 
 
 def _replay_to(store: Store, step: int) -> tuple[State, int, list[str]]:
     log, _ = open_log(store)
-    base, steps = _way(store, log, step)
+    base, steps = _base_and_records(store, log, step)
     checkpoint = Checkpoint.open(store.url, base)
     state = state_of(checkpoint, steps)
     lost = sorted(checkpoint.manifest.per_rank) if checkpoint.manifest.layout.world > 1 else []
@@ -117,8 +120,9 @@ def _replay_to(store: Store, step: int) -> tuple[State, int, list[str]]:
     return state, base, lost
 
 
-def _way(store: Store, log: Log, step: int) -> tuple[int, list[RecordedStep]]:
-    """The full step from which the fewest records lead to the newest state of this number, and these."""
+def _base_and_records(store: Store, log: Log, step: int) -> tuple[int, list[RecordedStep]]:
+    """The full step from which the fewest records lead to the newest state of number `step`, and these
+    records."""
     saved = committed(store)
     ways: list[tuple[Identity, int, list[RecordedStep]]] = []
     for base in saved:
@@ -132,12 +136,13 @@ def _way(store: Store, log: Log, step: int) -> tuple[int, list[RecordedStep]]:
     recorded = sorted({s.step for s in log.steps.values()})
     hint = f"recorded: {recorded[0]} to {recorded[-1]}" if recorded else "nothing is recorded"
     if full[0] >= 0:
-        hint = "it is there as a full step, which `holdfast convert` takes"
+        hint = f"step {step} is there as a full step, which `holdfast convert` takes"
     raise NotFound(f"no records of {store.url} lead to step {step}", step=step, hint=hint)
 
 
 def state_of(checkpoint: Checkpoint, steps: list[RecordedStep]) -> State:
-    """Objects that take a full step and its records: modules, optimizers, and the rest as it is."""
+    """Objects that a full step and its records can be restored into: modules, optimizers, and others whose
+    state is kept as it is."""
     own = [name for name in checkpoint.manifest.extras if name.endswith(f".{OWN_EXTRA}")]
     if own:
         raise NotRecoverable(
@@ -147,7 +152,7 @@ def state_of(checkpoint: Checkpoint, steps: list[RecordedStep]) -> State:
     optimizers = sorted({k for step in steps for one in step.segments for k in one.header.kinds})
     state, params = _modules_and_tensors(checkpoint, optimizers)
     for key in optimizers:
-        state[key] = _optimizer(_described(key, steps), key, params, state, checkpoint)
+        state[key] = _optimizer(_describing_step(key, steps), key, params, state, checkpoint)
     _add_opaque(checkpoint, steps, state)
     return state
 
@@ -155,8 +160,8 @@ def state_of(checkpoint: Checkpoint, steps: list[RecordedStep]) -> State:
 def _modules_and_tensors(
     checkpoint: Checkpoint, optimizers: Collection[str]
 ) -> tuple[State, dict[str, torch.Tensor]]:
-    """Modules and tensors of the full step, by key; and all parameters, by name: those that only an
-    optimizer has, and then those of modules."""
+    """Modules and tensors of the full step, by key; and by name all parameters: those of modules, and those
+    that only an optimizer has."""
     state: State = {}
     params: dict[str, torch.Tensor] = {}
     bare: State = {}
@@ -168,22 +173,23 @@ def _modules_and_tensors(
             if key in optimizers:
                 params[name.removesuffix(".value")] = nn.Parameter(tensor)
             else:
-                put(state.setdefault(key, nn.Module()), rest, tensor, param=info.state == "param")
+                module = state.setdefault(key, nn.Module())
+                register(module, rest, tensor, param=info.state == "param")
         elif info.state == "tensor" and "." not in name:
             bare[name] = torch.zeros(info.shape, dtype=torch_dtype(info.dtype))
     for name, (dtype, shape) in checkpoint.left_out.items():
         key, _, rest = name.partition(".")
-        tensor = torch.empty(shape, dtype=torch_dtype(dtype))  # whose memory nobody touches
-        put(state.setdefault(key, nn.Module()), rest, tensor, param=True, trained=False)
+        tensor = torch.empty(shape, dtype=torch_dtype(dtype))  # its memory is never touched
+        register(state.setdefault(key, nn.Module()), rest, tensor, param=True, trained=False)
         trainable_marks[state[key]] = None
     for key, module in state.items():
         params |= {f"{key}.{name}": p for name, p in module.named_parameters()}
     return state | bare, params
 
 
-def _described(key: str, steps: list[RecordedStep]) -> RecordedStep:
-    """The step that says how an optimizer is made: the first with hooks, which refuse it, or else the first
-    that it made, or else the first that knows it."""
+def _describing_step(key: str, steps: list[RecordedStep]) -> RecordedStep:
+    """The step by which an optimizer is made: the first with hooks (they are refused), else the first
+    that it made, else the first that knows it."""
     made = [step for step in steps if key in step.applied()]
     hooked = (s for s in made if any(one.hooks for one in s.applied()[key].values()))
     known = (s for s in steps if any(key in one.header.kinds for one in s.segments))
@@ -191,7 +197,7 @@ def _described(key: str, steps: list[RecordedStep]) -> RecordedStep:
 
 
 def _add_opaque(checkpoint: Checkpoint, steps: list[RecordedStep], state: State) -> None:
-    """Add what takes the extras of objects that are not here, and gives them back as they are."""
+    """Add objects in place of the script's, which keep extras as they are."""
     recorded = {
         key for step in steps for _, record in step.records.values() for key in record.notes
     }
@@ -203,7 +209,7 @@ def _add_opaque(checkpoint: Checkpoint, steps: list[RecordedStep], state: State)
         if _has_tensors(tree) and key in recorded:
             raise NotRecoverable(f"{key!r} has tensors of the script's own", hint=IN_THE_SCRIPT)
         if is_extra:
-            give_extra(state[first], name)
+            accept_extra(state[first], name)
         else:
             state[key] = OpaqueState()
     for key in checkpoint.manifest.per_rank:
@@ -245,7 +251,7 @@ def _optimizer(
         [
             {
                 "params": [_param(n, params, keys) for n in g["params"]],
-                **_way_of(g["hyper"]),
+                **_kernel_options(g["hyper"]),
             }
             for g in groups
         ],
@@ -258,7 +264,7 @@ def _optimizer(
 
 
 def _class(module: str, name: str) -> type[Optimizer] | None:
-    """Return the optimizer of torch that records name; None for anything else, which is not looked up."""
+    """Torch's optimizer of this name; None for anything else, which is not imported."""
     if module != "torch.optim" and not module.startswith("torch.optim."):
         return None
     try:
@@ -269,10 +275,10 @@ def _class(module: str, name: str) -> type[Optimizer] | None:
     return found if is_optimizer and found is not Optimizer else None
 
 
-def _way_of(hyper: dict[str, Any]) -> dict[str, bool]:
-    """The options that say how it computed, as far as the last bits depend on them on CPUs."""
-    ways = ("fused",) if hyper.get("capturable") else ("foreach", "fused")
-    return {name: hyper[name] for name in ways if isinstance(hyper.get(name), bool)}
+def _kernel_options(hyper: dict[str, Any]) -> dict[str, bool]:
+    """The options that choose an optimizer's kernels, as far as last bits depend on them on CPUs."""
+    names = ("fused",) if hyper.get("capturable") else ("foreach", "fused")
+    return {name: hyper[name] for name in names if isinstance(hyper.get(name), bool)}
 
 
 def _param(name: str, params: dict[str, torch.Tensor], keys: Collection[str]) -> torch.Tensor:
@@ -289,7 +295,7 @@ def _param(name: str, params: dict[str, torch.Tensor], keys: Collection[str]) ->
 
 
 def _full_names(name: str, params: dict[str, torch.Tensor], keys: Collection[str]) -> list[str]:
-    """Names in `params` that a parameter may have: behind each of `keys`, or with one already."""
+    """Names in `params` that a parameter may have: with one of `keys` before its name, or in it already."""
     full = [f"{key}.{name}" for key in keys] + [name] * (name.partition(".")[0] in keys)
     return [f for f in full if f in params]
 
@@ -297,17 +303,15 @@ def _full_names(name: str, params: dict[str, torch.Tensor], keys: Collection[str
 def _check_ties(
     saved: Any, groups: list[Any], params: dict[str, torch.Tensor], keys: Collection[str]
 ) -> None:
-    """UsageError for a parameter that several modules share, which those made here do not.
+    """Raise UsageError for a parameter that several modules share: the modules made here do not share it.
 
-    A full step has all names of an optimizer's parameters, records have the first of each.
+    A full step has all names of an optimizer's parameters, records have the first name of each.
     """
     given = {name for group in groups for name in group["params"]}
     for group in () if saved is None else saved["$optimizer"]["groups"]:
         for name in group["params"]:
             if name not in given and _full_names(name, params, keys):
-                raise UsageError(
-                    f"{name!r} is a parameter of another module, too", hint=IN_THE_SCRIPT
-                )
+                raise UsageError(f"{name!r} is a parameter of several modules", hint=IN_THE_SCRIPT)
 
 
 def _has_tensors(tree: Any) -> bool:

@@ -1,7 +1,7 @@
-"""The optimizers that records are of: their parameters by name, their steps, and what they do to gradients.
+"""The recorded optimizers: their parameters by name, their steps, and the gradients that records can hold.
 
 A record is exact only if a replay makes the same step.  So this module knows which gradients a record can
-hold, which optimizers only read them, and which steps may depend on what no record has.
+hold, and which steps may depend on values that no record has.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.base.errors import UsageError
-from holdfast.live.compression.marks import HALVES
-from holdfast.live.state.lending import is_torchs
+from holdfast.live.gradient_compression.marks import HALVES
+from holdfast.live.state.gradient_copies import is_torchs
 from holdfast.live.state.observer import HookOrder, Observer, StepCall, calls_hooks, hooks_after
 from holdfast.live.state.optimizers import named_groups, param_names, served_modules
 from holdfast.live.state.placed import local_of
@@ -53,7 +53,7 @@ class NamedOptimizer:
 
 
 def optimizers(state: State) -> list[NamedOptimizer]:
-    """Every optimizer of a state.  UsageError for those of engines, whose gradients are elsewhere."""
+    """Every optimizer of a state.  UsageError if there is none, or one that cannot be recorded."""
     named: list[NamedOptimizer] = []
     check_apart(state, "delta=")
     for key, value in state.items():
@@ -71,7 +71,7 @@ def optimizers(state: State) -> list[NamedOptimizer]:
             raise UsageError(
                 f"delta= cannot see the steps of {key!r}, a {type(value).__name__}: its __init__ has not "
                 "called torch.optim.Optimizer's",
-                hint="if it is around another optimizer, hand that over in its place",
+                hint="if it wraps another optimizer, hand that over in its place",
             )
         groups = [(group, group["params"]) for group in value.param_groups]
         names = param_names(state, groups)
@@ -83,7 +83,7 @@ def optimizers(state: State) -> list[NamedOptimizer]:
 
 
 class ObservedOptimizers:
-    """The optimizers of the state, by name, each of whose steps is told of before and after it."""
+    """The optimizers of the state, by name; `before` and `after` are called around each of their steps."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class ObservedOptimizers:
         self._is_paused = False
         self.num_begun = 0
         """Number of steps that these optimizers have begun."""
-        self.named = optimizers(state) if {*state} - {"rng"} else []  # it may come later
+        self.named = optimizers(state) if {*state} - {"rng"} else []  # the state may come later
         self.observer = self._observe()
 
     def complete(self, state: State) -> None:
@@ -119,7 +119,7 @@ class ObservedOptimizers:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Steps in this block are no steps of the training: they are not told of."""
+        """Call neither `before` nor `after` in this block: its steps are no steps of the training."""
         self._is_paused = True
         try:
             yield
@@ -127,7 +127,7 @@ class ObservedOptimizers:
             self._is_paused = False
 
     def follow(self, state: State) -> bool:
-        """True if the state has other optimizers than those observed; these are observed now."""
+        """Observe the state's optimizers if they are others than before; True if so."""
         live = [
             (key, id(shown_optimizer(value))) for key, value in state.items() if is_optimizer(value)
         ]
@@ -139,12 +139,12 @@ class ObservedOptimizers:
         return True
 
     def rename(self, state: State) -> None:
-        """Find their parameters, and the names of these, anew."""
+        """Look up the parameters of all optimizers, and their names, again."""
         self.named = optimizers(state)
 
     @property
     def is_stale(self) -> bool:
-        """True if an optimizer has other parameters than were named."""
+        """True if an optimizer has other parameters than at the last look."""
         return any(
             [id(p) for g in one.optimizer.param_groups for p in g["params"]]
             != [id(p) for _, p in one.params]
@@ -160,8 +160,8 @@ class ObservedOptimizers:
 
 
 def check_grad(name: str, p: torch.Tensor, *, read_only: bool) -> None:
-    """UsageError for a gradient that no record holds as the optimizer takes it.  `read_only`: it takes its
-    values alone, and does not differentiate it."""
+    """Raise UsageError for a gradient that a record cannot hold as the optimizer uses it.  `read_only`: the
+    optimizer uses its values alone, and does not differentiate it."""
     grad = p.grad
     if grad is None:
         if getattr(p, "main_grad", None) is not None:
@@ -184,8 +184,8 @@ def check_grad(name: str, p: torch.Tensor, *, read_only: bool) -> None:
         raise UsageError(
             f"{name}: a gradient of {grad.dtype} {tuple(grad.shape)} {grad.layout} for a parameter of "
             f"{p.dtype} {tuple(p.shape)} cannot be recorded",
-            hint="dense gradients of the parameters' own dtype can; of those that are mostly zero "
-            "(holdfast.compression.sparse) only the rest is recorded",
+            hint="make it a dense gradient of the parameter's dtype; if most of it is zero, declare that "
+            "(holdfast.compression.sparse), and only nonzero elements are recorded",
         )
 
 
@@ -198,29 +198,30 @@ def refused(key: str, given: list[Any]) -> UsageError:
         )
     return UsageError(
         f"delta= cannot record {key!r}, whose step() is given {', '.join(map(repr, given))}",
-        hint="have it in the parameter groups, or use memory= and durable saves alone",
+        hint="put such values into the parameter groups, or use memory= and durable saves alone",
     )
 
 
-def mixed_up(one: NamedOptimizer) -> str:
-    """Name of a parameter with which an optimizer computes otherwise than a replay would; empty if none.
+def differently_strided(one: NamedOptimizer) -> str:
+    """Name of a parameter whose gradient has other strides, so that a replay would make another step; empty
+    if there is none.
 
-    Torch's fused kernels on CPUs go through the memory of gradient and parameter side by side, also where
-    one of them lies otherwise than the other (elsewhere they refuse), and those of 16 bits round otherwise
-    where memory has gaps.
+    Torch's fused kernels on CPUs go through the memory of gradient and parameter side by side, even if
+    their strides differ (on devices they refuse that), and its kernels for 16 bits round differently if
+    memory has gaps.
     """
     for group, pairs in zip(one.optimizer.param_groups, one.groups):
         for name, p in pairs:
-            is_open = (group.get("fused") or p.dtype in HALVES) and p.device.type == "cpu"
-            grad = p.grad if is_open else None
-            if grad is not None and grad.layout == torch.strided and not _lie_alike(p, grad):
+            matters = (group.get("fused") or p.dtype in HALVES) and p.device.type == "cpu"
+            grad = p.grad if matters else None
+            if grad is not None and grad.layout == torch.strided and not _same_strides(p, grad):
                 return name
     return ""
 
 
-def _lie_alike(p: torch.Tensor, grad: torch.Tensor) -> bool:
-    here, there = local_of(p), local_of(grad)
-    return all(size < 2 or a == b for size, a, b in zip(here.shape, here.stride(), there.stride()))
+def _same_strides(p: torch.Tensor, grad: torch.Tensor) -> bool:
+    a, b = local_of(p), local_of(grad)
+    return all(size < 2 or m == n for size, m, n in zip(a.shape, a.stride(), b.stride()))
 
 
 def kind_of(optimizer: Optimizer) -> str:
@@ -229,9 +230,9 @@ def kind_of(optimizer: Optimizer) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def is_watched(optimizer: Optimizer) -> bool:
-    """True if something in an optimizer's step may read other values than its own: a hook that follows it,
-    or an optimizer that torch does not bring."""
+def may_read_others(optimizer: Optimizer) -> bool:
+    """True if an optimizer's step may read values other than its own weights and states: hooks follow it,
+    or it is not one of torch's."""
     return hooks_after(optimizer) > 0 or not is_torchs(optimizer)
 
 
@@ -240,8 +241,8 @@ def missing_of(one: NamedOptimizer) -> tuple[str, ...]:
 
 
 def reduce_gradients(params: Iterable[torch.Tensor]) -> None:
-    """Reduce gradients whose last reduction tensor parallelism leaves to whoever computes with them (of
-    norms, say); an optimizer would do it as its first thing.  Collective where there are such."""
+    """Do the reductions that tensor parallelism leaves pending on gradients (of norms, say), as the
+    optimizer would at the beginning of its step.  Collective if there are any."""
     for p in params:
         grad = p.grad
         if isinstance(grad, DTensor) and isinstance(p, DTensor) and grad.placements != p.placements:

@@ -9,23 +9,23 @@ from holdfast.base.arguments import choice_of, count_of, seconds_of
 from holdfast.base.sizes import size_of
 
 MAX_SLOTS = 1 << 20
-"""Most records in memory: each takes some bytes of bookkeeping besides."""
+"""Number of records in memory, at most: each needs some bytes of bookkeeping."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A record of every step: the gradient that the optimizer used, and what else changed.
+    """Options for records: of every step the gradient that the optimizer used, and other changed values.
 
-    `batch`: records per file; what is not yet in a file outlives the training process, but not the node.
-    `queue`: records that may wait for storage, in host memory (each is as large as this rank's part of the
-    gradients).  `when_full`: whether training waits then (`"wait"`), or the records end until storage
-    has taken those that wait, and begin again with a full save, made then (`"drop"`).  `max_bytes`: what
-    all ranks' records may take in storage, in bytes or as `"200GiB"`: full saves are made for older records
-    to go; None: as much as lies between full saves that are kept.  `upload_every_s`: how often records are
-    copied to the home behind the root, if there is one (`Checkpointer(upload=)`); they are what is lost
-    with the root.  `device_bytes`: memory of each device for copies of gradients that the next backward
-    pass writes to (DDP's buckets, `zero_grad(set_to_none=False)`), in bytes or as `"2GiB"`: where they do
-    not fit, the device waits for their way to the host.
+    `batch`: records per file; records that are not in a file yet outlive the training process, but not the
+    node.  `queue`: records that may wait for storage in host memory, each as large as this rank's part of
+    the gradients.  `when_full`: if the queue is full, training waits (`"wait"`), or records end until
+    storage has caught up, and begin again with a full save (`"drop"`).  `max_bytes`: the most that all
+    ranks' records may take in storage, in bytes or as `"200GiB"`; full saves are made so that older records
+    can go.  None: no bound but the full saves that are kept.  `upload_every_s`: seconds between copies of
+    records to the home behind the root (`Checkpointer(upload=)`); if the root is lost, newer records are,
+    too.  `device_bytes`: memory of each device for copies of gradients that the next backward pass writes
+    to (DDP's buckets, `zero_grad(set_to_none=False)`), in bytes or as `"2GiB"`; if they do not fit, the
+    device waits for their copy to the host.
     """
 
     batch: int = 1
@@ -46,7 +46,7 @@ class Delta:
 
     @property
     def slots(self) -> int:
-        """Records in memory: a batch being written, and those that wait or are being filled."""
+        """Number of records in memory: a batch being written, and those that wait or are being made."""
         return self.batch + self.queue
 
     @property
@@ -56,5 +56,5 @@ class Delta:
 
     @property
     def bound(self) -> int:
-        """`max_bytes` as a number; 0: none."""
+        """`max_bytes` as a number; 0: no bound."""
         return 0 if self.max_bytes is None else size_of(self.max_bytes, "Delta", "max_bytes")

@@ -1,11 +1,11 @@
-"""Sparse gradients in records: what is not zero, and where, instead of the whole.
+"""Sparse gradients in records: the nonzero elements and their positions.
 
-The tensors of which few elements are not zero are divided among ranks as all tensors of a record are, but
-a rank's pieces are not laid out: one after the other, pieces of one dtype make one long row of elements,
-of which the entries are packed (`holdfast.core.codec.sparse`).  All of an optimizer's are one tensor of the
-record, `<optimizer>.packed.r<rank>`, whose length differs from record to record.
+Gradients with few nonzero elements are divided among ranks as all tensors of a record are, but a rank's
+pieces are not stored whole: consecutive pieces of one dtype form one long row of elements, whose nonzero
+entries are packed (`holdfast.core.codec.sparse`).  All rows of an optimizer are one tensor of the record,
+`<optimizer>.packed.r<rank>`, whose length differs from record to record.
 
-What is not zero is looked for in the gradient that the optimizer uses.  So nothing that changes gradients
+The nonzero elements are found in the gradient that the optimizer uses.  So nothing that changes gradients
 before that (clipping, unscaling, noise) can make a record wrong; it can only make it too large.
 """
 
@@ -26,21 +26,21 @@ from holdfast.core.codec.sparse import Ints, most_bytes, pack_sparse, unpack_spa
 from holdfast.core.format.dtypes import dtype_of
 from holdfast.core.format.manifest import TensorEntry, from_sharding
 from holdfast.core.layout import Box, Mesh, Sharding
-from holdfast.live.compression.marks import most_nonzero
+from holdfast.live.gradient_compression.marks import most_nonzero
 from holdfast.live.saving.planning import new_plan
 from holdfast.live.state.agreed import Agreement, product
 from holdfast.live.state.arrays import raw_array
 from holdfast.live.state.placed import torch_dtype
 
 SPARSE = "sparse"
-"""The state of a gradient that is packed, and not laid out."""
+"""The state of a gradient that is packed, and not stored whole."""
 PACKED = "packed"
 BLOCK = 1 << 18
-"""Number of elements that are looked at together: their truth values stay in the cache."""
+"""Number of elements that are searched at once: their truth values stay in the cache."""
 
 
 class NotAsDeclared(HoldfastError):
-    """Gradients are not what was declared of them: `names` have `what`, and have to be recorded whole."""
+    """Gradients are not as declared: `names` have `what`, and have to be recorded whole."""
 
     def __init__(self, names: tuple[str, ...], what: str) -> None:
         super().__init__(f"gradients have {what}")
@@ -61,7 +61,7 @@ class PackedPart:
         return self.name.split(".", 1)[0]
 
 
-def pays(p: torch.Tensor) -> bool:
+def pays_to_pack(p: torch.Tensor) -> bool:
     """True if a parameter's gradient was declared so sparse that it is smaller when packed."""
     most, size = most_nonzero(p), p.element_size()
     if most is None or size not in _INTEGER:
@@ -69,8 +69,8 @@ def pays(p: torch.Tensor) -> bool:
     return bool(most_bytes(most, p.numel(), size) < p.numel() * size)
 
 
-def most_in(part: PackedPart, p: torch.Tensor) -> int:
-    """Number of elements of a part of a parameter's gradient that may be other than zero."""
+def most_nonzero_in(part: PackedPart, p: torch.Tensor) -> int:
+    """Number of elements, at most, that may be nonzero in a part of a parameter's gradient."""
     return min(most_nonzero(p) or 0, part.box.size)
 
 
@@ -78,9 +78,8 @@ def packed_name(key: str, rank: int) -> str:
     return f"{key}.{PACKED}.r{rank:05d}"
 
 
-def parted(agreement: Agreement, world: int) -> tuple[Agreement, tuple[TensorEntry, ...]]:
-    """The tensors that records lay out, packed ones in place of sparse ones; and these sparse
-    ones."""
+def split_off_sparse(agreement: Agreement, world: int) -> tuple[Agreement, tuple[TensorEntry, ...]]:
+    """The agreement with packed tensors in place of sparse gradients, and these gradients."""
     sparse = tuple(t for t in agreement.tensors if t.state == SPARSE)
     if not sparse:
         return agreement, ()
@@ -98,7 +97,7 @@ def parted(agreement: Agreement, world: int) -> tuple[Agreement, tuple[TensorEnt
 
 
 def parts_of(agreement: Agreement, sparse: tuple[TensorEntry, ...], rank: int) -> list[PackedPart]:
-    """A rank's pieces of the tensors that are packed, in order."""
+    """A rank's pieces of sparse gradients, in order."""
     whole = Agreement(agreement.mesh, agreement.shardings, sparse, {})
     pieces = new_plan(whole, "").placement.pieces(rank)
     parts = []
@@ -112,7 +111,7 @@ def parts_of(agreement: Agreement, sparse: tuple[TensorEntry, ...], rank: int) -
 
 
 def lanes(parts: list[PackedPart]) -> Iterator[list[PackedPart]]:
-    """Neighbours of one dtype: their elements are one row."""
+    """Consecutive parts of one dtype, whose elements form one row."""
     for _, lane in groupby(parts, lambda part: part.dtype):
         yield list(lane)
 
@@ -127,11 +126,11 @@ class Pack:
     at: Mapping[PackedPart, tuple[slice, ...] | None]
     """Slices of a part in this rank's gradient; None if it is all of it."""
     most: Mapping[PackedPart, int]
-    """Number of a part's elements that may be other than zero: there is room for no more."""
+    """Number of a part's elements, at most, that may be nonzero: there is room for no more."""
 
     @property
     def most_bytes(self) -> int:
-        """Bytes that they take at most, if they are as sparse as was declared."""
+        """Bytes that they take at most, if they are as sparse as declared."""
         return sum(
             most_bytes(
                 sum(self.most[part] for part in lane),
@@ -142,12 +141,12 @@ class Pack:
         )
 
     def into(self, memory: memoryview, each: Callable[..., Iterable[Any]] = map) -> int:
-        """Pack what is not zero; return its bytes.  NotAsDeclared.  `each`: a `map`, or one over
-        threads."""
-        looked = list(each(self._look, self.parts))
-        pairs = list(zip(self.parts, looked))
+        """Pack the nonzero elements into `memory`; return the number of bytes.  NotAsDeclared if there are
+        too many.  `each`: `map`, or one over threads."""
+        found = list(each(self._nonzero, self.parts))
+        pairs = list(zip(self.parts, found))
         if dense := tuple(p.name for p, (at, _) in pairs if len(at) > self.most[p]):
-            raise NotAsDeclared(dense, "more elements other than zero than was declared")
+            raise NotAsDeclared(dense, "more nonzero elements than declared")
         nonzero_of = dict(pairs)
         end = 0
         for lane in lanes(self.parts):
@@ -159,7 +158,7 @@ class Pack:
             end += len(data)
         return end
 
-    def _look(self, part: PackedPart) -> tuple[Ints, NDArray[Any]]:
+    def _nonzero(self, part: PackedPart) -> tuple[Ints, NDArray[Any]]:
         grad = self._grad(part)
         return (_NOWHERE, _NONE) if grad is None else nonzero(grad)
 
@@ -172,16 +171,16 @@ class Pack:
 
 
 MOST_AT_ONCE = 1 << 30
-"""Elements on a device in which what is not zero is looked for at once; torch refuses 2^31 on CUDA."""
+"""Number of elements that are searched at once on a device; torch refuses 2^31 on CUDA."""
 
 _NONE = np.zeros(0, np.uint8)
 _NOWHERE = np.zeros(0, np.int64)
 
 
 def nonzero(tensor: torch.Tensor) -> tuple[Ints, NDArray[Any]]:
-    """Row-by-row positions where a tensor's bits are not zero, and these elements as integers.
+    """Positions, row by row, of the elements whose bits are not zero, and these elements as integers.
 
-    Bits are compared, so that a negative zero is told from zero.
+    As bits are compared, a negative zero is not zero.
     """
     with torch.no_grad():
         if tensor.device.type != "cpu":
@@ -194,13 +193,13 @@ def nonzero(tensor: torch.Tensor) -> tuple[Ints, NDArray[Any]]:
             )
             return on_device.cpu().numpy(), bits[on_device].cpu().numpy()
         raw = raw_array(tensor).reshape(-1)
-    where = _where(raw)
-    return where, raw[where]
+    positions = _nonzero_positions(raw)
+    return positions, raw[positions]
 
 
-def _where(raw: NDArray[Any]) -> Ints:
-    """Positions of the elements that are not zero.  Groups of eight that have one are found first: numpy's
-    own search over truth values takes twice as long."""
+def _nonzero_positions(raw: NDArray[Any]) -> Ints:
+    """Positions of the nonzero elements.  First finds groups of eight with one: numpy's own search over
+    truth values takes twice as long."""
     differs = np.zeros(BLOCK, bool)
     groups = differs.view(np.uint64)
     positions = [np.zeros(0, np.int64)]
@@ -219,7 +218,7 @@ _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Entries:
-    """Some elements of a tensor."""
+    """The nonzero elements of one packed part."""
 
     part: PackedPart
     at: Ints
@@ -227,7 +226,7 @@ class Entries:
     values: torch.Tensor
 
     def into(self, local: torch.Tensor, box: Box) -> None:
-        """Write the elements that lie in `box`, of which a rank holds `local`."""
+        """Write those elements that lie in `box` into `local`, this rank's memory of it."""
         shape = self.part.box.shape or (1,)
         start, offset = self.part.box.start or (0,), box.start or (0,)
         where = [c + (a - b) for c, a, b in zip(np.unravel_index(self.at, shape), start, offset)]
@@ -242,7 +241,7 @@ class Entries:
 
 
 def entries(parts: list[PackedPart], data: NDArray[np.uint8]) -> Iterator[Entries]:
-    """The entries of each of an optimizer's parts that a rank has packed.  FormatError."""
+    """The entries of each of these parts, which one rank has packed as `data`.  FormatError."""
     for lane in lanes(parts):
         size = dtype_of(lane[0].dtype).bytes
         at, raw, data = unpack_sparse(data, np.dtype(f"i{size}"))

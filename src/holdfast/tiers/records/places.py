@@ -13,7 +13,6 @@ import torch
 from holdfast.core.format.image import Image, plan_image
 from holdfast.core.format.manifest import TensorEntry
 from holdfast.core.layout import Box, Pieces
-from holdfast.live.saving.planning import SavePlan as Placing
 from holdfast.live.saving.planning import new_plan
 from holdfast.live.state.agreed import Agreement
 from holdfast.live.state.arrays import raw_array
@@ -25,7 +24,7 @@ from holdfast.tiers.records.packing import (
     NotAsDeclared,
     Pack,
     PackedPart,
-    most_in,
+    most_nonzero_in,
     packed_name,
     parts_of,
 )
@@ -33,19 +32,21 @@ from holdfast.tiers.records.packing import (
 MANY = 1 << 15
 """Number of elements from which on torch copies with several threads."""
 MOST_ROUNDED = 1 << 24
-"""Number of elements that are rounded at once on a device."""
+"""Number of elements, at most, that are rounded at once on a device."""
 
 
 @dataclass
 class RecordPiece:
-    """A part of a tensor, and where in a record it goes."""
+    """A part of a tensor, and its place in a record."""
 
     name: str
     """Its name in records."""
     tensor: torch.Tensor
     """The parameter, or the value itself."""
     at: tuple[slice, ...] | None
+    """Slices of the part in this rank's tensor; None if it is all of it."""
     offset: int
+    """Byte of the slot at which it begins."""
     bytes: int
     dtype: torch.dtype
     """Its dtype in records."""
@@ -64,28 +65,28 @@ class RecordLayout:
     """Pieces of gradients, by optimizer's key."""
     values: list[RecordPiece]
     tensors: tuple[TensorEntry, ...]
-    """Tensors of the image; those that are packed have as many bytes as they may take."""
+    """Tensors of the image; packed ones with the most bytes that they may take."""
     packs: dict[str, tuple[Pack, int]] = field(default_factory=dict)
     """Sparse gradients, and the byte of a slot at which they begin, by optimizer's key."""
     _places: dict[tuple[int, str], list[Place]] = field(default_factory=dict)
 
     @property
     def rounded(self) -> set[str]:
-        """The gradients that are recorded in another dtype than their own."""
+        """Names of the gradients that are recorded in another dtype than their own."""
         return {p.name for pieces in self.grads.values() for p in pieces if p.is_rounded}
 
     @property
     def tensors_here(self) -> list[torch.Tensor]:
-        """The parameters and values of which there are pieces in this rank's records."""
+        """The local tensors of parameters and values that have pieces in this rank's records."""
         pieces = [p for some in self.grads.values() for p in some] + self.values
         return [local_of(piece.tensor) for piece in pieces]
 
     def forget_places(self) -> None:
-        """Forget known places: slots are of other memory now."""
+        """Forget all places: slots are in other memory now."""
         self._places.clear()
 
     def places(self, slot: int, memory: memoryview, key: str) -> list[Place]:
-        """Places of an optimizer's gradients in a slot, made once."""
+        """The places of an optimizer's gradients in a slot; made at the first call."""
         if (slot, key) not in self._places:
             self._places[slot, key] = places(memory, self.grads[key])
         return self._places[slot, key]
@@ -99,15 +100,15 @@ class RecordLayout:
         optimizers: list[NamedOptimizer],
         room: int,
     ) -> RecordLayout:
-        """`sparse`: the tensors that are packed.  `room`: bytes for extras."""
+        """Lay out a rank's records.  `sparse`: the gradients that are packed.  `room`: bytes for extras."""
         owner = {
             grad_name(one.key, name): (one.key, p) for one in optimizers for name, p in one.params
         }
         packs = packs_of(agreement, sparse, rank, live, {n: p for n, (_, p) in owner.items()})
         most = {pack.name: pack.most_bytes for pack in packs.values()}
         tensors = sized(agreement.tensors, most)
-        placing: Placing = new_plan(msgspec.structs.replace(agreement, tensors=tensors), "")
-        pieces = placing.placement.pieces(rank)
+        plan = new_plan(msgspec.structs.replace(agreement, tensors=tensors), "")
+        pieces = plan.placement.pieces(rank)
         image = plan_image(tensors, pieces, extras_bytes=room)
         layout = RecordLayout(image, {one.key: [] for one in optimizers}, [], tensors)
         columns = (pieces.tensor, pieces.start, pieces.stop, pieces.offset, pieces.bytes)
@@ -127,13 +128,14 @@ class RecordLayout:
         return layout
 
     def seal(self, memory: memoryview, sizes: dict[str, int], extras: bytes) -> Image:
-        """The image of a record whose packed tensors have these sizes, complete but for its digests."""
-        image = self._closed_up(memory, sizes) if self.packs else self.image
+        """Complete the image of a record in `memory`, but for its digests; return its layout.  `sizes`:
+        bytes of packed tensors, by name."""
+        image = self._close_gaps(memory, sizes) if self.packs else self.image
         memory[: image.data_start] = image.header
         memory[image.extras_start : image.table_start] = extras.ljust(image.extras_bytes)
         return image
 
-    def _closed_up(self, memory: memoryview, sizes: dict[str, int]) -> Image:
+    def _close_gaps(self, memory: memoryview, sizes: dict[str, int]) -> Image:
         """Close the gaps that packed tensors leave in `memory`; return the image of the result."""
         sizes = {pack.name: sizes.get(pack.name, 0) for pack, _ in self.packs.values()}
         before, tensors = self.image.pieces, sized(self.tensors, sizes)
@@ -159,12 +161,12 @@ class RecordLayout:
 
 
 def within(placed: Placed, box: Box) -> tuple[slice, ...] | None:
-    """Slices of a box in a rank's part of a tensor; None if it is all of it."""
+    """Slices of a box in a rank's part of a tensor; None if the box is the whole part."""
     return box.within(placed.box.start) if box.start and box != placed.box else None
 
 
 def sized(tensors: tuple[TensorEntry, ...], sizes: dict[str, int]) -> tuple[TensorEntry, ...]:
-    """The tensors, with lengths from `sizes` where these differ from record to record."""
+    """The tensors, those named in `sizes` with these lengths."""
     return tuple(
         msgspec.structs.replace(t, shape=(sizes[t.name],)) if t.name in sizes else t
         for t in tensors
@@ -178,7 +180,7 @@ def packs_of(
     live: Collected,
     params: dict[str, torch.Tensor],
 ) -> dict[str, Pack]:
-    """The parts of the tensors `sparse` that this rank packs, by optimizer's key."""
+    """This rank's parts of the `sparse` gradients, to be packed, by optimizer's key."""
     parts_by_key: dict[str, list[PackedPart]] = {}
     for part in parts_of(agreement, sparse, rank) if sparse else ():
         parts_by_key.setdefault(part.key, []).append(part)
@@ -188,7 +190,7 @@ def packs_of(
             parts,
             {part.name: params[part.name] for part in parts},
             {part: within(live.tensors[part.name].placed, part.box) for part in parts},
-            {part: most_in(part, params[part.name]) for part in parts},
+            {part: most_nonzero_in(part, params[part.name]) for part in parts},
         )
         for key, parts in parts_by_key.items()
     }
@@ -201,10 +203,10 @@ class Place:
     piece: RecordPiece
     into: torch.Tensor
     raw: np.ndarray[Any, Any] | None
-    """For large pieces on the CPU: torch would copy them with threads that the training needs."""
+    """For large pieces on the CPU alone: torch would copy them with threads that the training needs."""
 
     def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the piece in a tensor; shares memory."""
+        """The piece in this rank's tensor; shares memory."""
         local = memory_of(tensor)
         return local if self.piece.at is None else local[self.piece.at]
 
@@ -223,19 +225,21 @@ def places(memory: memoryview, pieces: Iterable[RecordPiece]) -> list[Place]:
 
 
 def copy(placed: list[tuple[Place, torch.Tensor]]) -> None:
-    """Copy pieces of tensors to their places.  Device copies are given to the current stream.
-    NotAsDeclared."""
+    """Copy pieces of tensors to their places; on devices, queue the copies on the current stream.
+
+    NotAsDeclared if a rounded gradient has lost bits.
+    """
     many: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     rounded: dict[str, torch.Tensor] = {}
     """True on its device for each rounded gradient that has lost bits."""
-    less = ""
+    smaller = ""
     with torch.no_grad():
         for place, source in placed:
             if place.raw is not None:
                 np.copyto(place.raw, raw_array(source))
             elif place.piece.is_rounded:
                 rounded[place.piece.name] = round_into(place.into, source)
-                less = str(place.piece.dtype).removeprefix("torch.")
+                smaller = str(place.piece.dtype).removeprefix("torch.")
             else:
                 many[0].append(place.into)
                 many[1].append(source)
@@ -243,14 +247,14 @@ def copy(placed: list[tuple[Place, torch.Tensor]]) -> None:
             torch._foreach_copy_(many[0], many[1], non_blocking=True)
     if rounded and (loses := torch.stack(list(rounded.values()))).any():
         names = tuple(name for name, has_lost in zip(rounded, loses.tolist()) if has_lost)
-        raise NotAsDeclared(names, f"values that {less} has not")
+        raise NotAsDeclared(names, f"values that {smaller} cannot hold")
 
 
 def round_into(into: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Copy float32 into bfloat16 or float16; return a truth value on its device: true if bits were lost.
 
-    In parts: on the CPU they stay in the cache and with this thread (if the source is contiguous), on a
-    device they bound what memory it takes.
+    Works in parts: on the CPU they stay in the cache and on this thread (if the source is contiguous), on a
+    device they bound the memory needed.
     """
     size = MANY - 1 if source.device.type == "cpu" else MOST_ROUNDED
     parts = zip(into.view(-1).split(size), source.reshape(-1).split(size))
@@ -259,18 +263,18 @@ def round_into(into: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 def _round_part(into: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     bits = source.view(torch.int32)
-    if into.dtype == torch.bfloat16:  # the upper half; of no number, too, which conversions change
+    if into.dtype == torch.bfloat16:  # the upper half: a conversion would change the bits of a NaN
         into.view(torch.int16).copy_((bits >> 16).to(torch.int16), non_blocking=True)
         return (bits & 0xFFFF).any()
-    less = source.to(into.dtype)
-    into.copy_(less, non_blocking=True)
-    return (less.float().view(torch.int32) != bits).any()
+    smaller = source.to(into.dtype)
+    into.copy_(smaller, non_blocking=True)
+    return (smaller.float().view(torch.int32) != bits).any()
 
 
 def spread(
     placed: list[tuple[Place, torch.Tensor]], count: int
 ) -> list[list[tuple[Place, torch.Tensor]]]:
-    """Split into at most `count` parts of about as many bytes, none of them empty."""
+    """Split into at most `count` parts of about equal bytes, none of them empty."""
     total, done = sum(place.piece.bytes for place, _ in placed), 0
     parts: list[list[tuple[Place, torch.Tensor]]] = [[] for _ in range(count)]
     for one in placed:

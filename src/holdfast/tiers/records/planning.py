@@ -1,9 +1,9 @@
 """The plan of all records until the next plan: what they hold, and where it lies in a rank's memory.
 
-All ranks plan together, once: each describes the gradients and the values that change beside them, and they
-agree on a `SegmentPlan`, as for a full save.  After that every record is made by each rank alone.  Another
-plan is needed when buffers change that did not before, an optimizer has other parameters, extras outgrow
-their room, or gradients prove to be other than was declared.
+All ranks plan together, once: each describes its gradients and the other values that change, and they agree
+on a `SegmentPlan`, as for a full save.  After that each rank makes its records alone.  Another plan is
+needed when buffers change that did not before, an optimizer has other parameters, extras outgrow their
+room, or gradients are not as declared.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from holdfast.core.format.manifest import TensorEntry
 from holdfast.core.group import Group
 from holdfast.core.layout import Mesh
 from holdfast.core.store import Store
-from holdfast.live.compression.marks import HALVES, rounded_to
+from holdfast.live.gradient_compression.marks import HALVES, rounded_to
 from holdfast.live.state.agreed import Agreement, Description, describe_tensors, merge_descriptions
 from holdfast.live.state.named import Collected
 from holdfast.tiers.records.optimizers import GRAD, Groups, NamedOptimizer, grad_name, kind_of
-from holdfast.tiers.records.packing import SPARSE, parted, pays
+from holdfast.tiers.records.packing import SPARSE, pays_to_pack, split_off_sparse
 from holdfast.tiers.records.places import RecordLayout
 from holdfast.tiers.records.segment import (
     SegmentHeader,
@@ -42,28 +42,28 @@ from holdfast.tiers.records.space import Space, needed_bytes
 SPARE_ROOM = 4 << 10
 """Bytes left free for extras that grow."""
 ROUNDED = {str(dtype).removeprefix("torch."): dtype for dtype in HALVES}
-"""Dtypes of gradients that are recorded in another dtype than their own, by their state."""
+"""Dtypes in which rounded gradients are recorded, by the state of such a gradient."""
 
 
-def held(
+def record_tensors(
     optimizers: list[NamedOptimizer], values: dict[str, torch.Tensor], dense: Collection[str] = ()
 ) -> Collected:
-    """The tensors of a record; gradients lie as their parameters do.  `dense`: those that are recorded
-    whole, whatever was declared of them."""
+    """The tensors of a record; gradients are placed as their parameters.  `dense`: gradients that are
+    recorded whole, whatever was declared of them."""
     live = Collected()
     for one in optimizers:
         for name, p in one.params:
             full = grad_name(one.key, name)
-            state = GRAD if full in dense else declared(p)
+            state = GRAD if full in dense else declared_state(p)
             live.add(full, state, p, steady=True)
     for name, tensor in values.items():
         live.add(name, "buffer", tensor, steady=False)
     return live
 
 
-def declared(p: torch.Tensor) -> str:
-    """The state that a parameter's gradient counts as, by what was declared of it."""
-    if pays(p):
+def declared_state(p: torch.Tensor) -> str:
+    """The state of a parameter's gradient by what was declared of it: sparse, rounded or neither."""
+    if pays_to_pack(p):
         return SPARSE
     dtype = rounded_to(p)
     return GRAD if dtype is None else str(dtype).removeprefix("torch.")
@@ -84,8 +84,8 @@ def agree(group: Group, live: Collected, mesh: Mesh | None, number: int) -> Agre
 
 
 def _one_state(agreement: Agreement, descriptions: list[bytes]) -> Agreement:
-    """A gradient that one rank has to record whole is recorded whole by all; one that is rounded counts as
-    of that dtype."""
+    """Give each gradient one state: all ranks record it whole if one of them must, and a rounded one gets
+    the dtype in which it is recorded."""
     docs = [decode_msgpack(d, Description) for d in descriptions]
     dense = {t.name for doc in docs for t in doc.tensors if t.state == GRAD}
     tensors = []
@@ -127,22 +127,23 @@ class RecordPlanner:
         self.space = space
         self.run = run
         self._mesh = mesh
-        self._plans = 0
+        self._num_plans = 0
         """Number of plans so far."""
         self._extras_room = 0
-        """Bytes of room for extras, at least; they have grown before."""
+        """Least room for extras in bytes, as they have grown before."""
         self._whole: set[str] = set()
         """Gradients that are recorded whole, whatever was declared of them."""
 
     def make_room(self, extras_bytes: int) -> None:
-        """Leave room for extras of twice that size, from the next plan on."""
+        """Leave room for twice these bytes of extras, from the next plan on."""
         self._extras_room = max(self._extras_room, 2 * extras_bytes)
 
     def record_whole(self, names: Iterable[str], layout: RecordLayout) -> None:
-        """Have these gradients recorded whole from the next plan on: they were not as declared."""
+        """Have these gradients recorded whole from the next plan on, as they were not as declared; with a
+        rounded one all rounded ones."""
         wrong = set(names)
         self._whole |= wrong
-        if layout.rounded & wrong:  # what computes with one of them does with the others
+        if layout.rounded & wrong:  # what has changed one of them changes the others, too
             self._whole |= layout.rounded
 
     def plan(
@@ -153,10 +154,10 @@ class RecordPlanner:
         extras_bytes: int,
     ) -> RecordPlan:
         """Plan records of these gradients and values, with room for such extras.  Collective; blocks."""
-        live = held(optimizers, values, self._whole)
-        self._plans += 1
-        together = agree(self.group, live, self._mesh, self._plans)
-        agreement, sparse = parted(together, self.group.size)
+        live = record_tensors(optimizers, values, self._whole)
+        self._num_plans += 1
+        together = agree(self.group, live, self._mesh, self._num_plans)
+        agreement, sparse = split_off_sparse(together, self.group.size)
         plan = plan_of(agreement, sparse)
         if self.group.rank == 0:
             put_plan(self.store, self.run, plan)
@@ -175,9 +176,9 @@ class RecordPlanner:
         return RecordPlan(layout, header)
 
     def _check_space(self, record_bytes: int) -> None:
-        """Check for room before anything is recorded.  Collective if there is a bound."""
+        """Check the bound and the free space before any record is made.  Collective if there is a bound."""
         self.space.record_bytes = record_bytes
-        is_first = self._plans == 1
+        is_first = self._num_plans == 1
         if self.space.max_bytes:
             if is_first:
                 there = self.group.from_rank0(lambda: str(needed_bytes(self.store)).encode())
@@ -188,6 +189,6 @@ class RecordPlanner:
             except UsageError as error:
                 if is_first:
                     raise
-                raise AgentError(error.message, hint=error.hint) from None  # training goes on
+                raise AgentError(error.message, hint=error.hint) from None  # does not end training
         if self.group.rank == 0:
             self.space.look_for_room(self.store)

@@ -4,8 +4,8 @@
       ▲                                            │
       └── slots that are free again ◄── RecordsWrote ──┘
 
-A record stays in its slot, and in `_sent`, until the writer says that it is in storage.  So a writer that
-dies loses nothing: another one is started, and is sent all that its predecessor had.
+A record stays in its slot, and in `_unwritten`, until the writer says that it is in storage.  So a writer
+that dies loses nothing: another one is started, and is sent all records that its predecessor had.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from holdfast.tiers.records.segment import Record, SegmentHeader
 from holdfast.tiers.records.writer_registry import announce, writing_key
 
 MAX_RESTARTS = 3
-"""Number of writers in a row that may be replaced, each dead before it had written anything."""
+"""Number of writers in a row that may die before they have written anything, and are replaced."""
 
 
 _Data = tuple[memoryview, "int | None"]
-"""Bytes for a writer, and a descriptor that goes with them."""
+"""Bytes for a writer, and a descriptor to send with them."""
 
 
 class WriterProcess:
     """A writer that was started, and this end of the socket to it."""
 
     def __init__(self, order: w.Open, ring: Ring) -> None:
-        """Start it; it is told its `order`, with the memory of the `ring`, by `begin`."""
+        """Start the process; `begin` sends it its `order` and the descriptor of the `ring`."""
         self.order = order
         self.ring = ring
         self.line, theirs = socket.socketpair()
@@ -56,28 +56,29 @@ class WriterProcess:
         self._has_order = False
         self._sending = threading.Condition()
         self._unsent: deque[_Data] | None = None
-        """Bytes that a thread of their own sends, for the writer did not take them at once."""
+        """Bytes that a thread sends, as the writer did not take them at once."""
 
     def begin(self) -> None:
-        """Send its order.  Whoever listens to it finds that it is gone, if it is."""
+        """Send the writer its order.  If it is gone, the thread that listens to it finds out."""
         self._has_order = True
-        self._send(
-            w.framed(self.order), os.dup(self.ring.fd)
-        )  # the ring may be closed before it is sent
+        # a copy of the descriptor, as the ring may be closed before it is sent
+        self._send(w.framed(self.order), os.dup(self.ring.fd))
 
     def tell(self, message: object) -> None:
-        """Send a message, if it has its order; else whoever sends the order sends this, too."""
+        """Send a message if the writer has its order; else `Queue._begin` sends it after the order."""
         if self._has_order:
             self._send(w.framed(message))
 
     def _send(self, data: bytes, fd: int | None = None) -> None:
-        """Send bytes, at once as far as the writer takes them: it does not read while it waits for storage,
-        and who holds a lock is not to wait for it."""
+        """Send the bytes that the writer takes at once, and leave the rest to a thread.
+
+        The writer does not read while it waits for storage, and a caller that holds a lock must not wait.
+        """
         with self._sending, suppress(OSError):
             if self._unsent is not None:
                 self._unsent.append((memoryview(data), fd))
                 return
-            rest, fd = self._sent(memoryview(data), fd, socket.MSG_DONTWAIT)
+            rest, fd = self._send_some(memoryview(data), fd, socket.MSG_DONTWAIT)
             if rest:
                 self._unsent = deque([(rest, fd)])
                 threading.Thread(
@@ -85,7 +86,7 @@ class WriterProcess:
                 ).start()
 
     def _send_rest(self, unsent: deque[_Data]) -> None:
-        """Send what is unsent, in its order, until there is nothing left or the writer is gone."""
+        """Send all unsent bytes in their order, until none are left or the writer is gone."""
         while True:
             with self._sending:
                 if not unsent:
@@ -94,19 +95,19 @@ class WriterProcess:
                     return
                 data = unsent.popleft()
             try:
-                self._sent(*data, 0)
+                self._send_some(*data, 0)
             except OSError:
                 with self._sending:
                     _close(fd for _, fd in unsent)
                     unsent.clear()
 
     def wait_sent(self) -> None:
-        """Wait until it has taken all that it was told, or is gone.  Blocks without a limit."""
+        """Wait until the writer has taken all messages, or is gone.  Blocks without a limit."""
         with self._sending:
             self._sending.wait_for(lambda: self._unsent is None)
 
-    def _sent(self, data: memoryview, fd: int | None, flags: int) -> _Data:
-        """Send bytes, the first with a descriptor, if any, which is closed; return what would block."""
+    def _send_some(self, data: memoryview, fd: int | None, flags: int) -> _Data:
+        """Send bytes, with a descriptor if there is one, which is closed then; return what would block."""
         try:
             while data:
                 fds = array("i", [] if fd is None else [fd])
@@ -128,7 +129,7 @@ class WriterProcess:
         self.line.close()
 
     def status(self, limit_s: float | None = None) -> int:
-        """Wait until it has ended; return its status.  TimeoutExpired."""
+        """Wait until the writer has ended; return its status.  TimeoutExpired."""
         return self._process.wait(limit_s)
 
 
@@ -139,12 +140,12 @@ def _close(fds: Iterable[int | None]) -> None:
 
 
 _queues: weakref.WeakValueDictionary[int, Queue] = weakref.WeakValueDictionary()
-"""Those of this process, by number of their writer.  One that listens to a writer lives."""
+"""The queues of this process, by pid of their writer; a queue lives as long as it listens to one."""
 
 
 def hang_up_former(pids: Iterable[int]) -> None:
-    """Have writers of this process end that it has left at work: a rank that is told of a lost one leaves
-    wherever it is, also in the middle of `Queue.close`."""
+    """Have those of these writers end that this process started and left at work: a rank that hears of a
+    lost rank leaves its code at any point, even in `Queue.close`."""
     for pid in pids:
         if (queue := _queues.get(pid)) is not None:
             queue.hang_up()
@@ -156,23 +157,23 @@ class Queue:
     def __init__(self, store: Store, deadline_s: float) -> None:
         self.deadline_s = deadline_s
         self.error: HoldfastError | None = None
-        """Why nothing is written any more."""
+        """Why no record is written any more."""
         self._store = store
         self._changed = threading.Condition()
         self._writer: WriterProcess | None = None
         self._free: list[int] = []
-        self._sent: dict[int, w.Put] = {}
+        self._unwritten: dict[int, w.Put] = {}
         """Records that are not known to be in storage, by slot."""
         self._announced = 0
-        """Process number of the writer that restarts know of; 0 if there is none."""
+        """Pid of the writer that a restart finds announced; 0 if there is none."""
         self._flushing = False
         self._restarts = 0
         self._closing = False
 
     def open(self, header: SegmentHeader, ring: Ring, batch: int) -> None:
-        """Write records of this kind, which lie in `ring`, after what is on its way.
+        """Have records with this header written from `ring`, after those that are on their way.
 
-        Blocks; StoreError, and as `flush`.
+        The queue closes the ring.  Blocks; StoreError, and the errors of `flush`.
         """
         self.flush(self.deadline_s)
         with self._changed:
@@ -192,7 +193,7 @@ class Queue:
             self._begin(writer)
 
     def take(self, *, wait: bool) -> int | None:
-        """A free slot.  None if there is none and `wait` is off, or nothing is written any more."""
+        """Take a free slot.  None if there is none and `wait` is off, or after an error.  Deadline."""
         with self._changed:
             if not self._free and wait and self.error is None:
                 with span("delta.wait"):
@@ -206,20 +207,20 @@ class Queue:
 
     @property
     def is_empty(self) -> bool:
-        """True if nothing is on its way to storage."""
+        """True if no record is on its way to storage."""
         with self._changed:
-            return not self._sent
+            return not self._unwritten
 
     def give_back(self, slot: int) -> None:
-        """Take back a slot that holds nothing."""
+        """Take back a slot that holds no record."""
         with self._changed:
             self._free.append(slot)
 
     def put(self, slot: int, record: Record, leave_bytes: int = 0) -> None:
-        """Hand a filled slot to the writer.  Blocks until it has taken it: it outlives this process.
-        `leave_bytes`: room that records leave on a local disk."""
+        """Hand the record in a slot to the writer.  Blocks until the writer, which outlives this process,
+        has taken it.  `leave_bytes`: room that records leave on a local disk."""
         with self._changed:
-            self._sent[slot] = put = w.Put(slot, record, leave_bytes)
+            self._unwritten[slot] = put = w.Put(slot, record, leave_bytes)
             self._tell(put)
             writer = self._writer
         if writer is not None:
@@ -232,7 +233,7 @@ class Queue:
                 return
             self._flushing = True
             self._tell(w.Flush())
-            done = self._changed.wait_for(lambda: not self._sent or self.error, limit_s)
+            done = self._changed.wait_for(lambda: not self._unwritten or self.error, limit_s)
             self._flushing = False
             if self.error is not None:
                 raise self.error
@@ -240,7 +241,7 @@ class Queue:
                 raise Deadline(f"records were still on their way to storage after {limit_s:g} s")
 
     def close(self, limit_s: float) -> None:
-        """Write what there is, and end the writer."""
+        """Have all records written, and end the writer.  Raises as `flush`."""
         until = time.monotonic() + limit_s
         try:
             if self.error is None:
@@ -253,7 +254,7 @@ class Queue:
                 writer.ring.close()
 
     def hang_up(self) -> WriterProcess | None:
-        """Have the writer write what it has, and end; return it.  No other one is started any more."""
+        """Have the writer write its records and end; return it.  No other one is started any more."""
         with self._changed:
             self._closing = True
             if self._writer is not None:
@@ -263,7 +264,7 @@ class Queue:
     # -- the writer -------------------------------------------------------------------------------
 
     def _start(self, order: w.Open, ring: Ring) -> WriterProcess:
-        """Start a writer, which is told nothing yet, and listen to it."""
+        """Start a writer, without its order yet, and listen to it."""
         self._writer = writer = WriterProcess(order, ring)
         _queues[writer.pid] = self
         threading.Thread(
@@ -272,7 +273,8 @@ class Queue:
         return writer
 
     def _announce(self, writer: WriterProcess) -> None:
-        """Have restarts wait for this writer, no more for the one before.  Blocks; StoreError."""
+        """Announce this writer, for a restart to wait for, in place of the former one.  Blocks;
+        StoreError."""
         before, pid, header = self._announced, writer.pid, writer.order.header
         if before != pid:
             announce(self._store, header.run, header.rank, pid)
@@ -284,9 +286,9 @@ class Queue:
     def _begin(self, writer: WriterProcess) -> None:
         """Send the writer its order, and all records that are not known to be written."""
         writer.begin()
-        for put in sorted(self._sent.values(), key=lambda put: put.record.step):
+        for put in sorted(self._unwritten.values(), key=lambda put: put.record.step):
             writer.tell(put)
-        if self._flushing:  # the one before may have died with that order
+        if self._flushing:  # the former writer may have died with this message
             writer.tell(w.Flush())
 
     def _tell(self, message: object) -> None:
@@ -294,7 +296,7 @@ class Queue:
             self._writer.tell(message)
 
     def _listen(self, writer: WriterProcess) -> None:
-        """Take what the writer says, on a thread of its own, until it is gone."""
+        """Take the writer's messages until it is gone, and replace it then.  On a thread of its own."""
         while True:
             try:
                 message, _ = w.receive(writer.line, w.FROM_WRITER)
@@ -310,11 +312,11 @@ class Queue:
 
     def _wrote(self, message: w.RecordsWrote) -> None:
         if message.error is not None:
-            self.error = message.error.error(step=self._sent[message.slots[0]].record.step)
+            self.error = message.error.error(step=self._unwritten[message.slots[0]].record.step)
             return
         self._restarts = 0
         for slot in message.slots:
-            self._sent.pop(slot, None)
+            self._unwritten.pop(slot, None)
             self._free.append(slot)
         emit(
             "delta.wrote", step=message.last, bytes=message.bytes, records=len(message.slots),
@@ -322,7 +324,7 @@ class Queue:
         )  # fmt: skip
 
     def _replace(self, dead: WriterProcess) -> None:
-        """The writer is gone: another one goes on.  Storage is waited for without holding anybody up."""
+        """Have another writer go on for a dead one.  Waits for storage without the lock."""
         try:
             with self._changed:
                 if self._closing:
@@ -340,8 +342,8 @@ class Queue:
                     self._begin(writer)
         except Exception as error:
             with self._changed:
-                no_other = AgentError(
-                    f"the process that writes the log has died, and no other: {error}"
+                failure = AgentError(
+                    f"the process that writes the log has died, and no other could be started: {error}"
                 )
-                self.error = error if isinstance(error, HoldfastError) else no_other
+                self.error = error if isinstance(error, HoldfastError) else failure
                 self._changed.notify_all()

@@ -3,7 +3,7 @@
 A step of a training is a function: weights, optimizer states and gradients in, weights and states out.
 Gradients come from data and are lost with the process; the rest follows from them.  So a record holds the
 gradients of one step as the optimizer read them (reduced, clipped), the hyperparameters that it used, and
-the little that changed beside it, such as buffers.  A replay has the optimizer make the same steps again,
+the few other values that changed, such as buffers.  A replay has the optimizer make the same steps again,
 without data, forward or backward:
 
     full step 4          record 5           record 6           record 7
@@ -13,10 +13,10 @@ without data, forward or backward:
                the live                                                   bit for bit
                optimizer
 
-Each record is read and verified whole before any of it is applied, so a record that proves damaged ends
-the replay exactly at the step before.  The next record is read while one is applied.  Records are laid out
-by the shardings of their run, so they are resharded in reading, as a full step is; optimizers that look at
-whole tensors need the layout of the recording.
+Each record is read and verified whole before any of it is applied, so a damaged record ends the replay
+exactly at the step before.  The next record is read while one is applied.  Records have the shardings of
+their run and are resharded when they are read, as a full step is; optimizers that use whole tensors need
+the recorded layout.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from holdfast.live.kinds.restoring import Restoring
 from holdfast.live.kinds.values import only_tensors
 from holdfast.live.restore.compare import judge_together
 from holdfast.live.restore.decoding import decode_value
-from holdfast.live.restore.former import are_former
+from holdfast.live.restore.former_names import are_former
 from holdfast.live.restore.groups import put_groups
 from holdfast.live.restore.mismatches import Problems
 from holdfast.live.restore.targets import RestoreOptions, is_known, target_of
@@ -63,7 +63,7 @@ from holdfast.live.sources import Sources
 from holdfast.live.state.agreed import Agreement
 from holdfast.live.state.blockwise import Blockwise, steps_by_itself
 from holdfast.live.state.devices import devices_of, wait_for
-from holdfast.live.state.lending import is_torchs
+from holdfast.live.state.gradient_copies import is_torchs
 from holdfast.live.state.modules import named_parameters
 from holdfast.live.state.named import Prepared
 from holdfast.live.state.observer import hooked, hooks_after, unhooked, without_hooks_before
@@ -71,22 +71,22 @@ from holdfast.live.state.placed import local_of
 from holdfast.live.state.recognising import State, modules_in, stages
 from holdfast.live.state.wrapped import ELEMENTWISE, stepping
 from holdfast.tiers.records.copies import headers_behind, take_copies
-from holdfast.tiers.records.finding import recorded
+from holdfast.tiers.records.finding import checkpoint_of
 from holdfast.tiers.records.log import Log, LogSegment, RecordedStep, read_headers
 from holdfast.tiers.records.optimizers import GRAD, NamedOptimizer, grad_name, optimizers
 from holdfast.tiers.records.packing import PACKED, PackedPart, entries, packed_name, parts_of
-from holdfast.tiers.records.planning import ROUNDED, held
+from holdfast.tiers.records.planning import ROUNDED, record_tensors
 from holdfast.tiers.records.queue import hang_up_former
 from holdfast.tiers.records.watching import buffers, untrained
 from holdfast.tiers.records.writer_registry import WriterEntry, await_others, writers
 
 
 def survey(store: Store, group: Group, since: int, newest: int, run: int, keys: list[str]) -> Log:
-    """Return the log of what follows step `since`, and of all that runs after `newest` have recorded, when
-    the writers of runs before `run` are done.
+    """Return the log of all records after step `since`, and of all records of runs after run `newest`.
 
-    Rank 0 has listed for all (`keys`), and does so again if writers were at work then; each rank reads its
-    part of the headers, and all plans.  Collective.
+    First waits for writers of runs before `run`; Deadline if one is still at work then.  `keys`: rank 0's
+    listing of the log, which it repeats after such a wait.  Each rank reads its share of the headers, and
+    every plan.  Collective.
     """
 
     def look(keys: list[str]) -> bytes:
@@ -100,7 +100,7 @@ def survey(store: Store, group: Group, since: int, newest: int, run: int, keys: 
             if left := await_others(others):
                 raise Deadline(
                     f"a writer of an earlier run is still at work: {left[0]}",
-                    hint="storage may hang; when it has ended, restart",
+                    hint="its storage may hang; restart when this writer has ended",
                 )
         answer = group.from_rank0(lambda: look(store.list("log/")))
         keys, _ = decode_json(answer, kind)
@@ -119,26 +119,27 @@ def survey(store: Store, group: Group, since: int, newest: int, run: int, keys: 
     return log
 
 
-class Gradients:
-    """Memory for one record: gradients, cut as the parameters are, and what else the step changed."""
+class RecordContents:
+    """Memory into which one record is read: gradients, cut as the parameters are, and other values."""
 
     def __init__(self, named: list[NamedOptimizer]) -> None:
-        self.of: dict[str, torch.Tensor] = {}
+        self.gradients: dict[str, torch.Tensor] = {}
         self.values: dict[str, torch.Tensor] = {}
         for one in named:
             for name, p in one.params:
                 with torch.no_grad():
-                    self.of[grad_name(one.key, name)] = torch.empty_like(p, requires_grad=False)
+                    full = grad_name(one.key, name)
+                    self.gradients[full] = torch.empty_like(p, requires_grad=False)
         self.packed: dict[str, np.ndarray[Any, Any]] = {}
-        """Bytes of sparse gradients that ranks have packed, by name."""
+        """Bytes of packed sparse gradients, by name."""
 
     def wait(self) -> None:
-        """Wait until a step that was made with them is over: to a device it was only given."""
-        wait_for(devices_of(self.of.values()))
+        """Wait until devices have done the queued steps that use these gradients."""
+        wait_for(devices_of(self.gradients.values()))
 
 
 class Replay:
-    """A walk from a restored state along its records.  Collective; all ranks do the same."""
+    """Repeats recorded steps, from the state that they lead on from.  Collective."""
 
     def __init__(self, log: Log, group: Group, state: State, options: RestoreOptions) -> None:
         self.log = log
@@ -147,52 +148,56 @@ class Replay:
         self.options = options
         self.optimizers = optimizers(state)
         self.values = {**untrained(state), **buffers(state)}
-        self.live = held(self.optimizers, self.values)
+        self.live = record_tensors(self.optimizers, self.values)
         self._blockwise = {one.key: Blockwise(one.optimizer) for one in self.optimizers}
         self._resized: dict[tuple[int, str], bool] = {}
-        """True for plans of records that were made on another layout."""
+        """By run and name of a plan: True if its records were made on another layout."""
         self._packing: dict[tuple[int, str], dict[tuple[str, int], list[PackedPart]]] = {}
-        """The parts that were packed by a plan, by optimizer and rank."""
+        """By run and name of a plan: the packed parts, by optimizer and rank."""
 
     def run(self, steps: list[RecordedStep]) -> RecordedStep | None:
-        """Apply as many as prove sound; return the last, with its extras put back.  None if none does."""
+        """Apply these steps up to the first damaged record, and put back the last one's extras.
+
+        Returns the last step applied; None if there is none.
+        """
         plans = {(s.run, s.plan): s for s in steps}
         self._resized = {plan: self._is_resized(step) for plan, step in plans.items()}
         self._check(steps)
-        sets = [Gradients(self.optimizers), Gradients(self.optimizers)]
-        newest: dict[str, torch.Tensor] = {}
+        memory = [RecordContents(self.optimizers), RecordContents(self.optimizers)]
+        pending: dict[str, torch.Tensor] = {}
         last: RecordedStep | None = None
         with Worker("holdfast-replay") as ahead, span("replay") as fields:
-            reading = ahead.submit(self._read, steps[0], sets[0])
+            reading = ahead.submit(self._read, steps[0], memory[0])
             for number, step in enumerate(steps):
+                contents, other = memory[number % 2], memory[(number + 1) % 2]
                 try:
                     reading.result()
                 except PASSED_OVER as error:
-                    if not self._read_copy(step, sets[number % 2]):
+                    if not self._read_copy(step, contents):
                         emit("replay.ended", step=step.step, error=str(error))
                         break
-                values = dict(sets[number % 2].values)
-                sets[(number + 1) % 2].wait()
+                values = dict(contents.values)
+                other.wait()
                 if number + 1 < len(steps):
-                    reading = ahead.submit(self._read, steps[number + 1], sets[(number + 1) % 2])
-                if (late := _late(step)) is None:
-                    newest |= values
-                else:  # in this step something may read them
-                    self._put_values(newest | {n: v for n, v in values.items() if n not in late})
-                    newest = {n: v for n, v in values.items() if n in late}
-                with _told(step):
-                    self._apply(step, sets[number % 2])
+                    reading = ahead.submit(self._read, steps[number + 1], other)
+                if (late := _late_names(step)) is None:
+                    pending |= values
+                else:  # something in this step may read them
+                    self._put_values(pending | {n: v for n, v in values.items() if n not in late})
+                    pending = {n: v for n, v in values.items() if n in late}
+                with _naming_step(step):
+                    self._apply(step, contents)
                 last = step
             fields["steps"] = 0 if last is None else steps.index(last) + 1
         for one in self.optimizers:
             for _, p in one.params:
                 p.grad = None
         if last is not None:
-            self._put_values(newest)
-            with _told(last):
+            self._put_values(pending)
+            with _naming_step(last):
                 self._put_rest(last)
-        for gradients in sets:  # what a device still reads is not to be given to others
-            gradients.wait()
+        for contents in memory:  # devices may still read memory that is freed now
+            contents.wait()
         return last
 
     def _put_values(self, values: dict[str, torch.Tensor]) -> None:
@@ -201,8 +206,8 @@ class Replay:
                 self.values[name].copy_(value)
 
     def _check(self, steps: list[RecordedStep]) -> None:
-        """Before anything is applied: NotRecoverable for what only the recorded layout can do again,
-        StateMismatch for gradients and changed values that no rank has a place for."""
+        """Raise before anything is applied: NotRecoverable for steps that only the recorded layout can
+        repeat, StateMismatch for gradients and changed values that no rank has a place for."""
         for step in steps:
             self._check_scales(step)
         with raise_on_all(self.group, steps[0].step):
@@ -212,20 +217,19 @@ class Replay:
             hint = "build the same model and optimizers, or pass strict=False: it leaves these out"
             if are_former(self.state, lacking):
                 hint = (
-                    "an earlier version left wrappers in these names: `holdfast replay "
-                    f"{self.log.store.url} DST --to {steps[-1].step}` makes a full step of them, to be "
-                    "restored from DST"
+                    "an earlier version of holdfast kept wrappers in these names: run `holdfast replay "
+                    f"{self.log.store.url} DST --to {steps[-1].step}`, and restore from DST"
                 )
             raise StateMismatch(
-                f"records have gradients or values of {listed(lacking)}, which the live state has not",
+                f"records have gradients or values of {listed(lacking)}, which the live state lacks",
                 lacking,
                 hint=hint,
             )
         self._warn_of_hooks(steps)
 
     def _lacking(self, steps: list[RecordedStep]) -> tuple[str, ...]:
-        """Recorded gradients that no rank has a parameter for, and values of tensors that no rank has.
-        Collective."""
+        """Names of recorded gradients whose parameter no rank has, and of recorded values whose tensor no
+        rank has.  Collective."""
         plans = {(s.run, s.plan): s for s in steps}.values()
         gradients = {
             (key, name)
@@ -235,13 +239,13 @@ class Replay:
             for names in groups
             for name in names
         }
-        # of objects, and of lists and dicts with some, the extras say which tensors they take
-        theirs = {k for k, v in self.state.items() if stages(v) is None and not only_tensors(v)}
+        # the extras of objects, and of lists and dicts with objects, state which tensors they take
+        objects = {k for k, v in self.state.items() if stages(v) is None and not only_tensors(v)}
         values = {
             ("", t.name)
             for s in plans
             for t in self.log.plan(s).tensors
-            if t.state == "buffer" and t.name.partition(".")[0] not in theirs
+            if t.state == "buffer" and t.name.partition(".")[0] not in objects
         }
         recorded = sorted(gradients | values)
         own = {(one.key, name) for one in self.optimizers for name, _ in one.params}
@@ -266,37 +270,37 @@ class Replay:
         )
 
     def _check_dtypes(self, steps: list[RecordedStep]) -> None:
-        """StateMismatch for a model that was restored into another dtype: it makes other steps."""
+        """Raise StateMismatch if the model has another dtype than the recorded one: its steps differ."""
         for step in {(s.run, s.plan): s for s in steps}.values():
             for t in self.log.plan(step).tensors:
                 known = self.live.tensors.get(t.name)
                 here = known.placed.dtype if known is not None else t.dtype
                 if t.state == GRAD and t.dtype not in (here, *ROUNDED):
                     raise StateMismatch(
-                        f"records are of {t.dtype} gradients of {t.name.removesuffix('.' + GRAD)!r}, which "
-                        f"is {here} here",
+                        f"records have {t.dtype} gradients of {t.name.removesuffix('.' + GRAD)!r}, which "
+                        f"is {here} in the live state",
                         hint=f"restore(step={steps[0].parent[1]}, cast=True) takes the full step alone",
                     )
 
     def _check_scales(self, step: RecordedStep) -> None:
-        """On another layout, ranks of the same parameters must have made the same steps, and what each
-        rank's GradScaler said must be the same."""
+        """Raise NotRecoverable on another layout, unless all ranks with the same parameters made the same
+        steps with the same values of their GradScalers."""
         if not self._resized[step.run, step.plan]:
             return
         for key, ranks in step.applied().items():
             scales = {(one.found_inf, one.grad_scale) for one in ranks.values()}
             names = {n for rank in ranks for n in step.names(key, rank)}
-            skipped = any(names & step.names(key, rank) for rank in step.without(key))
+            skipped = any(names & step.names(key, rank) for rank in step.ranks_without(key))
             if len(scales) > 1 or skipped:
                 raise NotRecoverable(
-                    f"ranks scaled the gradients of {key!r} in other ways, or skipped a step alone, so "
-                    "the records cannot be replayed on another layout",
+                    f"ranks scaled the gradients of {key!r} differently, or some of them skipped the step, "
+                    "so the records cannot be replayed on another layout",
                     step=step.step,
                     hint="restart on that layout once and save durably; then change it",
                 )
 
     def _warn_of_hooks(self, steps: list[RecordedStep]) -> None:
-        """Warn of missing hooks after a step: they write to weights again what no record has."""
+        """Warn if hooks after an optimizer's step are missing: no record has what they write to weights."""
         for one in self.optimizers:
             applied = [a for s in steps for a in s.applied().get(one.key, {}).values()]
             recorded, here = max((a.hooks for a in applied), default=0), hooks_after(one.optimizer)
@@ -322,20 +326,20 @@ class Replay:
             )
         return resized
 
-    def _read(self, step: RecordedStep, into: Gradients) -> None:
-        """Read what is used of a record: gradients, the buffers that it changed, extras.  Collective."""
+    def _read(self, step: RecordedStep, into: RecordContents) -> None:
+        """Read what a replay uses of a record: gradients, changed values, extras.  Collective."""
         with raise_on_all(self.group, step.step):
             checkpoint = self.log.open(step, {}, {})
             wants, sparse = self._wanted(step, checkpoint, into)
             for file in checkpoint.manifest.files[self.group.rank :: self.group.size]:
                 checkpoint.file_extras(file)
         read_together(checkpoint.images, wants, self.group if self.group.size > 1 else None)
-        if self.log.plan(step).packed:  # on all ranks
+        if self.log.plan(step).packed:  # the same on all ranks
             with raise_on_all(self.group, step.step):
                 self._unpack(step, sparse, into.packed)
 
-    def _read_copy(self, step: RecordedStep, into: Gradients) -> bool:
-        """Read a record that has proved damaged from a copy; False if there is none that is sound."""
+    def _read_copy(self, step: RecordedStep, into: RecordContents) -> bool:
+        """Read the copy of a damaged record in the home behind; False if no copy is sound."""
         if not take_copies(self.log, step, self.group):
             return False
         try:
@@ -345,10 +349,10 @@ class Replay:
         return True
 
     def _wanted(
-        self, step: RecordedStep, checkpoint: Checkpoint, into: Gradients
+        self, step: RecordedStep, checkpoint: Checkpoint, into: RecordContents
     ) -> tuple[list[Want], dict[str, torch.Tensor]]:
-        """Return what to read into gradients, room for packed ones and buffers, and the gradients by
-        name that have to be unpacked then."""
+        """Return what to read into `into`, and the gradients to unpack afterwards, by name.  Makes memory
+        for packed gradients and changed values."""
         wants: list[Want] = []
         sparse: dict[str, torch.Tensor] = {}
         packed = {t.name for t in self.log.plan(step).packed}
@@ -359,10 +363,10 @@ class Replay:
             dense: list[Want] = []
             for full in (grad_name(one.key, name) for name, _ in one.params if name in given):
                 if full in packed:
-                    sparse[full] = into.of[full]
+                    sparse[full] = into.gradients[full]
                 else:
-                    dense += self._wants(checkpoint, full, into.of[full])
-            others = step.without(one.key)
+                    dense += self._wants(checkpoint, full, into.gradients[full])
+            others = step.ranks_without(one.key)
             if others and {r.file.rank for r in plan_rows(checkpoint.manifest, dense)} & others:
                 raise _no_gradient(step, one.key)
             wants += dense
@@ -381,7 +385,7 @@ class Replay:
         sparse: dict[str, torch.Tensor],
         packed: dict[str, np.ndarray[Any, Any]],
     ) -> None:
-        """Unpack gradients of which only what is not zero was recorded.  FormatError."""
+        """Fill the gradients of which only nonzero elements were recorded.  FormatError."""
         for tensor in sparse.values():
             local_of(tensor).zero_()
         for (key, rank), parts in self._parts(step).items():
@@ -400,7 +404,7 @@ class Replay:
         return self.live.tensors[name].placed.box
 
     def _parts(self, step: RecordedStep) -> dict[tuple[str, int], list[PackedPart]]:
-        """The parts that were packed, by optimizer and rank; the same for all records of a plan."""
+        """The packed parts, by optimizer and rank; the same for all records of a plan."""
         known = (step.run, step.plan)
         if known not in self._packing:
             plan = self.log.plan(step)
@@ -413,7 +417,7 @@ class Replay:
         return self._packing[known]
 
     def _changed(self, step: RecordedStep, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-        """Memory for the values that a step changed."""
+        """Memory for the values that a step changed, by name."""
         same = step.unchanged()
         names = [n for n in self.values if n not in same and is_known(checkpoint, n)]
         with torch.no_grad():
@@ -431,7 +435,7 @@ class Replay:
             return []
         return [Want(index, placed.box, target_of(local_of(tensor), entry.dtype, name))]
 
-    def _apply(self, step: RecordedStep, grads: Gradients) -> None:
+    def _apply(self, step: RecordedStep, contents: RecordContents) -> None:
         known = {one.key: one for one in self.optimizers}
         is_resized = self._resized[step.run, step.plan]
         for key, ranks in step.applied(0 if is_resized else self.group.rank).items():
@@ -439,30 +443,30 @@ class Replay:
                 continue
             one = known[key]
             given = step.with_gradient(one.key)
-            keeps = not is_torchs(one.optimizer)  # it may, as a state
+            keeps = not is_torchs(one.optimizer)  # such a one may keep a gradient as a state
             for name, p in one.params:
-                grad = grads.of[grad_name(one.key, name)] if name in given else None
+                grad = contents.gradients[grad_name(one.key, name)] if name in given else None
                 p.grad = grad.clone() if keeps and grad is not None else grad
             rank, first = next(iter(ranks.items()))  # this rank's own, on the same layout
-            own = _tree(step.groups(one.key, rank), first.hyper)
+            own = _encoded_groups(step.groups(one.key, rank), first.hyper)
             saved = merged_groups(step, one.key) if is_resized else own
             groups = [(g, g["params"]) for g in one.optimizer.param_groups]
             put_groups(one.key, groups, saved, one.groups, decode_value, as_recorded=True)
-            amp = _amp(one.optimizer, first.found_inf, first.grad_scale)
-            with amp, without_hooks_before(one.optimizer), _recorded(step, key):
+            scaler = _ScalerValues(one.optimizer, first.found_inf, first.grad_scale)
+            with scaler, without_hooks_before(one.optimizer), _blaming_record(step, key):
                 _make_step(one.optimizer, self._blockwise[one.key])
 
     def _skips(self, step: RecordedStep, one: NamedOptimizer) -> bool:
-        """True if this rank alone has left an optimizer's step out, as its record of these parameters has
-        it: what lies in the places of its gradients is older."""
-        if self._resized[step.run, step.plan] or self.group.rank not in step.without(one.key):
+        """True if this rank's record lacks an optimizer's step that other ranks made, on the recorded
+        layout: the places of its gradients hold older bytes."""
+        if self._resized[step.run, step.plan] or self.group.rank not in step.ranks_without(one.key):
             return False
         recorded = step.names(one.key, self.group.rank)
         return any(name in recorded for name, _ in one.params)
 
     def _put_rest(self, step: RecordedStep) -> None:
         """Put buffers and extras back as they were after the step."""
-        checkpoint = recorded(self.log, step)
+        checkpoint = checkpoint_of(self.log, step)
         live = Prepared(tensors=dict(self.live.tensors))
         kinds = kinds_of(self.state, self.state, Sources())
         plan = Restoring(checkpoint, self.state, kinds, live, self.group, _lenient(self.options))
@@ -476,8 +480,8 @@ class Replay:
 
 
 @contextmanager
-def _told(step: RecordedStep) -> Iterator[None]:
-    """Add the step to an error that says what is wrong with its record."""
+def _naming_step(step: RecordedStep) -> Iterator[None]:
+    """Add the step to an error of its record."""
     try:
         yield
     except PASSED_OVER as error:
@@ -485,42 +489,43 @@ def _told(step: RecordedStep) -> Iterator[None]:
         raise
 
 
-_OF_OPTIMIZERS = (
+_OPTIMIZER_ERRORS = (
     ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError,
 )  # fmt: skip
-"""What optimizers raise of settings and gradients that do not fit."""
+"""What optimizers raise if settings or gradients do not fit."""
 
 
 @contextmanager
-def _recorded(step: RecordedStep, key: str) -> Iterator[None]:
-    """FormatError if an optimizer cannot make a step with what was recorded of it; what devices and other
-    ranks have to say goes on as it is."""
+def _blaming_record(step: RecordedStep, key: str) -> Iterator[None]:
+    """Raise FormatError if an optimizer cannot make its recorded step; errors of devices and of other ranks
+    pass unchanged."""
     try:
         yield
-    except _OF_OPTIMIZERS as error:
+    except _OPTIMIZER_ERRORS as error:
         is_plain = type(error).__module__ == "builtins" and not isinstance(error, OSError)
         if not is_plain or isinstance(error, NotImplementedError):
             raise
-        what = f"step {step.step}: {key!r} cannot make it as it is recorded"
+        what = f"step {step.step}: {key!r} cannot make its recorded step"
         raise FormatError(f"{what}: {type(error).__name__}: {error}"[:500]) from error
 
 
-def _late(step: RecordedStep) -> set[str] | None:
+def _late_names(step: RecordedStep) -> set[str] | None:
     """Names of tensors written after the step began, on any rank; None if nothing in it may read any."""
     late = [record.late for _, record in step.records.values() if record.late is not None]
     return set().union(*late) if late else None
 
 
 def _no_gradient(step: RecordedStep, key: str) -> FormatError:
-    """The error for replicas of which one makes a step without the gradients that another was to record."""
-    ranks = ", ".join(map(str, sorted(step.without(key))))
+    """The error for a step that some replicas made, but not the one that records its gradients."""
+    ranks = ", ".join(map(str, sorted(step.ranks_without(key))))
     return FormatError(
-        f"step {step.step}: ranks made the step of {key!r} without ranks {ranks}, which record some of its "
-        "gradients for all"
+        f"step {step.step}: ranks {ranks} did not make the step of {key!r}, but record some of its "
+        "gradients for the ranks that did"
     )
 
 
 def _room_for_packed(checkpoint: Checkpoint) -> dict[str, np.ndarray[Any, Any]]:
+    """Memory for the packed tensors of a record, by name."""
     return {
         t.name: np.empty(t.shape, np.uint8)
         for t in checkpoint.manifest.tensors
@@ -531,36 +536,38 @@ def _room_for_packed(checkpoint: Checkpoint) -> dict[str, np.ndarray[Any, Any]]:
 def merged_groups(step: RecordedStep, key: str) -> Any:
     """An optimizer's parameter groups at a step, over all ranks, encoded as extras are."""
     ranks = step.applied()[key]
-    return merge_extras(key, [_tree(step.groups(key, r), a.hyper) for r, a in ranks.items()])
+    each = [_encoded_groups(step.groups(key, r), a.hyper) for r, a in ranks.items()]
+    return merge_extras(key, each)
 
 
 def _lenient(options: RestoreOptions) -> RestoreOptions:
-    """These options for a record, which may lack tensors: it holds gradients, and no parameters."""
+    """The options for a record, which holds gradients and no parameters, so it may lack tensors."""
     return RestoreOptions(strict=False, on_resize=options.on_resize, mesh=options.mesh)
 
 
-def _tree(groups: tuple[tuple[str, ...], ...], hyper: tuple[Any, ...]) -> Any:
+def _encoded_groups(groups: tuple[tuple[str, ...], ...], hyper: tuple[Any, ...]) -> Any:
+    """Parameter groups, encoded as extras are."""
     body = [{"params": list(names), "hyper": h} for names, h in zip(groups, hyper)]
     return {"$optimizer": {"groups": body, "state": {}}}
 
 
 def _make_step(optimizer: Any, blockwise: Blockwise) -> None:
-    """Make a step as `optimizer.step()` does, hooks and all."""
+    """Make a step as `optimizer.step()` does, with its hooks; in blocks if that is possible."""
 
-    def made(_: Any) -> None:
+    def make(_: Any) -> None:
         if blockwise.is_possible():
             blockwise.step()
         else:
             unhooked(optimizer)(optimizer)
 
     if steps_by_itself(optimizer):
-        hooked(made)(optimizer)
+        hooked(make)(optimizer)
     else:
         optimizer.step()
 
 
-class _amp:  # noqa: N801
-    """Sets, for a block, what a GradScaler leaves with an optimizer for its kernel."""
+class _ScalerValues:
+    """Sets, for a block, the attributes by which a GradScaler informs an optimizer's kernel."""
 
     def __init__(self, optimizer: Any, found_inf: float | None, grad_scale: float | None) -> None:
         self._optimizer = optimizer

@@ -20,7 +20,7 @@ POPULATED_BYTES = 4 << 20
 
 
 class Ring:
-    """`slots` times `slot_bytes` of memory without a name: it is gone when both processes are."""
+    """`slots` times `slot_bytes` of anonymous memory, which is gone when both processes are."""
 
     def __init__(self, slots: int, slot_bytes: int, fd: int | None = None) -> None:
         """`fd`: the descriptor of the other process's memory; None to make new memory."""
@@ -35,11 +35,11 @@ class Ring:
                 os.close(fd)
                 raise
         self._file = FileIO(fd, "r+")
-        """It is closed with the object where `close` was interrupted, as by the loss of another rank."""
+        """Closed with this object, even if `close` is interrupted, as by the loss of another rank."""
         self._map = mmap.mmap(fd, size)
         self.view = memoryview(self._map)
         self.locked: LockedPages | None = None
-        """Its pages, where they are locked for a device."""
+        """Its pages, if they are locked for a device."""
 
     @property
     def fd(self) -> int:
@@ -47,11 +47,11 @@ class Ring:
         return self._file.fileno()
 
     def populate(self) -> None:
-        """Have the kernel make all pages now, and not one by one when they are first written to, which
-        takes ten times as long as the copy itself.
+        """Have the kernel make all pages now.  If it makes them one by one, at the first writes, that takes
+        ten times as long as the copy itself.
 
-        Blocks; for a thread beside the training, which may use the ring meanwhile.  Before Linux 5.14 it
-        does nothing.
+        Blocks, on a thread beside the training, which may use the ring meanwhile.  Does nothing before
+        Linux 5.14.
         """
         madvise = ctypes.CDLL(None, use_errno=True).madvise
         with suppress(ValueError, BufferError):  # closed meanwhile
@@ -66,7 +66,7 @@ class Ring:
         return self.view[number * self.slot_bytes : (number + 1) * self.slot_bytes]
 
     def close(self) -> None:
-        """Give the memory up; what somebody still looks at goes with the last look."""
+        """Give the memory up; memory that still has views goes with the last of them."""
         self._file.close()
         if self.locked is not None:
             self.locked.undo()

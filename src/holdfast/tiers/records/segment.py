@@ -4,8 +4,8 @@
 log/0000000003/plan-<digest>.json                     how all ranks' records of run 3 are laid out
 log/0000000003/0000000017-0000000024/r00002.log       records of steps 17 to 24 of rank 2
 ```
-A segment appears whole or not at all.  Its header says of every record where it lies and which state it
-follows; the record itself is an image (`holdfast.core.format.image`) whose tensors are gradients.
+A segment appears whole or not at all.  Its header states for every record where it lies and which state it
+leads on from; the record itself is an image (`holdfast.core.format.image`) whose tensors are gradients.
 
 ```
 0       8        16        24       data        data + record.at
@@ -37,7 +37,7 @@ VERSION = 1
 MAGIC = b"HFLOG\r\n" + bytes([VERSION])
 HEAD_BYTES = 24
 LONG_BYTES = 1 << 20
-"""Bytes from which on a header is worth a look of its own whether it can be there."""
+"""Bytes of a header above which a byte at its end is read first: the file may be too short for it."""
 MAX_HEADER_BYTES = 1 << 28
 
 
@@ -55,9 +55,9 @@ class Applied(msgspec.Struct, frozen=True):
     """Parameters without a gradient."""
     found_inf: float | None = None
     grad_scale: float | None = None
-    """`found_inf` and `grad_scale` as a GradScaler left them to the optimizer's own kernel."""
+    """`found_inf` and `grad_scale` as a GradScaler set them for the optimizer's kernel."""
     hooks: int = 0
-    """Number of hooks of others that followed the step; they may have written to weights."""
+    """Number of hooks after the step, other than holdfast's; they may have written to weights."""
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -74,7 +74,7 @@ class Record(msgspec.Struct, frozen=True):
     """Bytes of the image at which tensors, extras and the digest table begin."""
     applied: tuple[Applied, ...]
     unchanged: tuple[str, ...] = ()
-    """Names of recorded tensors that have the values that they had before the step."""
+    """Names of recorded tensors that the step left unchanged."""
     notes: dict[str, tuple[str, str]] = {}
     """Digest and rule of each of its extras, by key."""
     late: tuple[str, ...] | None = None
@@ -85,7 +85,7 @@ class Record(msgspec.Struct, frozen=True):
     digest: str = ""
     """Digest of its digest table."""
     sizes: dict[str, int] = {}
-    """Lengths of tensors whose length differs from record to record, by name: sparse gradients."""
+    """Lengths of packed tensors, by name: they differ from record to record."""
 
 
 class SegmentHeader(msgspec.Struct, frozen=True):
@@ -101,18 +101,18 @@ class SegmentHeader(msgspec.Struct, frozen=True):
     """Classes of the optimizers as `module:name`, by optimizer."""
     records: tuple[Record, ...] = ()
     modules: dict[str, tuple[str, ...]] = {}
-    """Keys of the modules that have an optimizer's parameters, by optimizer; older logs lack it."""
+    """Keys of the modules that have an optimizer's parameters, by optimizer; absent in older logs."""
 
 
 class SegmentPlan(msgspec.Struct, frozen=True):
-    """The contents of all ranks' records: a manifest's part that does not change from step to step."""
+    """The contents of all ranks' records: the part of a manifest that is the same for all of them."""
 
     mesh: tuple[tuple[str, int], ...]
     shardings: tuple[ShardingEntry, ...]
     tensors: tuple[TensorEntry, ...]
     aliases: dict[str, str]
     packed: tuple[TensorEntry, ...] = ()
-    """Sparse gradients: `tensors` has what is not zero in them."""
+    """Sparse gradients, whose nonzero elements are in packed tensors of `tensors`."""
     chunk_bytes: int = CHUNK_BYTES
     algorithm: str = ALGORITHM
     version: int = VERSION
@@ -127,7 +127,7 @@ def plan_key(run: int, name: str) -> str:
 
 
 def put_plan(store: Store, run: int, plan: SegmentPlan) -> str:
-    """Store a plan under the digest of its bytes; returns that."""
+    """Store a plan under the digest of its bytes; return that name."""
     data = msgspec.json.encode(plan)
     name = hexdigest(data)
     store.put(plan_key(run, name), data)
@@ -190,7 +190,7 @@ def read_header(reader: Reader, key: str) -> tuple[SegmentHeader, int]:
 
 
 def _check(header: SegmentHeader, key: str) -> None:
-    """FormatError for what no writer writes, and ranks could not tell each other."""
+    """Raise FormatError for a header that no writer writes, or that ranks cannot send each other."""
     try:
         msgspec.msgpack.encode(header)
     except OverflowError:

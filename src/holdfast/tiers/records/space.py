@@ -1,10 +1,8 @@
-"""Room for the log: how much of storage records may take, and whether there is as much.
+"""Room for the log: how much storage records may take, and whether there is as much.  Torch-free.
 
-A bound holds for the records of all ranks together, and each rank keeps to its part of it without asking:
-with a quarter recorded since the newest full save it asks for another one, and with half it pauses until
-that is complete.  Then older records go, until no more than the other half is left (`log.tidy_log`).
-
-Torch-free.
+A bound holds for the records of all ranks together, and each rank keeps to its share without asking.  When
+it has recorded a quarter of it since the newest full save, it asks for another one; at half it pauses until
+that is complete.  Then older records go, until at most the other half is left (`log.mark_log`).
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from holdfast.base.errors import HoldfastError, OutOfSpace, UsageError
 from holdfast.base.sizes import size_text
 from holdfast.core.checkpoint.names import Saved, committed
 from holdfast.core.checkpoint.recorded import parse_segment
-from holdfast.core.checkpoint.room import room_for
+from holdfast.core.checkpoint.reserved_space import room_for
 from holdfast.core.store import LocalStore, Store
 from holdfast.tiers.records.segment import Identity
 
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Space:
-    """Bytes a rank has recorded since the newest full save.  `max_bytes`: of all ranks; 0: no bound."""
+    """Counts bytes recorded since the newest full save.  `max_bytes`: the bound of all ranks; 0: none."""
 
     def __init__(self, max_bytes: int, num_ranks: int) -> None:
         self.max_bytes = max_bytes
@@ -33,16 +31,16 @@ class Space:
         self.record_bytes = 0
         """Bytes of a record with its header, as planned."""
         self.save_every: int | None = None
-        """Steps between full saves, as far as that is known."""
+        """Steps between full saves, if known."""
         self.save_bytes = 0
-        """Bytes of a full save of all ranks, as far as that is known: records leave room for one."""
+        """Bytes of a full save of all ranks, 0 if unknown: records leave room for one."""
         self.notice: HoldfastError | None = None
-        """The error to be told to the user, once."""
+        """An error to tell the user, once."""
         self._looked_for = 0
-        """Room in storage is not looked for again for records of up to so many bytes."""
+        """Records of up to so many bytes need no further look for room in storage."""
         self._recorded = 0
         self._covered = 0
-        """Bytes recorded before that save."""
+        """Bytes recorded before the newest full save."""
         self._saving: list[tuple[Save, int]] = []
         self._paused = False
 
@@ -51,7 +49,7 @@ class Space:
         return self.max_bytes // self.num_ranks
 
     def add(self, num_bytes: int) -> None:
-        """Count so many bytes as recorded, too."""
+        """Count so many bytes more as recorded."""
         self._recorded += num_bytes
 
     def saving(self, save: Save) -> None:
@@ -90,7 +88,7 @@ class Space:
         return self._recorded - self._covered
 
     def check(self) -> None:
-        """UsageError for a bound within which one cannot record."""
+        """Raise UsageError if the bound has no room for four records."""
         if self._share and self.record_bytes > self._share // 4:
             least = 4 * self.record_bytes * self.num_ranks
             took = size_text(self.record_bytes)
@@ -100,7 +98,7 @@ class Space:
             )
 
     def look_for_room(self, store: Store) -> None:
-        """Give notice if a local disk has no room for the records until older ones go, or for the bound."""
+        """Set a notice if a local disk has no room for the bound, or for records until older ones go."""
         if self.record_bytes <= self._looked_for:
             return
         self._looked_for = self.record_bytes * 5 // 4
@@ -116,12 +114,12 @@ class Space:
 
     @property
     def is_paused(self) -> bool:
-        """True if older records have to go first: they do when the full save under way is complete."""
+        """True while records pause: older ones go when the full save under way is complete."""
         self._paused = self._paused and self.is_saving
         return self._paused
 
     def pause(self) -> None:
-        """Record nothing until then, and give notice of it."""
+        """Pause records until the full save under way is complete, and set a notice."""
         self._paused = True
         self.notice = OutOfSpace(
             "records pause: since the newest full save they take half of "
@@ -131,17 +129,13 @@ class Space:
 
 
 def newest_of(saved: Iterable[Saved]) -> Identity:
-    """The state that the latest run saved last."""
+    """The newest of these full steps: the last one of the latest run."""
     return max(((s.run, s.step) for s in saved), default=(0, 0))
 
 
-def weigh(store: Store, newest: Identity) -> list[tuple[int, str, bool]]:
-    """Size and key of every segment, oldest first, and whether it may lead on from full step `newest`."""
-    return weighed(store.entries("log/"), newest)
-
-
-def weighed(entries: Iterable[tuple[str, int]], newest: Identity) -> list[tuple[int, str, bool]]:
-    """Size and key of the segments among some objects, as `weigh`."""
+def by_age(entries: Iterable[tuple[str, int]], newest: Identity) -> list[tuple[int, str, bool]]:
+    """Size and key of each segment among these objects, oldest first, and whether a restart from the full
+    step `newest` may need it."""
     segments = []
     for key, size in entries:
         parsed = parse_segment(key)
@@ -153,6 +147,6 @@ def weighed(entries: Iterable[tuple[str, int]], newest: Identity) -> list[tuple[
 
 
 def needed_bytes(store: Store) -> int:
-    """Bytes that the records after the newest full step take."""
-    sizes = weigh(store, newest_of(committed(store)))
+    """Bytes of the records after the newest full step."""
+    sizes = by_age(store.entries("log/"), newest_of(committed(store)))
     return sum(size for size, _, needed in sizes if needed)

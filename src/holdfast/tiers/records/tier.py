@@ -1,12 +1,13 @@
 """The differential tier in a training process: it observes the optimizers, and makes a record per step.
 
 A record is made in two parts.  When an optimizer's step begins, its gradients are final, and only the
-optimizer reads them until it ends: they are copied into the ring in that time.  At
-`Checkpointer.step` follow the rest of what the step changed (buffers, extras), and the record goes to the
-writer.  No rank waits for another, except when all plan together what their records hold.
+optimizer reads them until it ends: in that time they are copied into the ring.  At `Checkpointer.step` the
+other values that the step changed (buffers, extras) are added, and the record goes to the writer.  Ranks
+wait for each other only when they plan together what their records hold.
 
-Here is when a record is made and what it leads on from; `optimizers` tells of steps, `capture` makes the
-record, `watching` sees what no record can tell, and `bases` the full saves that records begin with.
+This module decides when a record is made, and from which state it leads on.  `optimizers` observes steps,
+`capture` makes the record, `watching` finds writes that no record holds, and `bases` knows the full saves
+that records begin with.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.optim import Optimizer
 from holdfast.base.errors import AgentError, HoldfastError, UsageError
 from holdfast.base.events import emit, span
 from holdfast.base.notices import Notices
-from holdfast.base.patience import within
+from holdfast.base.storage_deadlines import within
 from holdfast.base.text import listed
 from holdfast.core.group import Group
 from holdfast.core.layout import Box, Mesh
@@ -33,7 +34,7 @@ from holdfast.live.saving.messages import digests
 from holdfast.live.saving.steps import RootSteps
 from holdfast.live.shelves import Shelf
 from holdfast.live.state.customised import asked_once
-from holdfast.live.state.lending import only_reads
+from holdfast.live.state.gradient_copies import only_reads
 from holdfast.live.state.named import Collected
 from holdfast.live.state.observer import StepCall
 from holdfast.live.state.recognising import State
@@ -46,8 +47,8 @@ from holdfast.tiers.records.log import Log, RecordedStep
 from holdfast.tiers.records.optimizers import (
     GRAD,
     ObservedOptimizers,
-    is_watched,
-    mixed_up,
+    differently_strided,
+    may_read_others,
     reduce_gradients,
     refused,
 )
@@ -64,6 +65,7 @@ NO_RECORDS = (
 LEAST_S = 0.1
 """Seconds that tidying up may take, however late it is."""
 MAX_EDITS = 3
+"""Steps in a row with writes outside of optimizers' steps, after which records end with an error."""
 FAILED = "the step of an optimizer failed"
 MAX_IDLE = 20
 """Records in a row without the step of any optimizer, before the user is told."""
@@ -73,22 +75,22 @@ Parts = dict[str, tuple[tuple[int, ...], Box, str]]
 
 
 class IdleRecords:
-    """Records in a row without the step of an optimizer: a graph that holds the whole step, say, calls no
-    hooks; nor is what it writes counted."""
+    """Counts records in a row without the step of an optimizer.  A graph of a device that holds the whole
+    step, say, calls no hooks, and its writes are not seen."""
 
     def __init__(self) -> None:
         self._count = 0
         self._is_told = False
 
     def add(self, *, is_idle: bool) -> str:
-        """Count a record; return what to tell the user, once, of many that are idle.  Empty if nothing."""
+        """Count a record; return a message for the user when many in a row are idle, once; else empty."""
         self._count = self._count + 1 if is_idle else 0
         if self._count != MAX_IDLE or self._is_told:
             return ""
         self._is_told = True
         return (
-            f"{MAX_IDLE} steps without a step of an optimizer of the state: if another one is trained "
-            "with, or its steps are in a graph of a device, records do not have them"
+            f"{MAX_IDLE} steps without a step of an optimizer of the state: records lack the steps of an "
+            "optimizer that is not in the state, or that makes them in a graph of a device"
         )
 
 
@@ -111,12 +113,13 @@ class DeltaTier(Tier):
         on_resize: dict[str, str],
         is_tuned: bool,
     ) -> None:
-        """`root`: the steps beside which records lie.  `is_tuned`: it is measured whether they pay."""
+        """`root`: the steps beside which records lie.  `is_tuned`: frequencies follow measurements, and
+        records may be off."""
         store = root.store
         if isinstance(store, MemoryStore):
             raise UsageError(
-                f"delta= cannot write to {store.url}: it is in the memory of one process, and a process "
-                "of its own writes records",
+                f"delta= cannot write to {store.url}: it is in this process's memory, and another process "
+                "writes records",
                 hint="give a path, such as one in /dev/shm",
             )
         self.state = state
@@ -125,13 +128,13 @@ class DeltaTier(Tier):
         self._root = root
         self._notices = notices
         self._may_be_off = is_tuned
-        """True if nobody has to be told that no records are made."""
+        """True if the user need not be warned that no records are made."""
         self._base_due: int | None = None
         """The step of which a full save is due, for records to lead on from."""
         self.parent: Identity | None = None
-        """The state that the next record leads on from; None until there is one to begin with."""
+        """The state that the next record leads on from; None until there is one."""
         self.news: list[str] = []
-        """Messages that the user has to be told."""
+        """Messages for the user."""
         self._capture = RecordCapture(
             group, store, options, run=run, mesh=mesh, deadline_s=group.deadline_s, tell=self._tell
         )
@@ -141,10 +144,10 @@ class DeltaTier(Tier):
         self._bases = Bases(group)
         self._unrecorded = Unrecorded()
         self._edits = 0
-        """Number of records in a row that could not be, because of weights that were written."""
+        """Number of steps in a row without a record, because something else wrote to weights or states."""
         self._idle = IdleRecords()
         self._clock = Clock()
-        self._optimizers = ObservedOptimizers(state(), self._before, self._after_step)
+        self._optimizers = ObservedOptimizers(state(), self._before_step, self._after_step)
 
     def complete(self) -> None:
         """Observe the optimizers, if the state was empty when this was made."""
@@ -169,7 +172,7 @@ class DeltaTier(Tier):
         return self._base_due is not None
 
     def _tell_of_records(self) -> None:
-        """Tell of what was noticed at this step, before its call ends."""
+        """Warn of what was noticed at this step, before its call ends."""
         while self.news:
             self._notices.warn(self.news.pop(0))
         if (notice := self.notice()) is not None:
@@ -195,7 +198,7 @@ class DeltaTier(Tier):
 
     def saving(self, save: Save) -> None:
         """Note that a full save to storage has begun.  Records lead on from it if it was made for that, or
-        replaces what they would lead on from."""
+        has the number of the state that they would lead on from."""
         state = self._capture.run, save.step
         self._capture.space.saving(save)
         self._unrecorded.saved(save.step)
@@ -214,12 +217,12 @@ class DeltaTier(Tier):
         return news if self._notices.was_told(failed) else [*news, f"records end: {failed}"]
 
     def _loss(self) -> str:
-        """Say what is lost if the run ends now: steps that are in no record, with no full save
-        since.  Empty if there are none, or if the user has been told that records end."""
+        """Say which steps are lost if the run ends now: those in no record, with no full save since.  Empty
+        if there are none, or if the user has been told that records end."""
         return "" if self.error is not None else self._unrecorded.text()
 
     def notice(self) -> HoldfastError | None:
-        """The error that the user is to be told; once."""
+        """The error to tell the user now, if any; each is returned once."""
         space = self._capture.space
         notice, space.notice = space.notice, None
         return notice
@@ -227,8 +230,8 @@ class DeltaTier(Tier):
     def begin_from(
         self, identity: Identity, base: Save | None = None, *, save_bytes: int = 0
     ) -> None:
-        """Lead on from the live state, which is this one, known or being saved.  `save_bytes`: bytes of a
-        full save, if that is known."""
+        """Begin records that lead on from the live state, which is `identity`.  `base`: the full save of it
+        that is under way, if any.  `save_bytes`: bytes of a full save, if known."""
         self._capture.space.save_bytes = save_bytes or self._capture.space.save_bytes
         self._capture.drop()
         if self._optimizers.follow(self.state()) or self._optimizers.is_stale:
@@ -250,16 +253,16 @@ class DeltaTier(Tier):
         return True
 
     def ready(self) -> None:
-        """Plan records, which all ranks do together, right after `begin_from`.  Collective; blocks.
+        """Plan records, right after `begin_from`.  Collective; blocks.
 
-        Not within the first step of an optimizer: a loss scaler may skip that step on one rank alone, or
-        one may have failed to make records.  Those that make it would wait for that rank, and that rank
-        for them in whatever ranks exchange next.
+        In the first step of an optimizer it would be too late: a loss scaler may skip that step on one rank
+        alone, or one rank's records may have failed.  The others would wait for that rank to plan, and it
+        for them in the training's next exchange.
         """
         if self.group.size == 1 or self._capture.is_planned:
             return
         try:
-            with self._clock.held(), self._clock.once():
+            with self._clock.held(), self._clock.occasional():
                 self._plan()
         except UsageError:
             raise
@@ -267,7 +270,8 @@ class DeltaTier(Tier):
             self._fail(error)
 
     def expect(self, names: set[str]) -> None:
-        """Have records hold these buffers and untrained tensors at once: they changed in steps before."""
+        """Have records hold these buffers and untrained tensors from the first on: earlier steps changed
+        them."""
         self._watch.learn(names, self.state())
 
     def end(self, why: str) -> None:
@@ -278,12 +282,12 @@ class DeltaTier(Tier):
             self._break(why)
 
     def revive(self) -> None:
-        """Try again, after an error: from another base, for records are missing."""
+        """Try again after an error, from another base, as records are missing."""
         self._capture.revive()
         self._break("an error")
 
     def announce(self, run: int) -> None:
-        """Go on with a writer of its own.  Blocks until all is written."""
+        """Go on as `run`, with a new writer.  Blocks until the former one has written all records."""
         self._capture.adopt(run)
 
     def has_moved_on(self) -> bool:
@@ -295,49 +299,49 @@ class DeltaTier(Tier):
         if self._edits > MAX_EDITS:
             return UsageError(
                 "weights or states of optimizers are written outside optimizer.step() at every step, "
-                "which no record can tell",
+                "which no record can hold",
                 hint="make such changes in the optimizer, or do without delta=",
             )
         return self._capture.error
 
     def _break(self, why: str) -> None:
-        """Records end here."""
+        """End the records, until they begin from another base."""
         emit("delta.broken", why=why)
         self.parent, self._unrecorded.why = None, why
 
-    def _again(self, why: str) -> None:
-        """This step's record cannot be: the next ones are planned anew, from a new base."""
+    def _replan(self, why: str) -> None:
+        """Drop this step's record and end the records; the next ones are planned anew, from a new base."""
         self._capture.unplan()
         self._break(why)
 
-    def _edited(self, when: str) -> None:
-        """End the records here: none leads to what somebody else writes."""
+    def _end_at_write(self, when: str) -> None:
+        """End the records, as something other than the optimizers has written to weights or states."""
         self._edits += 1
-        self._again(
-            "weights or states were written outside optimizer.step(), or an optimizer has others, "
+        self._replan(
+            "weights or states of an optimizer were written outside optimizer.step(), or replaced, "
             + when
         )
 
     def _fail(self, error: Exception) -> None:
-        """Records end, and the training goes on."""
+        """End the records by an error; the training goes on."""
         if isinstance(error, OSError) and not isinstance(error, HoldfastError):
-            error = AgentError(f"memory for records: {error.strerror or error}")
+            error = AgentError(f"no memory for records: {error.strerror or error}")
         elif not isinstance(error, HoldfastError):
             error = AgentError(f"a record could not be made: {type(error).__name__}: {error}")
         self._capture.failure = error
-        self._again(error.message)
+        self._replan(error.message)
 
     # -- restoring --------------------------------------------------------------------------------
 
     def trail(self, shelves: Sequence[Shelf]) -> RecordTrail:
-        """Read the headers of what is recorded after these steps.  Collective; Deadline."""
+        """Read the headers of the records after these steps.  Collective; Deadline."""
         return RecordTrail(self, shelves, self._capture.store, self._capture.run)
 
     def replay(
         self, log: Log, steps: list[RecordedStep], state: State, options: RestoreOptions
     ) -> RecordedStep | None:
-        """Do recorded steps again from the live state they lead on from; return the last that proved sound,
-        None if none did.  Collective."""
+        """Repeat recorded steps from the live state, which they lead on from; return the last one that was
+        sound, None if none was.  Collective."""
         changed = {t.name for t in log.plan(steps[-1]).tensors if t.state == "buffer"}
         self.expect(changed)
         with self._optimizers.pause():
@@ -345,11 +349,11 @@ class DeltaTier(Tier):
 
     # -- an optimizer's step ----------------------------------------------------------------------
 
-    def _before(self, call: StepCall[str]) -> None:
+    def _before_step(self, call: StepCall[str]) -> None:
         if call.around == call.name:  # a class calls its parent's step
             return
         params = (p for group in call.optimizer.param_groups for p in group["params"])
-        reduce_gradients(params)  # by all ranks, whether they make records or not
+        reduce_gradients(params)  # collective, so also on ranks that make no records now
         if self.parent is None:
             return
         if call.around is not None:
@@ -361,82 +365,83 @@ class DeltaTier(Tier):
             raise refused(call.name, call.given)
         try:
             with self._clock.held():
-                self._begin(call.name, call.again)
+                self._copy_gradients(call.name, call.again)
         except UsageError:
             raise
         except Exception as error:
             self._fail(error)
 
-    def _begin(self, key: str, again: bool) -> None:
-        """The gradients are final: copy them.  `again`: the step before failed."""
-        record = self._opened()
+    def _copy_gradients(self, key: str, again: bool) -> None:
+        """Begin to copy an optimizer's gradients, which are final.  `again`: its step before failed."""
+        record = self._open_record()
         if record is None:
             return
         if not self._optimizers.observer.is_last(key):
-            self._again("a hook was registered that may change gradients after their copy")
+            self._replan("a hook was registered that may change gradients after their copy")
             return
         one = self._optimizers[key]
-        # its step may read other weights, and all count as seen after it
-        sees_all = not record.applied or is_watched(one.optimizer)
+        # a step that may read other weights has all of them checked: after it, writes to all are accepted
+        sees_all = not record.applied or may_read_others(one.optimizer)
         if self._watch.is_edited(None if sees_all else key):
-            self._edited("between two steps")
+            self._end_at_write("between two steps")
             return
         if again:
-            self._again(FAILED)
+            self._replan(FAILED)
             return
         if any(a.key == key for a in record.applied):
             raise UsageError(
                 f"{key!r} has made two steps between two calls of Checkpointer.step()",
                 hint="call it after each optimizer step",
             )
-        if name := mixed_up(one):
+        if name := differently_strided(one):
             self._fail(
                 UsageError(
-                    f"{key}: the gradient of {name} lies otherwise in memory than the parameter: torch "
-                    f"{torch.__version__} rounds otherwise then in 16 bits, and its fused optimizers take "
-                    "other elements'",
-                    hint="a contiguous parameter and gradient",
+                    f"{key}: the gradient of {name} has other strides than the parameter: then torch "
+                    f"{torch.__version__} rounds differently in 16 bits, and its fused optimizers pair "
+                    "elements that do not belong together",
+                    hint="make the parameter and its gradient contiguous",
                 )
             )
             return
-        if record.early is None and is_watched(one.optimizer):
+        if record.early is None and may_read_others(one.optimizer):
             record.early = self._watch.versions(self.state())
-        self._capture.gradients(record, one)
+        self._capture.copy_gradients(record, one)
         if not only_reads(one.optimizer):
-            self._after(key, one.optimizer)
+            self._release_gradients(key, one.optimizer)
 
     def _after_step(self, call: StepCall[str]) -> None:
         with self._clock.held():
-            self._after(call.name, call.optimizer)
+            self._release_gradients(call.name, call.optimizer)
 
-    def _after(self, key: str, optimizer: Optimizer) -> None:
-        """The gradients may be changed as soon as they are copied.  Hooks may have written to whatever."""
+    def _release_gradients(self, key: str, optimizer: Optimizer) -> None:
+        """Let the training change an optimizer's gradients once they are copied, and accept what its step
+        and hooks may have written."""
         if self._capture.open is not None:
             misdeclared = self._capture.let_go()
-            self._watch.accept_writes(None if is_watched(optimizer) else key)
+            self._watch.accept_writes(None if may_read_others(optimizer) else key)
             for what, names in misdeclared.items():
-                self._tell_of(names, what)
+                self._tell_misdeclared(names, what)
             if misdeclared:
-                self._again("gradients that are not as declared")
+                self._replan("gradients that are not as declared")
 
     def _tell(self, text: str) -> None:
         self.news += [text] if text else []
 
-    def _tell_of(self, names: list[str], what: str) -> None:
+    def _tell_misdeclared(self, names: list[str], what: str) -> None:
         few = listed(name.removesuffix(f".{GRAD}") for name in names)
         self.news.append(
             f"gradients of {few} have {what}: something changes them after their compression; "
             "they are recorded whole from now on"
         )
 
-    def _opened(self) -> OpenRecord | None:
+    def _open_record(self) -> OpenRecord | None:
         """The record under way; a new one if there is none.  Blocks while the queue is full."""
         if self._capture.open is not None:
             return self._capture.open
         if self._capture.failure is not None:
             self._break(self._capture.failure.message)
             return None
-        with self._clock.once():
+        with self._clock.occasional():
             if not self._capture.is_planned:
                 self._plan()
             self._capture.reopen()
@@ -458,22 +463,23 @@ class DeltaTier(Tier):
         named, groups = self._optimizers.named, self._optimizers.groups
         values = self._watch.expect(state)
         rest = collect_step(state, groups, self.on_resize)
-        objects = self._of_objects(rest, state)
+        objects = self._object_tensors(rest, state)
         self._parts = _parts_of(rest, objects)
         values |= objects
         self._capture.plan(named, groups, values, encode_extras(rest.extras))
 
-    def _of_objects(self, rest: Collected, state: State) -> dict[str, torch.Tensor]:
-        """Sharded tensors in the state of objects: records hold them whole at every step."""
+    def _object_tensors(self, rest: Collected, state: State) -> dict[str, torch.Tensor]:
+        """Sharded tensors in the state of objects, which every record holds whole."""
         known = self._watch.tensors(state)
         return {name: t.source for name, t in rest.tensors.items() if name not in known}
 
     # -- a step of the training -------------------------------------------------------------------
 
     def record(self, step: int, save_every: int | None = None) -> None:
-        """Add what else the step changed, which is over, and send the record off.  Returns at once.
+        """Add the other values that the finished step changed, and send the record to the writer.  Returns
+        at once.
 
-        `save_every`: steps between full saves, as far as that is known.
+        `save_every`: steps between full saves, if known.
         """
         self._capture.space.save_every = save_every
         parent = self.parent
@@ -485,36 +491,36 @@ class DeltaTier(Tier):
         if parent is None:
             return
         if self._optimizers.observer.forget_failed():
-            self._again(FAILED)
+            self._replan(FAILED)
             return
         if self._optimizers.follow(self.state()):
-            self._again("the state has other optimizers")
+            self._replan("the state has other optimizers")
             return
         with self._clock.held(), span("delta.call", step=step), asked_once():
             state = self.state()
             rest = collect_step(state, self._optimizers.groups, self.on_resize)
             changed = self._watch.changed(state)
             if self._watch.is_edited():
-                self._edited("after it")
+                self._end_at_write("after it")
                 return
             if not changed <= self._watch.changing:  # such as the first step of a batch norm
                 self._watch.changing |= changed
-                self._again("buffers change that did not before")
+                self._replan("buffers change that did not before")
                 return
             try:
-                record = self._opened()
+                record = self._open_record()
                 if record is not None:
                     self._finish(record, step, parent, rest=rest, changed=changed, state=state)
             except Exception as error:
                 self._fail(error)
 
     def check_save(self, step: int) -> None:
-        """UsageError if a full save under this number would not be of the state that records lead to."""
+        """Raise UsageError if a full save under this number would be of another state than its records."""
         before = -1 if self.parent is None else self.parent[1]
         if step < before:
             raise UsageError(
-                f"step {step} comes before step {before}, and records lead on from it: from another state "
-                "they would lead elsewhere",
+                f"step {step} comes before step {before}, and records lead on from step {step}: from "
+                "another state they would lead elsewhere",
                 hint="save under the number of the step that was made",
             )
         if step == before and self._capture.open is not None:
@@ -525,7 +531,7 @@ class DeltaTier(Tier):
             )
 
     def _check_number(self, step: int, before: int) -> None:
-        """UsageError for a step that was done, under a number at which it could not be found."""
+        """Raise UsageError if an optimizer has made a step whose number is not above the last one."""
         if self._capture.open is not None:
             self._capture.drop()
             raise UsageError(
@@ -534,10 +540,11 @@ class DeltaTier(Tier):
             )
 
     def _check_saved(self, step: int) -> None:
-        """UsageError if a full save of this step was made before an optimizer's step that is part of it."""
+        """Raise UsageError if a full save of this step was made before an optimizer's step that is part of
+        it."""
         identity = self._capture.run, step
         if self._bases.is_of_another_state(identity, self._optimizers.num_begun):
-            self._again(f"step {step} was saved before it was made")
+            self._replan(f"step {step} was saved before it was made")
             raise UsageError(
                 f"step {step} was saved before an optimizer made it: from that state records would lead "
                 "elsewhere",
@@ -557,14 +564,14 @@ class DeltaTier(Tier):
         """Complete a record, which leads on from `parent`, and hand it over."""
         planned = self._watch.changing  # other ranks may have changed what this one has not
         values = {n: t for n, t in self._watch.tensors(state).items() if n in planned}
-        objects = self._of_objects(rest, state)
+        objects = self._object_tensors(rest, state)
         values |= objects
         if _parts_of(rest, objects) != self._parts:
-            self._again("the state of an object has other tensors")
+            self._replan("the state of an object has other tensors")
             return
         misfit = self._capture.fill(record, encode_extras(rest.extras), values)
         if misfit:
-            self._again(misfit)
+            self._replan(misfit)
             return
         if news := self._idle.add(is_idle=not record.applied):
             self.news.append(news)
@@ -575,11 +582,11 @@ class DeltaTier(Tier):
         )
         self._unrecorded.forget()
         self._edits = 0
-        self._clock.made()
+        self._clock.note_record()
         self._optimizers.observer.come_last()
 
     def spent(self) -> Spent:
-        """The time that the training thread was held since this was last asked."""
+        """The time for which the training thread was held since the last call."""
         return self._clock.take()
 
     @property
@@ -593,13 +600,13 @@ class DeltaTier(Tier):
         return self._capture.most_batch
 
     def rebatch(self, batch: int) -> None:
-        """Write so many records per file from now on.  All ranks say so at the same step."""
+        """Write so many records per file from now on.  All ranks call it at the same step."""
         self._capture.rebatch(batch)
 
     def flush(self) -> None:
-        """Wait until nothing is on its way to storage, for all will be read.  A rank's wish for a base is
-        forgotten: its step may come again.  All ranks do so together."""
-        self._bases.forget_wish()
+        """Wait until every record is in storage, before records are read.  A rank's request for a base is
+        forgotten, as its step may come again.  All ranks call it together."""
+        self._bases.forget_request()
         self._unrecorded.forget()
         self._capture.unplan()
         self._capture.settle()
@@ -610,11 +617,11 @@ class DeltaTier(Tier):
         return self._capture.way
 
     def wait(self, limit_s: float | None) -> None:
-        """Wait until the writer has every record: it outlives this process.  TimeoutError."""
+        """Wait until the writer, which outlives this process, has every record.  TimeoutError."""
         self._capture.handed_over(limit_s)
 
     def close(self, limit_s: float, *, finished: bool, is_asked: bool) -> None:
-        """Wait until the writer has every record, and tidy up.  Steps that are lost are told."""
+        """Wait until the writer has every record, tidy up, and tell the user of steps that are lost."""
         until = time.monotonic() + limit_s
         try:
             self._optimizers.observer.close()
@@ -624,7 +631,7 @@ class DeltaTier(Tier):
         self._tell(self._loss())
 
     def _tidy_log(self, limit_s: float) -> None:
-        """Tidy up records that were written after the last save had tidied up."""
+        """Delete superfluous records: some were written after the last save had tidied up."""
         if self.group.rank == 0:
             try:
                 with within(limit_s):

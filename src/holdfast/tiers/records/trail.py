@@ -16,7 +16,7 @@ from holdfast.live.restore.plain import Plain, plain_values
 from holdfast.live.restore.targets import RestoreOptions
 from holdfast.live.shelves import Shelf, Trail, Unsound
 from holdfast.live.state.recognising import State
-from holdfast.tiers.records.finding import num_there, recorded
+from holdfast.tiers.records.finding import checkpoint_of, num_there
 from holdfast.tiers.records.log import Log, RecordedStep
 from holdfast.tiers.records.replay import survey
 
@@ -28,8 +28,8 @@ class RecordTrail(Trail):
     """The records of a root, and of the home behind it.  Methods that warn do so for all ranks."""
 
     def __init__(self, tier: DeltaTier, shelves: Sequence[Shelf], store: Store, run: int) -> None:
-        """Reads the headers of what leads on from the steps of all shelves, when the writers of runs before
-        `run` are done.  Collective; Deadline."""
+        """Read the headers of records that lead on from steps of any shelf, once the writers of runs before
+        `run` have ended.  Collective; Deadline."""
         self._tier = tier
         self._group: Group = tier.group
         self._root = store
@@ -56,7 +56,7 @@ class RecordTrail(Trail):
         step = self.log.steps.get(state)
         return None if step is None else step.parent
 
-    # -- doing them again -------------------------------------------------------------------------
+    # -- replaying --------------------------------------------------------------------------------
 
     def replay(
         self, base: Candidate, states: Sequence[Identity], state: State, options: RestoreOptions
@@ -69,7 +69,7 @@ class RecordTrail(Trail):
         return num
 
     def _warn_of_copies(self, steps: list[RecordedStep]) -> None:
-        """Warn of files of records that ought to be in the root, and were read behind it."""
+        """Warn of files of records that should be in the root, and were read from the home behind it."""
         keys = self.log.copies(steps)
         if keys and self._behind is not None and self._group.rank == 0:
             few = ", ".join(keys[:3]) + f" and {len(keys) - 3} more" * (len(keys) > 3)
@@ -78,12 +78,12 @@ class RecordTrail(Trail):
                 f"{self._behind.place} were taken: {few}"
             )
 
-    # -- the look, without doing them again -------------------------------------------------------
+    # -- looking without replaying ----------------------------------------------------------------
 
     def look(
         self, states: Sequence[Identity], state: State, options: RestoreOptions, unsound: Unsound
     ) -> tuple[int, Plain]:
-        """Return how many there are, as far as lengths of files and the extras of the last tell."""
+        """See `Trail`.  Reads the lengths of files, and the extras of the last step."""
         group, steps = self._group, self._steps(states)
         known = (i for i, s in enumerate(steps) if (s.identity, s.plan) in unsound)
         steps = steps[: next(known, len(steps))]
@@ -94,7 +94,7 @@ class RecordTrail(Trail):
         while steps:
             try:
                 with raise_on_all(group, steps[-1].step):
-                    newest = recorded(self.log, steps[-1])
+                    newest = checkpoint_of(self.log, steps[-1])
                     plain = plain_values(newest, state, group, options.on_resize)
                 return len(steps), plain
             except PASSED_OVER as error:
@@ -105,7 +105,7 @@ class RecordTrail(Trail):
     def damaged(self, state: Identity, error: HoldfastError, unsound: Unsound) -> None:
         unsound[state, self.log.steps[state].plan] = error
 
-    # -- what is newer, and leads nowhere ---------------------------------------------------------
+    # -- newer records that cannot be reached -----------------------------------------------------
 
     def tell(self, reached: Identity | None) -> None:
         if reached is None:
@@ -114,7 +114,7 @@ class RecordTrail(Trail):
             self._warn_of_lost(reached)
 
     def _warn_of_baseless(self) -> None:
-        """Warn if there are records, and no step was ever complete that they lead on from."""
+        """Warn if there are records, but no full step that they lead on from."""
         steps = sorted({step for _, step in self.log.steps})
         if steps:
             warn_user(
@@ -123,14 +123,14 @@ class RecordTrail(Trail):
             )
 
     def _warn_of_lost(self, reached: Identity) -> None:
-        """Warn of records that lead nowhere: behind one that is missing or damaged, or behind a full save
-        that is not complete."""
-        behind = self.log.behind(reached)
-        if behind:
+        """Warn of newer records that cannot be reached, because a record or a full save before them is
+        missing or damaged."""
+        newer = self.log.newer_steps(reached)
+        if newer:
             why = f"the record of the step after {reached[1]} is missing or damaged"
             known = {reached, *self.log.steps}
             bases = {self.log.steps[one].parent for one in known if one > reached} - known
             if bases and all(step <= reached[1] for _, step in bases):
                 run, step = max(bases)
-                why = f"the full save of step {step} by run {run}, from which they lead on, is not there"
-            warn_user(f"{why}: records up to step {behind[-1]} are there and cannot be used")
+                why = f"the full save of step {step} by run {run}, their base, is not there"
+            warn_user(f"{why}: records up to step {newer[-1]} are there and cannot be used")

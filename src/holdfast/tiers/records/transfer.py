@@ -1,9 +1,9 @@
-"""Copying the records of a root into another store, every byte proved on the way.  Torch-free.
+"""Copying the records of a root into another store, every byte verified on the way.  Torch-free.
 
-Records have no commit: a step of them counts once the segments of all ranks are there, and each appears
-whole or not at all.  So they are copied in any order, plans first, as without its plan a record is only
-bytes.  A segment's header is proved by the digest before it, its records by their digest tables, whose
-digests the header states.
+Records have no commit: a recorded step counts once the segments of all ranks are there, and each appears
+whole or not at all.  So segments are copied in any order, after the plans, without which records cannot be
+read.  A segment's header is verified by the digest before it, its records by their digest tables, and these
+by digests in the header.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from holdfast.tiers.records.log import LogSegment, read_headers
 from holdfast.tiers.records.segment import HEAD_BYTES, plan_key, read_plan
 
 Plans = dict[str, tuple[bytes, int]]
-"""Plans by key: their bytes, and the bytes of a chunk."""
+"""Plans by key: their bytes, and the chunk size of their records."""
 
 
 @dataclass
@@ -51,18 +51,18 @@ def transfer_log(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> TransferredLog:
-    """Make the records after step `since` of one root exist in another.  Blocks.
+    """Copy the records after step `since` of one root into another.  Blocks.
 
-    May be called again after any error: segments that have arrived are not copied again.  One that is
-    damaged is left out, and named in the result.  `progress` is told of the bytes that are copied.
-    `dry_run`: nothing is written, and the result says what would be.
+    May be called again after any error: segments that have arrived are not copied again.  A damaged one is
+    left out, and named in the result.  `progress` is called with the bytes copied.  `dry_run`: nothing is
+    written, and the result states what would be.
     """
     threads = threads or threads_of(source)
     keys = segments(source, since)
     sound = _sound(source, keys, threads)
     done = TransferredLog(num_files=len(sound))
     for key in sorted({*keys} - {one.key for one in sound}):
-        if source.list(key):  # else it was deleted since it was listed
+        if source.list(key):  # else it was deleted after it was listed
             done.problems[key] = "its header is damaged"
     work = _Segments(source, target, set(target.list("log/")), done, progress or (lambda _: None))
     plans = work.plans(sound)
@@ -96,7 +96,7 @@ class _Segments:
         self._lock = threading.Lock()
 
     def plans(self, sound: Sequence[LogSegment]) -> Plans:
-        """The plans of segments, proved; those that are damaged are named in the result."""
+        """The plans of segments, verified; damaged ones are named in the result."""
         found: Plans = {}
         for run, name in sorted({(s.header.run, s.header.plan) for s in sound}):
             key = plan_key(run, name)
@@ -108,49 +108,49 @@ class _Segments:
         return found
 
     def copy(self, segment: LogSegment, plans: Plans, dry_run: bool, threads: int) -> None:
-        """Copy a segment that is not there yet, so many parts at once."""
+        """Copy a segment unless it is there, `threads` parts at once."""
         plan = plans.get(plan_key(segment.header.run, segment.header.plan))
         if plan is None:
-            return  # without it a record is only bytes
+            return  # its records cannot be read
         try:
-            this = provable(self.source, segment, plan[1])
-            if self._is_there(this):
+            file = provable(self.source, segment, plan[1])
+            if self._is_there(file):
                 return
             if not dry_run:
-                if this.key in self.there:  # and is not what it ought to be
-                    self.target.delete(this.key)
-                copy_object(this, self.source, self.target, threads, self.tell)
+                if file.key in self.there:  # damaged
+                    self.target.delete(file.key)
+                copy_object(file, self.source, self.target, threads, self.tell)
         except (Corrupt, NotFound, Exists) as error:
             with self._lock:
                 self.done.problems[segment.key] = error.message
             return
         with self._lock:
             self.done.num_copied += 1
-            self.done.bytes += this.num_bytes
+            self.done.bytes += file.num_bytes
 
-    def _is_there(self, this: Provable) -> bool:
-        """True if a segment has arrived before.  Exists if another one has its name.
+    def _is_there(self, file: Provable) -> bool:
+        """True if a segment was copied before.  Exists if the target has another one under its key.
 
-        Its head has the digest of its header, and that the digests of all that is in it.
+        Compares their heads: a head has the digest of the header, which has digests of all records.
         """
-        if this.key not in self.there:
+        if file.key not in self.there:
             return False
-        (_, expected), *_ = this.known
+        (_, expected), *_ = file.known
         found = bytearray(len(expected))
         try:
-            self.target.read(this.key, 0, memoryview(found))
+            self.target.read(file.key, 0, memoryview(found))
         except (Corrupt, NotFound):
             found = bytearray()
         is_same = found == expected
-        if is_same and self.target.size(this.key) == this.num_bytes:
+        if is_same and self.target.size(file.key) == file.num_bytes:
             return True
-        if not is_same and read_headers(self.target, [this.key]):
-            raise Exists(f"{self.target.url} has other records of that name", key=this.key)
+        if not is_same and read_headers(self.target, [file.key]):
+            raise Exists(f"{self.target.url} has other records of that name", key=file.key)
         return False
 
 
 def provable(source: Store, segment: LogSegment, chunk_bytes: int) -> Provable:
-    """A segment, to be proved by the digests in its head and its header.  Reads its digest tables."""
+    """A segment, to be verified by the digests in its head and header.  Reads its digest tables."""
     head, tables = bytearray(HEAD_BYTES), []
     with closing(source.open(segment.key)) as reader:
         reader.read(0, memoryview(head))

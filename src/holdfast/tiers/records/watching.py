@@ -1,4 +1,4 @@
-"""Watches writes apart from the optimizers': to buffers, untrained parameters, weights and their states."""
+"""Finds writes to weights and optimizer states from outside, to buffers and to untrained parameters."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from holdfast.live.state.writes import Mark, Marks, corner, count_and_address
 
 SMALL_BYTES = 1 << 20
 MOST_SEEN = 64
-"""Weights of an optimizer whose elements are looked at, at each step."""
+"""Number of weights of an optimizer, at most, whose elements are compared at each step."""
 
 Look = tuple[list[int], Marks, list[bytes]]
+"""An optimizer as it was seen: sizes of its groups, marks of its weights and states, some elements."""
 
 
 def untrained(state: State) -> dict[str, torch.Tensor]:
@@ -40,7 +41,7 @@ def untrained(state: State) -> dict[str, torch.Tensor]:
     others: dict[str, torch.Tensor] = {}
     for key, module in modules_in(state):
         if trainable_marks:
-            trained |= {id(p) for p in frozen_in(module).values()}  # in no step, either
+            trained |= {id(p) for p in frozen_in(module).values()}  # no step has them, either
         for name, p in named_parameters(module):
             if id(p) not in trained:
                 others.setdefault(f"{key}.{name}", p)
@@ -63,20 +64,20 @@ def buffers(state: State) -> dict[str, torch.Tensor]:
 
 
 def small(tensors: dict[str, torch.Tensor]) -> set[str]:
-    """Names of small tensors, recorded at every step: batch norm's kernels write uncounted."""
+    """Names of small tensors, which every record holds: torch does not count the writes of batch norm."""
     return {n for n, t in tensors.items() if t.numel() * t.element_size() <= SMALL_BYTES}
 
 
 class HostElements:
-    """A few elements of an optimizer's weights on the host, or of some of many: they show writes that torch
-    does not count."""
+    """A few elements of an optimizer's weights on the host, of at most `MOST_SEEN` weights: they show
+    writes that torch does not count."""
 
     def __init__(self) -> None:
         self._views: dict[int, tuple[int, np.ndarray[Any, Any]]] = {}
-        """The place of each weight, and its elements, by its number."""
+        """Address of each weight, and a view of its elements, by number of the weight."""
 
     def look(self, weights: list[torch.Tensor]) -> list[bytes]:
-        """Return them as they are now."""
+        """Return the elements as they are now."""
         found = []
         for number in range(0, len(weights), -(-len(weights) // MOST_SEEN) or 1):
             local = memory_of(weights[number])
@@ -84,30 +85,30 @@ class HostElements:
                 continue
             known = self._views.get(number)
             if known is None or known[0] != local.data_ptr():
-                known = local.data_ptr(), corner(raw_array(local))  # which keeps that memory
+                known = local.data_ptr(), corner(raw_array(local))  # the view keeps that memory
                 self._views[number] = known
             found.append(known[1].tobytes())
         return found
 
 
 class Watch:
-    """Sees writes between two records, as far as they can be seen."""
+    """Finds writes between two records, as far as they can be seen."""
 
     def __init__(self) -> None:
         self.changing: set[str] = set()
         """Names of buffers and untrained parameters that have changed before: records hold them."""
         self._untrained: dict[str, torch.Tensor] = {}
         self._marks: dict[str, Mark] = {}
-        """Marks of what no optimizer changes, as it was at the last record, by name."""
+        """Marks of tensors that no optimizer changes, at the last record, by name."""
         self._optimizers: dict[str, Optimizer] = {}
         self._seen: dict[str, Look] = {}
-        """Sizes of each optimizer's groups, and its weights and states as it left them."""
+        """Each optimizer as its last step left it."""
         self._elements: defaultdict[str, HostElements] = defaultdict(HostElements)
         self._is_shared = False
         """True if two of the optimizers train one parameter."""
 
     def begin(self, state: State) -> None:
-        """Records lead on from the state as it is now."""
+        """Begin to watch: records lead on from the state as it is now."""
         self._untrained = untrained(state)
         self._elements.clear()
         self._mark(state)
@@ -124,28 +125,28 @@ class Watch:
             self._seen[name] = self._look(name)
 
     def is_edited(self, key: str | None = None) -> bool:
-        """True if somebody else has written to a weight or to a state of an optimizer (None: of any), or it
-        has others."""
+        """True if something else has written to weights or states of an optimizer (None: of any), or has
+        replaced them."""
         return any(self._look(name) != self._seen[name] for name in self._of(key))
 
     def _of(self, key: str | None) -> list[str]:
         return list(self._optimizers) if key is None or self._is_shared else [key]
 
     def tensors(self, state: State) -> dict[str, torch.Tensor]:
-        """All that no optimizer changes, by name."""
+        """All tensors that no optimizer changes, by name."""
         return {**self._untrained, **buffers(state)}
 
     def expect(self, state: State) -> dict[str, torch.Tensor]:
-        """The `tensors` that records are to hold, as far as is known before they are made."""
+        """Those of `tensors` that records will hold, as far as is known beforehand."""
         self.changing |= small(buffers(state))
         return {n: t for n, t in self.tensors(state).items() if n in self.changing}
 
     def learn(self, names: set[str], state: State) -> None:
-        """Remember that these have changed in steps before."""
+        """Note that tensors of these names changed in earlier steps."""
         self.changing |= names & {**untrained(state), **buffers(state)}.keys()
 
     def changed(self, state: State) -> set[str]:
-        """Names of what was written since the last record, as far as that can be known."""
+        """Names of tensors written since the last record, as far as can be seen, and of small buffers."""
         before = self._marks
         self._mark(state)
         written = {
@@ -154,10 +155,11 @@ class Watch:
         return written | small(buffers(state))
 
     def versions(self, state: State) -> dict[str, tuple[int, int]]:
-        """A count of writes to each tensor that no optimizer changes, and where it lies, by name."""
+        """Count of writes, and address, of each tensor that no optimizer changes, by name."""
         return {name: count_and_address(t) for name, t in self.tensors(state).items()}
 
     def written_since(self, before: dict[str, tuple[int, int]], state: State) -> tuple[str, ...]:
+        """Names of tensors whose `versions` are others than `before`."""
         now = self.versions(state)
         return tuple(sorted(name for name, v in now.items() if before.get(name) != v))
 

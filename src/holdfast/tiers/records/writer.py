@@ -1,6 +1,6 @@
-"""The writer: a process of its own for each rank, which takes records to storage.  Torch-free.
+"""The writer: a process of its own for each rank, which writes records to storage.  Torch-free.
 
-It outlives the training process: what lies in the ring when that dies is written before it ends.
+It outlives the training process: it writes the records that lie in the ring when that dies, and ends then.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from holdfast.tiers.records.writer_registry import withdraw
 
 WRITE_BYTES = 8 << 20
 PAUSES_S = (0.1, 1.0, 5.0)
-"""Seconds before each further try to write a segment that nobody else has any more."""
+"""Seconds before each further try to write a segment, once the training process is gone."""
 
 
 class SegmentWriter:
@@ -50,7 +50,7 @@ class SegmentWriter:
         self.ring = ring
 
     def digested(self, put: w.Put) -> w.Put:
-        """Complete the image in a slot by the digests of its chunks; return the record with theirs."""
+        """Add the digests of its chunks to the image in a slot; return the record with their digest."""
         view, record = self.ring.slot(put.slot), put.record
         digests = np.empty(num_chunks(record.table, CHUNK_BYTES), "<u8")
         digest_chunks(view[: record.table], digests)
@@ -88,27 +88,27 @@ class SegmentWriter:
         return size, opened - began + time.monotonic() - written
 
     def check_room(self, batch: list[w.Put]) -> None:
-        """OutOfSpace if all ranks' records like these would take the room for the next full save."""
+        """OutOfSpace if all ranks' records of this size would take the room for the next full save."""
         leave = max(put.leave_bytes for put in batch)
         if not leave or not isinstance(self.store, LocalStore):
             return
         free, size = self.store.free_bytes(), sum(aligned(put.record.bytes) for put in batch)
         if free is not None and free - size * self.order.header.world < leave:
             raise OutOfSpace(
-                f"{size_text(free)} are free in {self.store.url}, which records leave to the next full "
-                f"save: {size_text(leave)}",
+                f"{size_text(free)} are free in {self.store.url}: records leave room for the next full "
+                f"save, {size_text(leave)}",
                 hint="free space; records begin again with the next full save",
             )
 
     def _check_same(self, key: str, header: SegmentHeader) -> None:
-        """Accept what a writer wrote that died before it said so; Exists if it is another."""
+        """Accept a segment that a former writer wrote before it died; Exists if it has another header."""
         reader = self.store.open(key)
         try:
             found, _ = read_header(reader, key)
         finally:
             reader.close()
         if found != header:
-            raise Exists("another record of this run and step is there", key=key)
+            raise Exists("another record of this run and step is there already", key=key)
 
     @staticmethod
     def _image(file: Writer, at: int, view: memoryview, record: Record) -> None:
@@ -125,7 +125,7 @@ class RecordWriter:
     def __init__(self, line: socket.socket, parent: int) -> None:
         self._line = line
         self._parent: list[int] = []
-        with suppress(OSError):  # an old kernel: the socket alone has to tell
+        with suppress(OSError):  # an old kernel: then only the socket shows that it is gone
             self._parent = [os.pidfd_open(parent)]
         self._is_orphan = os.getppid() != parent
         """True if the training process died before this one had begun."""
@@ -133,15 +133,14 @@ class RecordWriter:
         """True once the training process was found to be gone, or to listen no more."""
 
     def run(self) -> None:
-        """Take records to storage until the training process closes its end, or dies."""
+        """Write records until the training process closes its end, or dies."""
         store: Store | None = None
         message, fd = self._next()
         while isinstance(message, w.Open) and fd is not None:
             if store is None or store.url != message.root:
                 store = open_store(message.root)
-                be_patient(
-                    store, None
-                )  # nobody waits for this process: what it holds is lost with it
+                # without a limit: no one waits for this process, and its records are lost with it
+                be_patient(store, None)
             ring = Ring(message.slots, message.slot_bytes, fd)
             order, (message, fd) = message, self._serve(SegmentWriter(store, message, ring))
             ring.close()
@@ -149,7 +148,7 @@ class RecordWriter:
                 withdraw(store, order.header.run, order.header.rank)
 
     def _serve(self, segments: SegmentWriter) -> tuple[object, int | None]:
-        """Take records of one order to storage; return what comes after them: the next order, or None."""
+        """Write records of one order; return the message after them: the next order, or None."""
         batch: list[w.Put] = []
         while True:
             message, fd = self._next()
@@ -166,12 +165,12 @@ class RecordWriter:
                 case _:
                     if message is None:
                         self._alone = True
-                        weigh_session(0)  # the next attempt waits for what is left
+                        weigh_session(0)  # the next attempt waits for the records that are left
                     self._write(segments, batch)
                     return message, fd
 
     def _next(self) -> tuple[object, int | None]:
-        """The next message; None when the training process is gone, whoever else holds its socket."""
+        """The next message; None when the training process is gone, even if another has its socket."""
         try:
             here = self._line.fileno()
             limit_s = 0 if self._is_orphan else None
@@ -183,13 +182,13 @@ class RecordWriter:
             return None, None
 
     def _write(self, segments: SegmentWriter, batch: list[w.Put]) -> None:
-        """Write one segment of what has been collected, if anything; say so, or why not."""
+        """Write the batch as one segment, if there is any; report that, or the error."""
         if not batch:
             return
         began = time.monotonic()
         slots = tuple(put.slot for put in batch)
         try:
-            if not self._is_alone():  # else nobody makes up for them by a full save
+            if not self._is_alone():  # else no full save will follow that needs the room
                 segments.check_room(batch)
             size, fixed_s = self._persist(segments, batch)
         except Exception as error:
@@ -197,7 +196,7 @@ class RecordWriter:
             self._say(w.RecordsWrote(slots, error=failure))
             if self._is_alone():
                 steps = f"{batch[0].record.step} to {batch[-1].record.step}"
-                with suppress(OSError):  # who read that may be gone as well
+                with suppress(OSError):  # the reader of stderr may be gone, too
                     print(
                         f"holdfast: the records of steps {steps} are lost: {failure.message}",
                         file=sys.stderr,
@@ -207,8 +206,8 @@ class RecordWriter:
         self._say(w.RecordsWrote(slots, batch[-1].record.step, size, took, fixed_s))
 
     def _persist(self, segments: SegmentWriter, batch: list[w.Put]) -> tuple[int, float]:
-        """Write a segment, and try again after errors if the training process is gone, which would
-        have begun anew with a full save."""
+        """Write a segment.  Once the training process is gone, which would make a full save after an error,
+        try again."""
         for pause_s in PAUSES_S:
             try:
                 return segments.write(batch)

@@ -1,5 +1,5 @@
-"""Writers that are still at work: what a training process that died,
-or left an attempt, had in memory is not in the log yet."""
+"""The entries of writers at work: when a training process has died or left an attempt, its writer may still
+have records in memory that are not in the log yet."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WAIT_S = 120.0
 
 
 class WriterEntry(msgspec.Struct, frozen=True):
-    """A writer at work."""
+    """A writer at work: its host, its pid, and when it started."""
 
     place: str
     pid: int
@@ -40,22 +40,21 @@ def writing_key(run: int, rank: int, pid: int) -> str:
 
 
 def announce(store: Store, run: int, rank: int, pid: int) -> None:
-    """Announce that a process writes what a rank records.  The rank does so before it hands
-    anything over: it may be dead before its writer has so much as begun.  Blocks; StoreError.
-    """
+    """Announce that a process writes a rank's records.  The rank does so before it hands over any record,
+    as it may die before its writer begins.  Blocks; StoreError."""
     writer = WriterEntry(host_id() or "", pid, start_time(pid) or "")
     store.put(writing_key(run, rank, pid), msgspec.json.encode(writer))
 
 
 def withdraw(store: Store, run: int, rank: int) -> None:
-    """Withdraw what `announce` said of this process: it has written all that it had."""
+    """Delete the entry of this process, which has written all its records."""
     with suppress(HoldfastError):
         store.delete(writing_key(run, rank, os.getpid()))
 
 
 def writers(store: Store, keys: Iterable[str], run: int) -> dict[str, WriterEntry]:
-    """Writers of runs before `run` that some keys tell of, by their keys.  Of one that has ended since it
-    was listed, or whose entry is damaged, that nothing is known: it is at work nowhere."""
+    """The writers of runs before `run` with an entry among `keys`, by key.  One whose entry is gone by now,
+    or is damaged, counts as one that is not at work."""
     found = {}
     for key in keys:
         if _WRITING.fullmatch(key) is not None and int(key.split("/")[1]) < run:
@@ -67,14 +66,14 @@ def writers(store: Store, keys: Iterable[str], run: int) -> dict[str, WriterEntr
 
 
 def ended(store: Store, keys: Iterable[str], run: int) -> list[str]:
-    """Keys that tell of writers of runs before `run` which are not known to be at work."""
+    """Keys of the entries of writers of runs before `run` that are not known to be at work."""
     return [key for key, one in writers(store, keys, run).items() if not one.is_here()]
 
 
 def await_others(others: dict[str, WriterEntry], limit_s: float = WAIT_S) -> list[str]:
-    """Wait until none of some writers is at work on this host; return those still so.
+    """Wait until none of these writers is at work on this host; return the keys of those that still are.
 
-    On other hosts nobody can tell.
+    Writers on other hosts cannot be seen.
     """
     left = []
     until = time.monotonic() + limit_s

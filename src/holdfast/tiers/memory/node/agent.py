@@ -1,7 +1,7 @@
 """The agent process: one per node and user, in a session of its own.
 
-It listens on a Unix socket for the processes of this node and on TCP for other nodes'; who is let in says
-`servers`.  What it decides is in `machine`; here are only the effects.
+It listens on a Unix socket for the processes of this node and on TCP for other nodes'; `servers` checks who
+may ask.  `machine` decides what to do, and this module does it.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ log = logging.getLogger("holdfast.agent")
 
 TICK_S = 1.0
 THREADS = {"memory": 2, "peers": 4, "storage": 4, "waiting": 4, "gone": 1}
-"""Number of threads, by what holds them up: a slow peer or a full disk must not keep others from
+"""Number of threads, by what they wait for: a slow peer or a full disk must not keep others from
 their memory."""
-BEHIND = ("storage", "waiting", "gone")
-"""The pools that give way to the training.  For what the others do the next snapshot waits, and with it the
-training: they have its priority, as has the thread that answers."""
+BACKGROUND_POOLS = ("storage", "waiting", "gone")
+"""The pools with low priority.  Snapshots, and with them the training, wait for the other pools: these have
+the training's priority, as has the thread that answers."""
 WEIGH_S = 0.2
 """Seconds after which the priority of the session is set again, if the kernel did not take it."""
 IDLE_S = 60.0
-"""A connection of another node is closed after so long without a request; a node that vanishes closes
-none."""
+"""Seconds without a request after which a connection of another node is closed: a node that vanishes closes
+none itself."""
 
 
 class Agent:
@@ -78,38 +78,42 @@ class Agent:
         self._notes = JobNotes(segments)
         self._pools = {
             name: ThreadPoolExecutor(
-                number, f"holdfast-{name}", partial(os.nice, 19 if name in BEHIND else 0)
+                number, f"holdfast-{name}", partial(os.nice, 19 if name in BACKGROUND_POOLS else 0)
             )
             for name, number in THREADS.items()
         }
         self._yields = False
-        """The training goes on; a restart would wait for whatever this process does."""
+        """True while the training goes on: in a restart it would wait for whatever this process does."""
         self._num_behind = 0
         """Number of images that are being written to storage."""
         self._weight = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._encodings: list[Encoding] = []
         self._throttles: dict[tuple[str, int, int], Throttle] = {}
-        """Paces by job, rank and cap: one for all that is done for a rank."""
+        """Throttles by job, rank and cap: one for all that is done for a rank."""
         self._freed: Counter[str] = Counter()
         """Number of times that each job was freed."""
 
     # -- deciding ---------------------------------------------------------------------------------
 
     async def ask(self, message: w.Message) -> bytes:
-        """The answer to a message, encoded."""
+        """Return the answer to a message, encoded."""
         return await self._requests.answered(partial(self.tell, message))
 
     def _note_training(self, message: w.Message) -> None:
-        """Training goes on from its first snapshot on, until ranks leave, or ask what there is."""
+        """Note if training goes on: it does from its first snapshot until ranks leave, die, or ask what
+        is held."""
         if isinstance(message, w.Take):
             self._yields = True
         elif isinstance(message, (w.Ask, w.Bye, w.Gone)):
             self._yields = False
 
     def _weigh(self) -> None:
-        """Give way to the training as a whole, for kernels that weigh sessions against each other: only
-        while images go to storage, and no snapshot is being made, for which the training may wait."""
+        """Set the priority of this whole session, for kernels that weigh sessions against each other.
+
+        It is low only while images go to storage and no snapshot is being made: for a snapshot the training
+        may wait.
+        """
         yields = self._yields and self._num_behind > 0 and not self.state.is_filling
         weight = 19 if yields else 0
         if weight == self._weight:
@@ -120,6 +124,7 @@ class Agent:
             asyncio.get_running_loop().call_later(WEIGH_S, self._weigh)
 
     def tell(self, message: w.Message, ask: int = 0) -> None:
+        """Take in a message: change the state, and carry out the effects."""
         self._note_training(message)
         before, undone = self.state, False
         self.state, effects = machine.step(self.state, message, time.monotonic(), ask)
@@ -136,7 +141,7 @@ class Agent:
                 log.error("%s", failed)
                 if isinstance(effect, e.Answer):
                     self._do(e.refuse(effect.ask, OutOfSpace(failed)))
-                if isinstance(effect, e.KeepManifest):  # the newest commit is the one before
+                if isinstance(effect, e.KeepManifest):  # the previous commit stays the newest
                     self.state, undone = before, True
         self._weigh()
 
@@ -162,7 +167,7 @@ class Agent:
                 self._notes.keep_peers(job, cards)
             case e.Remove(job, names, attempts):
                 self.segments.remove(job, names, attempts)
-                self._later(self._bury())
+                self._later(self._delete_removed())
             case e.RemoveJob(job):
                 self.segments.remove_job(job)
                 self._freed[job] += 1
@@ -170,7 +175,7 @@ class Agent:
                     key: throttle for key, throttle in self._throttles.items() if key[0] != job
                 }
                 self._notes.forget(job)
-                self._later(self._bury())
+                self._later(self._delete_removed())
             case e.Make(job, name, capacity):
                 self._later(self._make(job, name, capacity))
             case e.Digest(job, slot):
@@ -201,7 +206,7 @@ class Agent:
         return known is not None and known.owner != 0
 
     def _throttle(self, job: str, rank: int) -> Throttle:
-        """The one throttle of all that protects and stores a rank's images."""
+        """Return the throttle that all work for a rank's images shares."""
         cap = self.state.jobs.get(job, Job(job)).bytes_per_s
         return self._throttles.setdefault((job, rank, cap), Throttle(cap))
 
@@ -210,8 +215,8 @@ class Agent:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _bury(self) -> None:
-        await self._in_thread("gone", self.segments.bury)
+    async def _delete_removed(self) -> None:
+        await self._in_thread("gone", self.segments.delete_removed)
 
     async def _make(self, job: str, name: str, capacity: int) -> None:
         """Make a slot's file, unless the job is freed meanwhile: the next job of that name may have
@@ -228,7 +233,7 @@ class Agent:
             self.tell(w.Made(job, name, error))
         else:
             self.segments.remove(job, (made,), ())
-            await self._bury()
+            await self._delete_removed()
 
     def _make_if_wanted(self, job: str, name: str, capacity: int, life: int) -> bool:
         """Make a slot's file unless its job was freed; True if it is still wanted once it is
@@ -275,7 +280,7 @@ class Agent:
 
     async def watch(self) -> None:
         """Notice processes that die, and time that passes."""
-        self._later(self._bury())  # what one before has left
+        self._later(self._delete_removed())  # what an earlier agent removed
         while not self.stopped.is_set():
             for job in list(self.state.jobs.values()):
                 trainers = job.trainers.items()
@@ -298,8 +303,8 @@ class Agent:
     # -- telling ----------------------------------------------------------------------------------
 
     def card_of(self, job: str) -> w.Card:
-        """The card by which a job's ranks know this agent; its token is drawn from a secret of this
-        agent alone."""
+        """Return the card by which a job's ranks know this agent; its token is derived from a secret of
+        this agent alone."""
         token = hmac.new(self._secret, job.encode(), "sha256").hexdigest()
         known = self.state.jobs.get(job, Job(job))
         port = self.card.address.rpartition(":")[2]
@@ -307,7 +312,7 @@ class Agent:
         return msgspec.structs.replace(self.card, address=address, token=token)
 
     def held(self, name: str) -> w.Held:
-        """The facts about a job that other nodes and restarted processes need."""
+        """Return what other nodes and restarted processes need to know of a job."""
         job = self.state.jobs.get(name, Job(name))
         images = tuple(
             w.HeldImage(
@@ -353,7 +358,7 @@ class Agent:
         )  # fmt: skip
 
     def _moved(self, name: str) -> dict[str, int]:
-        """Bytes that were moved so far for a job's ranks, by kind of work."""
+        """Return the bytes that were moved so far for a job's ranks, by kind of work."""
         return dict(
             sum((p.let for (job, *_), p in self._throttles.items() if job == name), Counter())
         )
@@ -396,7 +401,7 @@ async def serve(root: Path, host: str, budget: int, *, stay: bool, tls: bool) ->
     visitors.close()
     for runner in runners:
         await runner.cleanup()
-    agent.segments.bury()
+    agent.segments.delete_removed()
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -405,7 +410,8 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def default_budget(root: Path) -> int:
-    """Half of the memory that this process may have, and no more than the file system of `root` holds."""
+    """Return half of the memory that this process may have, or 90 % of the file system of `root` if that is
+    less."""
     stat = os.statvfs(root)
     return min(memory_bytes() // 2, stat.f_blocks * stat.f_frsize * 9 // 10)
 
@@ -439,8 +445,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def _serve_and_leave(root: Path, host: str, budget: int, *, stay: bool, tls: bool) -> None:
-    """Run the agent, then end the process, whatever its threads still wait for: what they do is as
-    good as undone, for a new agent begins anew."""
+    """Run the agent, then end the process, whatever its threads still wait for: a new agent does not
+    rely on their work."""
     await serve(root, host, budget, stay=stay, tls=tls)
     logging.shutdown()
     os._exit(0)

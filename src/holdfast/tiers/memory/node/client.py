@@ -25,18 +25,19 @@ from holdfast.core.store.oserrors import translated
 from holdfast.tiers.memory.node import messages as w
 from holdfast.tiers.memory.node.segment import SOCKET, check_home, home, make_home
 
-START_S = (
-    60.0  # a process that lives is waited for: on a busy node it may take half a minute to begin
-)
+START_S = 60.0
+"""Seconds for which a new agent is waited for: on a busy node it may take half a minute to begin."""
 RESTART_S = 1.0
-"""An agent that finds another one ends at once; if nobody answers after that time, so has the other."""
+"""Seconds after which an agent is started again.  One that finds another ends at once; if nobody answers
+then, the other has ended, too."""
 HURRIED_S = 1.0
+"""Most seconds that a call may take once this process comes to its end."""
 LOOK_S, SILENT_S = 15.0, 5.0
-"""Seconds between checks that the agent still answers, while one waits for it, and seconds that
+"""Seconds between checks that the agent still answers, while a call waits for it, and seconds that
 each of a check's two looks may take."""
 AGAIN_S, MOST_AGAIN_S = 60.0, 900.0
 """Seconds for which a silent agent is left alone, at first and at most."""
-Found = Literal["there", "silent", "nobody"]
+Presence = Literal["there", "silent", "nobody"]
 LONG = (w.Persist, w.Protect)
 """Orders that take as long as storage and other nodes do: the limit is on the time without
 progress."""
@@ -66,7 +67,7 @@ class _Connection(http.client.HTTPConnection):
 
 
 class Client:
-    """One process's line to its node's agent.  Thread-safe; every call has a deadline."""
+    """One process's connection to its node's agent.  Thread-safe; every call has a deadline."""
 
     def __init__(self, root: Path | None = None, deadline_s: float = 600.0) -> None:
         self.root = root or home()
@@ -88,7 +89,7 @@ class Client:
                 line.hang_up()
 
     def ask(self, message: w.Message, kind: type[_T] | Any = Any, timeout_s: float = 0.0) -> Any:
-        """The answer, as `kind`; the error that the agent answers with; AgentUnreachable.
+        """Return the answer, as `kind`.  Raises the error that the agent answers with, or AgentUnreachable.
 
         AgentUnreachable comes at once if the agent was silent lately.  An order that is `LONG` is
         waited for as long as it makes progress.
@@ -112,7 +113,7 @@ class Client:
         return decode_msgpack(answer["ok"], kind)
 
     def _ask(self, message: w.Message, limit: float) -> bytes:
-        """The answer as it comes.  TimeoutError, BlockingIOError, AgentUnreachable."""
+        """Return the encoded answer.  TimeoutError, BlockingIOError, AgentUnreachable."""
         with self._lock:
             limit = min(limit, HURRIED_S) if self.leaving else limit
             line = _Connection(self.root / SOCKET, limit)
@@ -156,10 +157,10 @@ class Client:
                     raise TimeoutError
                 until = time.monotonic() + limit
             elif self.look() == self.look() == "silent":
-                raise self._was_silent()
+                raise self._note_silence()
 
     def _moved(self, order: w.Persist | w.Protect) -> int:
-        """Bytes that the agent has stored or protected for the job of an order; 0 if it does not say."""
+        """Return the bytes that the agent has stored or protected for an order's job; 0 if unknown."""
         kind = w.STORED if isinstance(order, w.Persist) else w.PROTECTED
         with suppress(TimeoutError, BlockingIOError):
             answer = decode_msgpack(self._ask(w.Status(), LOOK_S), _Answer)
@@ -167,11 +168,11 @@ class Client:
             return sum(job.moved.get(kind, 0) for job in report.jobs if job.job == order.job)
         return 0
 
-    def look(self) -> Found:
+    def look(self) -> Presence:
         """Ask the agent for its status, to find out if one answers, is silent, or is not there."""
         try:
             self._ask(w.Status(), SILENT_S)
-        except (TimeoutError, BlockingIOError):  # or so many wait already that it takes no more
+        except (TimeoutError, BlockingIOError):  # the latter if its queue of connections is full
             return "silent"
         except AgentUnreachable:
             return "nobody"
@@ -186,7 +187,7 @@ class Client:
         self._silent_s = self._again_at = 0.0
 
     def silence(self) -> AgentUnreachable:
-        """The error of an agent that runs and does not answer."""
+        """Return the error of an agent that runs and does not answer."""
         pid = self.pid
         return AgentUnreachable(
             f"the agent of this node, process {pid}, does not answer",
@@ -199,7 +200,7 @@ class Client:
         return self.agent()[0]
 
     def is_running(self) -> bool:
-        """True if the agent's process runs, though it may answer no more."""
+        """True if the agent's process runs, even if it no longer answers."""
         return process_state(*self.agent()) == "runs"
 
     def agent(self) -> tuple[int, str]:
@@ -218,9 +219,9 @@ class Client:
             self.ask_again()
         return self._again_at > 0.0
 
-    def _was_silent(self) -> AgentUnreachable:
-        """Have a silent agent asked again only after a while, twice as long each time, for each
-        look holds up the training; return its error."""
+    def _note_silence(self) -> AgentUnreachable:
+        """Return the error of a silent agent, and leave it alone for a while, twice as long each time:
+        every look holds up the training."""
         with self._lock:
             first = time.monotonic() >= self._again_at  # several threads may find out at once
             if first:
@@ -233,10 +234,9 @@ class Client:
     def start(
         self, host: str = "", budget: int = 0, *, stay: bool = False, tls: bool = False
     ) -> None:
-        """Have an agent on this node.  Several processes may do so at once.
+        """Start an agent on this node unless there is one.  Several processes may do so at once.
 
-        `stay`: one that is started now does not leave by itself; `tls`: it serves other nodes by
-        TLS.
+        `stay`: a new agent does not leave by itself; `tls`: it serves other nodes by TLS.
         """
         if self._is_waiting():
             raise self.silence()
@@ -246,7 +246,7 @@ class Client:
             self.ask_again()
             return
         if found == "silent" and (self._silent_s or self._still_silent()):
-            raise self._was_silent()
+            raise self._note_silence()
         check_can_serve()
         with translated("make", "", str(self.root)):
             make_home(self.root)
@@ -260,18 +260,18 @@ class Client:
                 process, again = self._spawn(options), time.monotonic() + RESTART_S
                 continue
             if found == "silent" and time.monotonic() > until:
-                raise self._was_silent()
+                raise self._note_silence()
             if status or time.monotonic() > until:
                 why = f"it {ending(status)}" if status else f"none answers within {START_S:g} s"
                 raise AgentUnreachable(
-                    f"no agent on this node: {why}. {self._last_words()}",
+                    f"no agent on this node: {why}. {self._last_log_line()}",
                     hint=f"its log is {self.root}/agent.log",
                 )
             time.sleep(0.02)
 
     def _still_silent(self) -> bool:
-        """True if an agent that has answered before runs, and does not answer a second time: training waits
-        for it.  Of a new one it is known only that it takes its time."""
+        """True if an agent that has answered before runs, and does not answer a second look: training waits
+        for it.  One that has not answered yet may only be slow to begin."""
         return self._has_answered and self.is_running() and self.look() == "silent"
 
     def _spawn(self, options: list[str]) -> subprocess.Popen[bytes]:
@@ -283,7 +283,7 @@ class Client:
                     "holdfast.tiers.memory.node.agent", options, variables=variables, log=log
                 )
 
-    def _last_words(self) -> str:
+    def _last_log_line(self) -> str:
         """The last line of the agent's log; empty if there is none."""
         with suppress(OSError):
             lines = (self.root / "agent.log").read_text(errors="replace").splitlines()

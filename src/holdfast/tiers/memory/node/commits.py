@@ -1,4 +1,4 @@
-"""Choice of the newest snapshot, and images on their way to storage.  Pure."""
+"""Commits of snapshots, and images on their way to storage.  Pure."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def commit(state: State, job: Job, m: w.Commit, ask: int) -> Result:
         return state, [*known, Reply(ask, None)]
     keep = KeepManifest(job.name, m.attempt, m.step, m.manifest, m.cards)
     here, gone = job.ready, job.elsewhere
-    if m.attempt not in here:  # another node's images alone: nothing here is to be protected for it
+    if m.attempt not in here:  # only other nodes have images: no slot here has to be kept for it
         before: list[Effect] = [Remove(job.name, (), gone)] if gone else []
         state = state.with_job(job, elsewhere=(m.attempt,))
         return state, [keep, *before, Reply(ask, None)]
@@ -50,8 +50,8 @@ def commit(state: State, job: Job, m: w.Commit, ask: int) -> Result:
 
 
 def _with_newest(job: Job, attempt: str, step: int) -> Job:
-    """The job with this attempt as its newest; slots begun for it, and not needed in the end, are
-    empty."""
+    """Return the job with this attempt as its newest; slots that were begun for it and are not needed in
+    the end are emptied."""
     here = job.ready
     kept = tuple(c for c in job.commits if c[0] in here and c[0] != attempt)
     of_it = [s for s in job.slots.values() if s.attempt == attempt]
@@ -60,14 +60,14 @@ def _with_newest(job: Job, attempt: str, step: int) -> Job:
 
 
 def _left_over(job: Job) -> tuple[str, ...]:
-    """Free slots of ranks that are here no more."""
+    """Return the names of the free slots of ranks that are no longer here."""
     used = {(s.kind, s.rank) for s in job.slots.values() if s.attempt == job.newest}
     free = [s for s in job.slots.values() if job.is_free(s)]
     return tuple(s.name for s in free if (s.kind, s.rank) not in used)
 
 
 def persist(state: State, job: Job, m: w.Persist, ask: int) -> Result:
-    """An image shall go to storage."""
+    """Send an image to storage."""
     found = [s for s in job.images(m.attempt) if s.rank == m.rank]
     if not found:
         text = f"the image of rank {m.rank} of attempt {m.attempt} is not here"
@@ -77,7 +77,7 @@ def persist(state: State, job: Job, m: w.Persist, ask: int) -> Result:
 
 
 def wrote(state: State, job: Job, m: w.Wrote, _: int) -> Result:
-    """An image is in storage, or cannot be.  Rank 0's stays until somebody has seen to the commit."""
+    """An image is in storage, or cannot be.  Rank 0's task stays until the commit is settled."""
     found = job.writing.get((m.attempt, m.rank))
     if found is None:
         return state, []
@@ -99,20 +99,20 @@ def settled(state: State, job: Job, m: w.Settled, ask: int) -> Result:
     """The durable step is committed or given up: this agent need not see to it."""
     writing = {k: v for k, v in job.writing.items() if k[0] != m.attempt or not v.written}
     for key, one in writing.items():
-        if key[0] == m.attempt:  # still being written, and then nobody's to commit
+        if key[0] == m.attempt:  # still being written, and not to be committed here afterwards
             writing[key] = replace(one, order=msgspec.structs.replace(one.order, claim=b""))
     replies: list[Effect] = [Reply(ask, None)] if ask else []
     return state.with_job(job, writing=writing), replies
 
 
-def late(job: Job, lost: set[int]) -> list[Effect]:
-    """The commits that processes which died or left can no longer see to."""
+def late_commits(job: Job, lost: set[int]) -> list[Effect]:
+    """Return the commits that are left to this agent by processes that died or left."""
     written = [one.order for one in job.writing.values() if one.written]
     return [CommitLate(order) for order in written if order.pid in lost]
 
 
 def flush(state: State, job: Job) -> Result:
-    """Everybody has died and nobody came: the newest snapshot goes to storage, once."""
+    """Send the newest snapshot to storage, once: all processes have died, and none came back."""
     attempt, step_number = job.commits[-1] if job.commits else ("", 0)
     if not attempt or job.flushed == attempt:
         return state, []

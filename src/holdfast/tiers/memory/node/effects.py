@@ -1,4 +1,4 @@
-"""The things that an agent is to do: values, which `agent` acts upon in order."""
+"""What an agent is to do, as values, which `agent` carries out in order."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Make:
 
 @dataclass(frozen=True)
 class Note:
-    """Write a slot's header; always before what follows it."""
+    """Write a slot's header, before any later effect."""
 
     job: str
     slot: Slot
@@ -83,8 +83,8 @@ class KeepManifest:
 
 @dataclass(frozen=True)
 class KeepPeers:
-    """Keep the agents that hold part of the newest commit: they may have changed, where one has
-    died and has a successor."""
+    """Keep the cards of the agents that hold part of the newest commit: they change when one dies and
+    has a successor."""
 
     job: str
     cards: tuple[w.Card, ...]
@@ -106,8 +106,8 @@ class RemoveJob:
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer with what is held of a job, or of all if it is empty; `agent` alone knows addresses
-    and reads manifests."""
+    """Answer with what is held of a job, or with a report on all jobs if `job` is empty.  Only `agent`
+    knows addresses and reads manifests."""
 
     ask: int
     job: str
@@ -123,7 +123,7 @@ class Greet:
 
 @dataclass(frozen=True)
 class Exit:
-    """Leave."""
+    """End the agent."""
 
 
 Effect = (

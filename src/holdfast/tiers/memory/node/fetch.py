@@ -32,14 +32,14 @@ class Peer:
         self._patience_s = patience_s
         self._open: set[http.client.HTTPConnection] = set()
         self._idle: list[http.client.HTTPConnection] = []
-        """The open ones that no thread asks by."""
+        """The open connections that no thread is using."""
 
     def get(self, path: str) -> bytes:
-        """A whole answer."""
+        """Return the whole answer to a request."""
         return self._asked(path, self._headers, None)
 
     def tell(self, path: str) -> None:
-        """Say something that has no answer."""
+        """Send a message that has no answer."""
         self._asked(path, self._headers, None, "POST")
 
     def read(self, path: str, offset: int, into: memoryview) -> None:
@@ -74,7 +74,7 @@ class Peer:
             raise self._unreachable(error) from None
 
     def _ask(self, line: http.client.HTTPConnection, *asked: Any) -> bytes:
-        """Ask by a connection, which is kept for the next one, of any thread, if all went well."""
+        """Ask by a connection.  If all went well, it is kept for the next request of any thread."""
         self._open.add(line)
         try:
             answer = self._answer(line, *asked)

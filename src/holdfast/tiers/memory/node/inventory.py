@@ -28,23 +28,23 @@ from holdfast.tiers.memory.node import messages as w
 from holdfast.tiers.memory.node.fetch import Peer
 from holdfast.tiers.memory.node.segment import is_sound, mapped
 from holdfast.tiers.memory.node.sources import (
-    AnImage,
+    ImageReader,
     LocalImage,
     RebuiltImage,
     RemoteImage,
     StoredImage,
-    Tallied,
+    TalliedReader,
     Tally,
 )
 
 ELSEWHERE_S = 3.0
-"""Seconds of patience with nodes that may be no more."""
+"""Seconds to wait for answers of nodes that may be gone."""
 ELSEWHERE_THREADS = 32
 
 _KEY = re.compile(r"steps/(\d{10,})/([\w.-]+)/r(\d{5,})\.safetensors")
 
 Key = tuple[str, str, int]
-"""Kind, attempt and rank of an image or of what is kept for a group."""
+"""Kind, attempt and rank of an image or guard."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Location:
 
 
 class Inventory:
-    """The images and parity blocks that each agent holds.  `here`: name of this node's agent, whose
-    files are read directly."""
+    """The images and guards that each agent holds.  `here`: name of this node's agent, whose files are
+    read directly."""
 
     def __init__(self, job: str, helds: list[w.Held], here: str) -> None:
         self.job = job
@@ -65,7 +65,7 @@ class Inventory:
         self.renew(helds, here)
 
     def renew(self, helds: list[w.Held], here: str) -> None:
-        """Take what the agents tell when asked again: one that died has a successor.  What is lost
+        """Take new answers of the agents: one that died may have a successor.  What counts as lost
         stays lost."""
         self.here = here
         self.helds = {held.card.agent: held for held in helds}
@@ -90,13 +90,14 @@ class Inventory:
         return list(found.values())
 
     def find(self, attempt: str) -> Manifest:
-        """The manifest of the snapshot of an attempt, which some agent must know."""
+        """Return the manifest of an attempt's snapshot, which some agent must know."""
         return next(m for m in self.manifests if m.attempt == attempt)
 
     def lost_nodes(self, attempt: str = "") -> tuple[str, int]:
-        """A snapshot (else the newest), and how many agents had part of it that is in no memory now.
+        """Return the attempt of a snapshot (default: the newest), and on how many nodes parts of it were
+        lost that are in no memory now.
 
-        An agent that died has a successor, which holds what it held.
+        A node whose agent died is not lost: the successor holds the same.
         """
         manifests = [m for m in self.manifests if attempt in ("", m.attempt)]
         if not manifests:
@@ -110,8 +111,8 @@ class Inventory:
         return newest.attempt, min(max(had - len(there), 1), len(missing))
 
     def cards(self, attempt: str) -> tuple[w.Card, ...]:
-        """Cards of the agents that hold part of a snapshot, as they are now; as long as some of it
-        is in no memory, also of those that held part of it and did not answer."""
+        """Return the present cards of the agents that hold part of a snapshot.  As long as some of it is
+        in no memory, also those of agents that held part of it and did not answer."""
         there = self._having(attempt)
         found = {held.card.agent: held.card for held in there}
         if self._missing(self.find(attempt)):
@@ -120,20 +121,21 @@ class Inventory:
         return tuple(found[agent] for agent in sorted(found))
 
     def _having(self, attempt: str) -> list[w.Held]:
-        """The answers of the agents that hold part of a snapshot."""
+        """Return the answers of the agents that hold part of a snapshot."""
         return [h for h in self.helds.values() if any(i.attempt == attempt for i in h.images)]
 
     def _missing(self, manifest: Manifest) -> list[int]:
-        """The ranks whose images are in no memory."""
+        """Return the ranks whose images are in no memory."""
         ranks = {f.rank for f in manifest.files}
         return [r for r in ranks if ("share", manifest.attempt, r) not in self._places]
 
     def suspects(self, attempt: str, rank: int) -> list[Key]:
-        """The keys that must count as lost, as this node sees it, when an image proved damaged or
-        out of reach.
+        """Return the keys that must count as lost, as this node sees it, after an image proved damaged
+        or out of reach.
 
-        If it was read where it lies: its own, or those of all that its agent holds, if that is out
-        of reach.  If it was rebuilt: those of its group that are found damaged or out of reach.
+        For an image that was read where it lies: its own key, or the keys of all that its agent holds
+        if the agent is out of reach.  For an image that was rebuilt: the keys of its group that are
+        damaged or out of reach.
         """
         share: Key = ("share", attempt, rank)
         if share in self._places:
@@ -148,18 +150,18 @@ class Inventory:
             return False
 
     def _held_by(self, key: Key) -> list[Key]:
-        """The keys of everything that is held by the agent that holds this one."""
+        """Return the keys of everything that the agent of a key holds."""
         agent = self._places[key].held.card.agent
         return [k for k, place in self._places.items() if place.held.card.agent == agent]
 
     def lose(self, keys: Iterable[Key]) -> bool:
-        """Count these as lost from now on; False if they all were before."""
+        """Count keys as lost from now on; False if all of them already were."""
         found = [key for key in keys if self._places.pop(key, None) is not None]
         self._lost.update(found)
         return bool(found)
 
     def _group(self, attempt: str, rank: int) -> list[Key]:
-        """The keys of all that is left of the group that a rank is in."""
+        """Return the keys of the images and guards that are left of a rank's group."""
         members = next((g.members for g in self._guards(attempt) if rank in g.members), ())
         keys: list[Key] = [(kind, attempt, r) for kind in ("share", "guard") for r in members]
         return [key for key in keys if key in self._places]
@@ -171,7 +173,7 @@ class Inventory:
         return sorted(found, key=lambda image: image.rank)
 
     def _is_sound(self, key: Key) -> bool:
-        """True if something proves to be what was written, checked on the node that holds it."""
+        """True if an image or guard is what was written; checked on the node that holds it."""
         kind, attempt, rank = key
         place = self._places[key]
         peer = self._peers.get(place.held.card.agent)
@@ -186,7 +188,7 @@ class Inventory:
             return False
 
     def raw(self, kind: str, attempt: str, rank: int, key: str) -> LocalImage | RemoteImage:
-        """A reader of an image, or of a guard, where it lies.  NotFound."""
+        """Return a reader of an image, or of a guard, where it lies.  NotFound."""
         place = self._places.get((kind, attempt, rank))
         if place is None:
             raise NotFound(f"the {kind} of rank {rank} is in no node's memory", key=key)
@@ -198,8 +200,8 @@ class Inventory:
         except NotFound as error:
             raise NotFound(error.message, key=key) from None
 
-    def reader(self, attempt: str, rank: int, key: str) -> AnImage:
-        """A reader of a rank's image, where it lies or rebuilt.  NotFound says why not."""
+    def reader(self, attempt: str, rank: int, key: str) -> ImageReader:
+        """Return a reader of a rank's image, where it lies or rebuilt; NotFound says why there is none."""
         if ("share", attempt, rank) in self._places:
             return self.raw("share", attempt, rank, key)
         guard = next((g for g in self._guards(attempt) if rank in g.members), None)
@@ -220,18 +222,18 @@ class Inventory:
         except NotRecoverable as error:
             raise NotFound(error.message, key=key, hint=error.hint) from None
         emit("memory.rebuilt", key=key, lost=[guard.members[i] for i in sorted(lost)])
-        opener = partial(self._of_member, attempt, guard.members, key)
+        opener = partial(self._open_area, attempt, guard.members, key)
         return RebuiltImage(stripes, frozenset(lost), member, opener)
 
-    def _of_member(
+    def _open_area(
         self, attempt: str, members: tuple[int, ...], key: str, member: int, area: str
     ) -> Reader:
         return self.raw("share" if area == "share" else "guard", attempt, members[member], key)
 
 
 def elsewhere(job: str, helds: list[w.Held]) -> list[w.Held]:
-    """The answers of agents that took part in the newest commits and are not among these; of those
-    that do answer."""
+    """Return the answers of agents that took part in the newest commits and are not in `helds`, as far
+    as they answer."""
     known = {held.card.agent for held in helds}
     cards = {c.agent: c for held in helds for c in held.peers if c.agent not in known}
     found: list[w.Held] = []
@@ -246,7 +248,7 @@ def elsewhere(job: str, helds: list[w.Held]) -> list[w.Held]:
 
 
 class SnapshotStore(ViewStore):
-    """The snapshots in memory; what is nowhere there is read from `behind`.
+    """The snapshots in memory; images that memory lacks are read from `behind`.
 
     `tally`: what was read, and from where.
     """
@@ -260,10 +262,10 @@ class SnapshotStore(ViewStore):
         self.tally = Tally()
 
     def open(self, key: str) -> Reader:
-        """A range reader of one image."""
-        return Tallied(self._find(key), key, self.tally)
+        """Return a range reader of one image."""
+        return TalliedReader(self._find(key), key, self.tally)
 
-    def _find(self, key: str) -> AnImage:
+    def _find(self, key: str) -> ImageReader:
         attempt, rank = _parse(key)
         try:
             return self._inventory.reader(attempt, rank, key)
@@ -275,7 +277,7 @@ class SnapshotStore(ViewStore):
                 emit("memory.from_storage", key=key)
                 return stored
             except NotFound:
-                pass  # why memory cannot give it is what counts
+                pass  # the error says why memory lacks it
         raise reason
 
     def size(self, key: str) -> int:
@@ -284,7 +286,7 @@ class SnapshotStore(ViewStore):
 
 
 def image_of(key: str | None) -> tuple[str, int] | None:
-    """(attempt, rank) of the image with that key of a store; None if it is no image's."""
+    """Return (attempt, rank) of the image with that key in a store; None if it is no image's key."""
     match = _KEY.fullmatch(key or "")
     return (match[2], int(match[3])) if match else None
 

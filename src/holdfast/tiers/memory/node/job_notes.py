@@ -1,6 +1,6 @@
 """What an agent notes of a job for the next agent, besides the slots: `job.json` and `peers.json`.
 
-Every rank of this node tells it; it is written only if it is news.
+Every rank of this node reports it; a file is written only if its content has changed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class JobNotes:
         self._peers: dict[str, tuple[Card, ...]] = {}
 
     def note(self, job: Job) -> None:
-        """Write `job.json`, if it is news; where there is no room, at the next occasion."""
+        """Write `job.json` if it has changed; if there is no room, the next call tries again."""
         note, path = job_note(job), self._segments.path(job.name, "job.json")
         if self._noted.get(job.name) == note and path.exists():
             return
@@ -34,7 +34,7 @@ class JobNotes:
             log.error("%s: %s", path, error.strerror or error)
 
     def keep_peers(self, job: str, cards: tuple[Card, ...]) -> None:
-        """Write the peers' cards, if they are news: each rank of this node tells them."""
+        """Write the peers' cards, if they have changed."""
         if self._peers.get(job) != cards:
             self._segments.keep_peers(job, cards)
             self._peers[job] = cards

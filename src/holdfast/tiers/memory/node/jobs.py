@@ -68,7 +68,7 @@ class Job:
     """Images on their way to storage, by attempt and rank."""
     crashed: bool = False
     finished: bool = False
-    """Rank 0 has left, with its work done."""
+    """True if rank 0 has left, with its work done."""
     claim: bytes = b""
     flush_s: float = 0.0
     bytes_per_s: int = 0
@@ -78,7 +78,7 @@ class Job:
     budget: int = 0
     """Most bytes of memory for this job alone, as the run gave it; 0: the agent's budget."""
     elsewhere: tuple[str, ...] = ()
-    """Attempts of which the manifest alone is here; the next commit takes their place."""
+    """Attempts of which only the manifest is here; the next commit takes their place."""
     flushed: str = ""
     """The attempt that was sent to storage because everybody had died."""
     number: int = 0
@@ -110,9 +110,11 @@ class Job:
         return slot.phase == "empty" or (slot.phase == "ready" and slot.attempt != self.newest)
 
     def is_spare(self, slot: Slot) -> bool:
-        """True if another job may have a slot, when no process of this one is left: if it is empty
-        or holds an older commit; any that is ready, if they ended well; none that is on its way to
-        storage."""
+        """True if another job may have a slot, when no process of this one is left.
+
+        It may have an empty slot, one with an older commit, and any ready one if all processes ended
+        well; but none that is on its way to storage.
+        """
         if slot.phase != "ready" or any(attempt == slot.attempt for attempt, _ in self.writing):
             return slot.phase == "empty"
         older = {attempt for attempt, _ in self.commits[:-1]}  # others may know of a newer commit
@@ -133,8 +135,8 @@ class State:
     """Everything that an agent knows."""
 
     budget: int
-    """Most bytes of memory for all jobs: the node's default, or the largest that a job gave; as given by
-    hand."""
+    """Most bytes of memory for all jobs: as given by hand; else the node's default, or the largest budget
+    of a job."""
     stay: bool = False
     """True if it was started by hand, or told to stay: it does not leave by itself."""
     jobs: dict[str, Job] = field(default_factory=dict)

@@ -26,9 +26,9 @@ from holdfast.tiers.memory.node.jobs import Job, Phase, Slot, State
 
 
 def take(state: State, job: Job, m: w.Take, ask: int) -> Result:
-    """A slot that fits and may be overwritten; else a new one, for which others may have to go."""
-    if m.pid not in job.trainers:  # it would not be missed, and others would look for a dead agent
-        text = f"process {m.pid} is unknown to this agent, which is another than the one it met"
+    """Lease a slot that fits and may be overwritten; else a new one, for which others may have to go."""
+    if m.pid not in job.trainers:  # its death would go unnoticed, and others would ask a dead agent
+        text = f"process {m.pid} has said hello to an earlier agent, but not to this one"
         return state, [refuse(ask, SegmentLost(text, hint="say hello"))]
     free = [s for s in job.slots.values() if job.is_free(s) and s.attempt != m.attempt]
     free.sort(key=lambda s: _age(job, s))
@@ -36,7 +36,7 @@ def take(state: State, job: Job, m: w.Take, ask: int) -> Result:
     good = [s for s in free if s.kind == m.kind and w.fits(s.capacity, m.bytes)]
     if not good:
         return _make(state, job, m, ask, free)
-    slot = _for(min(good, key=lambda s: s.rank != m.rank), m, "filling")
+    slot = _assigned(min(good, key=lambda s: s.rank != m.rank), m, "filling")
     lease = w.Lease(slot.name, slot.capacity)
     return state.with_job(job.with_slots(slot)), [Note(job.name, slot), Reply(ask, lease)]
 
@@ -49,14 +49,14 @@ def _is_over(slot: Slot, m: w.Take) -> bool:
 
 
 def _make(state: State, job: Job, m: w.Take, ask: int, free: list[Slot]) -> Result:
-    """A new slot, in the place of as many free ones as the budget wants: of this job, the oldest first,
-    then of jobs that have no process any more."""
+    """Make a new slot.  If the budget is too small, free slots are removed: first this job's, from the
+    oldest on, then those of jobs that have no process any more."""
     over = state.used + m.bytes - state.budget
     own = job.used + m.bytes - (job.budget or state.budget)
     gone: dict[str, list[Slot]] = {}
-    for owner, slot in [*((job, s) for s in free), *_deserted(state, job)]:
-        wrong = owner is job and (slot.kind, slot.rank) == (m.kind, m.rank)  # a size that is over
-        if over > 0 or (own > 0 and owner is job) or wrong:
+    for owner, slot in [*((job, s) for s in free), *_slots_of_dead_jobs(state, job)]:
+        is_other_size = owner is job and (slot.kind, slot.rank) == (m.kind, m.rank)
+        if over > 0 or (own > 0 and owner is job) or is_other_size:
             gone.setdefault(owner.name, []).append(slot)
             over -= slot.capacity
             own -= slot.capacity if owner is job else 0
@@ -67,30 +67,33 @@ def _make(state: State, job: Job, m: w.Take, ask: int, free: list[Slot]) -> Resu
         state = state.with_job(state.jobs[name].without(slots))
         removed.append(Remove(name, tuple(s.name for s in slots)))
     job = state.jobs[job.name]
-    slot = _for(Slot(f"{m.kind}-{m.rank:05d}-{job.number}", m.bytes, m.kind, m.rank), m, "making")
+    slot = _assigned(
+        Slot(f"{m.kind}-{m.rank:05d}-{job.number}", m.bytes, m.kind, m.rank), m, "making"
+    )
     slot = replace(slot, ask=ask)
     state = state.with_job(job.with_slots(slot), number=job.number + 1)
     return state, [*removed, Make(job.name, slot.name, slot.capacity)]
 
 
-def _deserted(state: State, but: Job) -> list[tuple[Job, Slot]]:
-    """The slots that other jobs, of which no process runs, could do without; of the job that ended
-    first at first."""
+def _slots_of_dead_jobs(state: State, but: Job) -> list[tuple[Job, Slot]]:
+    """Return the spare slots of other jobs, of which no process runs; first of the job that ended
+    first."""
     dead = [job for job in state.jobs.values() if not job.trainers and job.name != but.name]
     dead.sort(key=lambda job: job.seen)
     return [(job, s) for job in dead for s in job.slots.values() if job.is_spare(s)]
 
 
 def _age(job: Job, slot: Slot) -> int:
-    """Key by which slots are given out, least first: 0 if empty, 1 if never committed, then from
-    the oldest commit on."""
+    """Return the key by which slots are given out, least first: 0 if empty, 1 if never committed, then
+    from the oldest commit on."""
     order = [attempt for attempt, _ in job.commits]
     if slot.phase == "empty":
         return 0
     return 2 + order.index(slot.attempt) if slot.attempt in order else 1
 
 
-def _for(slot: Slot, m: w.Take, phase: Phase) -> Slot:
+def _assigned(slot: Slot, m: w.Take, phase: Phase) -> Slot:
+    """Return a slot as it is for the process that asks."""
     return replace(
         slot, kind=m.kind, rank=m.rank, phase=phase, attempt=m.attempt, step=m.step,
         bytes=m.bytes, owner=m.pid, digest="", table=0, ask=0, members=(), num_data=1, num_parity=0,
@@ -98,7 +101,7 @@ def _for(slot: Slot, m: w.Take, phase: Phase) -> Slot:
 
 
 def _too_large(state: State, job: Job, m: w.Take, ask: int, free: list[Slot]) -> Refuse:
-    spare = [*free, *(slot for _, slot in _deserted(state, job))]
+    spare = [*free, *(slot for _, slot in _slots_of_dead_jobs(state, job))]
     needed, whose, budget = state.used - sum(s.capacity for s in spare), "agent", state.budget
     if job.budget and needed + m.bytes <= budget:
         needed, whose, budget = job.used - sum(s.capacity for s in free), "job", job.budget
@@ -142,7 +145,7 @@ def ready(state: State, job: Job, m: w.Ready, ask: int) -> Result:
 
 
 def protect(state: State, job: Job, m: w.Protect, ask: int) -> Result:
-    """A guard can be filled."""
+    """The images of a group are there: its guard can be filled."""
     slot = job.slots.get(m.name)
     if slot is None or slot.phase != "filling" or (slot.attempt, slot.rank) != (m.attempt, m.rank):
         text = f"{m.name} is not kept for attempt {m.attempt}"
@@ -169,8 +172,8 @@ def digested(state: State, job: Job, m: w.Digested, _: int) -> Result:
 
 
 def _unfilled(m: w.Digested) -> WireError:
-    """Return the error of a slot that was not filled: Corrupt if bytes are others than they should be; else
-    SegmentLost, whatever it was that could not be reached."""
+    """Return the error of a slot that was not filled: Corrupt if bytes are not what they should be, else
+    SegmentLost, whatever the cause."""
     if m.error is None:
         return WireError.of(SegmentLost(f"{m.name}: it was given up"))
     kind = "Corrupt" if m.error.kind == "Corrupt" else "SegmentLost"
@@ -182,22 +185,22 @@ def drop(state: State, job: Job, m: w.Drop, ask: int) -> Result:
     """An attempt has failed."""
     dropped = [
         _given_up(s) for s in job.slots.values() if s.attempt == m.attempt and s.phase == "filling"
-    ]  # others may know it as committed: what is ready serves until it is given out
+    ]  # not what is ready: others may know it as committed, and it serves until it is given out
     return state.with_job(job.with_slots(*dropped)), [*notes(job, dropped), Reply(ask, None)]
 
 
-def deserted(job: Job, pids: tuple[int, ...]) -> list[Slot]:
-    """The slots that dead processes were filling or waiting for, as they are to be now."""
+def given_up_by(job: Job, pids: tuple[int, ...]) -> list[Slot]:
+    """Return the slots that dead processes were filling or waiting for, now given up."""
     owned = [s for s in job.slots.values() if s.owner in pids]
     filling = [_given_up(s) for s in owned if s.phase == "filling"]
     return filling + [replace(s, owner=0, ask=0) for s in owned if s.phase == "making"]
 
 
-def outlived(job: Job, trainers: Collection[int]) -> tuple[Job, list[Effect]]:
-    """Remove the slots that others than `trainers` were filling, for they may be alive and write to
-    them yet."""
+def remove_unfinished(job: Job, trainers: Collection[int]) -> tuple[Job, list[Effect]]:
+    """Remove the slots that processes other than `trainers` were filling: these may be alive, and
+    still write to them."""
     others = {s.owner for s in job.slots.values()}.difference(trainers)
-    stopped = deserted(job, tuple(others))
+    stopped = given_up_by(job, tuple(others))
     gone = tuple(s.name for s in stopped if s.phase == "empty")
     job = job.with_slots(*stopped)
     job = replace(job, slots={name: s for name, s in job.slots.items() if name not in gone})
@@ -205,11 +208,11 @@ def outlived(job: Job, trainers: Collection[int]) -> tuple[Job, list[Effect]]:
 
 
 def notes(job: Job, changed: list[Slot]) -> list[Effect]:
-    """Notes of those slots that are empty; the others are noted when this agent is done with
-    them."""
+    """Return notes for those slots that are empty; the others are noted when this agent's work on them
+    is done."""
     return [Note(job.name, s) for s in changed if s.phase == "empty"]
 
 
 def _given_up(slot: Slot) -> Slot:
-    """Empty; or, while this agent still writes to it, nobody's until that ends."""
+    """Return a slot, emptied; while this agent still works on it, without owner instead."""
     return replace(slot, owner=0) if slot.ask else slot.emptied()

@@ -1,7 +1,7 @@
 """The decisions of an agent: a pure function `(state, message, now) -> (state, effects)`.
 
-`jobs` is the state, `effects` what is to be done.  Here is who comes, goes and dies.  What becomes of a
-job's memory is in `leases`, until a slot is filled, and then in `commits`.
+`jobs` has the state, `effects` what is to be done.  This module handles processes that come, leave and die;
+`leases` handles a job's memory until a slot is filled, and `commits` from then on.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from holdfast.tiers.memory.node.effects import (
 from holdfast.tiers.memory.node.jobs import Job, State
 
 LINGER_S = 30.0
-"""Seconds for which an agent without jobs stays, and memory of a dead job in which no image is
-ready."""
+"""Seconds for which an agent without jobs stays, and for which it keeps a dead job without a ready
+image."""
 
 KEEP_S = 24 * 3600.0
 """Seconds for which a job's memory outlives its last process, if nobody asks for it."""
 
-OF_A_JOB: dict[type[w.Message], Callable[..., Result]] = {
+JOB_HANDLERS: dict[type[w.Message], Callable[..., Result]] = {
     w.Take: leases.take,
     w.Made: leases.made,
     w.Ready: leases.ready,
@@ -48,7 +48,7 @@ OF_A_JOB: dict[type[w.Message], Callable[..., Result]] = {
 
 
 def step(state: State, message: w.Message, now: float, ask: int = 0) -> Result:
-    """The state after a message, and the effects to carry out, in order.
+    """Return the state after a message, and the effects to carry out, in order.
 
     `ask`: number of the request that is to be answered; 0 for what nobody waits for.
     """
@@ -79,7 +79,7 @@ def step(state: State, message: w.Message, now: float, ask: int = 0) -> Result:
 
 
 def _of_a_job(state: State, message: Any, ask: int) -> Result:
-    work = OF_A_JOB[type(message)]
+    work = JOB_HANDLERS[type(message)]
     job = state.jobs.get(message.job)
     if job is not None:
         return work(state, job, message, ask)
@@ -99,13 +99,13 @@ def _hello(state: State, m: w.Hello, now: float, ask: int) -> Result:
         hint = "`holdfast agent stop` when its jobs are over; the next start brings one that fits"
         return state, [refuse(ask, UsageError(text, hint=hint))]
     job = state.jobs.get(m.job) or Job(m.job)
-    older = m.run > job.run  # what a run before left counts no more, even if nobody can see it end
+    older = m.run > job.run  # processes of an earlier run no longer count, even if they seem to run
     trainers = {} if older else dict(job.trainers)
     trainers[m.pid] = (m.rank, m.started)
     effects: list[Effect] = []
     if older:
-        late = commits.late(job, job.trainers.keys() - trainers.keys())
-        job, effects = leases.outlived(job, trainers)
+        late = commits.late_commits(job, job.trainers.keys() - trainers.keys())
+        job, effects = leases.remove_unfinished(job, trainers)
         effects += late
     host, budget = m.host, max(m.budget, state.budget)
     if state.stay:
@@ -135,13 +135,14 @@ def _bye(state: State, m: w.Bye, now: float, ask: int) -> Result:
     finished = job.finished or (m.finished and job.trainers.get(m.pid, (-1, ""))[0] == 0)
     if left or crashed or not finished:
         state = state.with_job(job, trainers=left, crashed=crashed, finished=finished, seen=now)
-        return state, [*commits.late(job, {m.pid}), Reply(ask, None)]
+        return state, [*commits.late_commits(job, {m.pid}), Reply(ask, None)]
     state, effects = _forget(state, [job.name], now)
     return state, [*effects, Reply(ask, None)]
 
 
 def _finished(state: State, m: w.Finished, now: float) -> Result:
-    """Only rank 0 knows that all are done: another may have left while rank 0 went on, and crashed."""
+    """Free a job's memory.  Only rank 0 knows that all are done: another rank may have left while rank 0
+    went on, and crashed."""
     job = state.jobs.get(m.job)
     if job is None or job.run != m.run:
         return state, []
@@ -160,7 +161,7 @@ def _forget(state: State, names: Iterable[str], now: float) -> Result:
 def _clean(state: State, m: w.Clean, now: float, ask: int) -> Result:
     named = {n: job for n, job in state.jobs.items() if m.job in ("", n)}
     alive = {
-        n: "has running processes" if job.trainers else "has a durable save that is still written"
+        n: "has running processes" if job.trainers else "has a durable save that is being written"
         for n, job in named.items()
         if job.trainers or job.writing
     }
@@ -173,17 +174,17 @@ def _clean(state: State, m: w.Clean, now: float, ask: int) -> Result:
 
 
 def _gone(state: State, m: w.Gone, now: float) -> Result:
-    """Processes have died: what they were filling is empty, what they had to commit is committed."""
+    """Processes have died: empty what they were filling, and commit what they had to commit."""
     job = state.jobs.get(m.job)
     if job is None:
         return state, []
     lost = set(m.pids) & job.trainers.keys()
-    stopped = leases.deserted(job, m.pids)
+    stopped = leases.given_up_by(job, m.pids)
     if not lost and not stopped:
         return state, []
     left = job.trainers_but(lost)
     state = state.with_job(job.with_slots(*stopped), trainers=left, crashed=True, seen=now)
-    return state, [*leases.notes(job, stopped), *commits.late(job, lost)]
+    return state, [*leases.notes(job, stopped), *commits.late_commits(job, lost)]
 
 
 def _tick(state: State, now: float) -> Result:
@@ -201,14 +202,15 @@ def _tick(state: State, now: float) -> Result:
 
 
 def _keep_s(job: Job) -> float:
-    """Seconds for which a job's memory is kept after it was heard of last."""
+    """Return the seconds for which a job's memory is kept after it was last heard of."""
     if job.trainers or job.writing:
         return float("inf")
     return KEEP_S if job.ready else LINGER_S
 
 
 def adopted(budget: int, jobs: Iterable[Job], now: float, *, stay: bool = False) -> State:
-    """The state of an agent that finds what another left: what was being filled is empty."""
+    """Return the state of an agent that adopts what another left.  Slots that were being filled are empty,
+    and jobs without processes count as crashed."""
     found = {}
     for job in jobs:
         unready = [s.emptied() for s in job.slots.values() if s.phase != "ready"]

@@ -17,7 +17,7 @@ another one."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
-    """Anything that the machine takes in."""
+    """A message to `machine`."""
 
 
 class Hello(Message, frozen=True):
@@ -39,13 +39,13 @@ class Hello(Message, frozen=True):
     host: str = ""
     """This node's address for other nodes."""
     budget: int = 0
-    """Bytes that the job may use at most, and all jobs together at least; 0: the agent's budget as it is.
-    An agent that was started by hand keeps its own budget and host."""
+    """Most bytes for the job; the agent's budget for all jobs is raised to it.  0: the agent's budget.  An
+    agent that was started by hand keeps its own budget and host."""
     version: int = VERSION
 
 
 class Take(Message, frozen=True):
-    """Memory for an image of `bytes` bytes is asked for; answered with a `Lease`."""
+    """Ask for memory for an image of `bytes` bytes; answered with a `Lease`."""
 
     job: str
     pid: int
@@ -69,19 +69,18 @@ class Ready(Message, frozen=True):
 
 
 class Card(msgspec.Struct, frozen=True):
-    """The agent's name for itself, and the address and token by which other nodes ask it about one
-    job."""
+    """The name of an agent, and the address and token by which other nodes ask it about one job."""
 
     agent: str
     address: str
     token: str
-    """Token of the job: it opens nothing of another."""
+    """Token of the job: it opens no other job."""
     fingerprint: str = ""
     """Fingerprint of its certificate, where it serves by TLS."""
 
 
 class Member(msgspec.Struct, frozen=True):
-    """One of a group: its rank, its image, and where that is."""
+    """A member of a group: its rank, its image, and the agent that holds it."""
 
     rank: int
     bytes: int
@@ -94,7 +93,7 @@ Seen = tuple[int, int, bytes]
 
 
 class Protect(Message, frozen=True):
-    """All of a group have their images: fill the memory of a lease with what `rank` keeps for the others.
+    """All members of a group have their images: fill the memory of a lease with the guard of `rank`.
 
     Answered with the digest of its table."""
 
@@ -111,8 +110,8 @@ class Protect(Message, frozen=True):
     """Offset up to which each member's image is in the guard already, by member; empty: nothing
     is."""
     seen: tuple[Seen, ...] = ()
-    """With `begun`: member, first chunk and digests of its chunks as they went in; refused if its
-    image has others."""
+    """With `begun`: member, first chunk and digests of its chunks as they went into the guard.  Refused
+    if the member's image has others."""
 
 
 class Persist(Message, frozen=True):
@@ -133,7 +132,7 @@ class Persist(Message, frozen=True):
 
 
 class Settled(Message, frozen=True):
-    """A training process has seen to the durable step itself, or given it up."""
+    """A training process has committed the durable step itself, or given it up."""
 
     job: str
     attempt: str
@@ -160,8 +159,8 @@ class Drop(Message, frozen=True):
 
 
 class Bye(Message, frozen=True):
-    """A training process leaves; `finished`: its work is done.  When rank 0's is, snapshots are needed no
-    more."""
+    """A training process leaves; `finished`: its work is done.  Once rank 0's is, snapshots are no longer
+    needed."""
 
     job: str
     pid: int
@@ -182,7 +181,7 @@ class Ask(Message, frozen=True):
 
 
 class Status(Message, frozen=True):
-    """Ask what is held at all; answered with an `AgentReport`."""
+    """Ask what is held for all jobs; answered with an `AgentReport`."""
 
 
 class Clean(Message, frozen=True):
@@ -232,7 +231,7 @@ class Wrote(Message, frozen=True):
 
 
 class Gone(Message, frozen=True):
-    """Training processes of a job that are no more; others' may have got their numbers."""
+    """Training processes of a job have died; other processes may have their pids by now."""
 
     job: str
     pids: tuple[int, ...]
@@ -250,7 +249,7 @@ class Lease(msgspec.Struct, frozen=True):
 
 
 class HeldImage(msgspec.Struct, frozen=True):
-    """A slot that is filled: a rank's image, or what it keeps for its group."""
+    """A slot that is filled: a rank's image, or its guard."""
 
     kind: str
     attempt: str
@@ -293,7 +292,7 @@ STORED, PROTECTED = "stored", "protected"
 
 
 class JobReport(msgspec.Struct, frozen=True):
-    """One job, for people."""
+    """What is held for one job, for people to read."""
 
     job: str
     root: str
@@ -308,7 +307,7 @@ class JobReport(msgspec.Struct, frozen=True):
 
 
 class AgentReport(msgspec.Struct, frozen=True):
-    """Everything, for people."""
+    """What is held for all jobs, for people to read."""
 
     pid: int
     address: str
@@ -328,5 +327,5 @@ MESSAGES = (
 
 
 def encode(value: Any) -> bytes:
-    """The bytes that are sent for a message or an answer."""
+    """Return the bytes that are sent for a message or an answer."""
     return msgspec.msgpack.encode(value)

@@ -1,4 +1,4 @@
-"""Durable steps from memory: an image to storage as it is, and the commit if rank 0 has died."""
+"""The agent's part in durable steps: it writes images to storage, and commits if rank 0 has died."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ SECOND_LOOK_S = 1.0
 def persist(segments: Segments, slot: Slot, order: w.Persist, throttle: Throttle) -> None:
     """Write an image, durable when this returns.  Blocks; StoreError.
 
-    UsageError for a flush into a root that is there no more: a file would bring its directory back.
-    Corrupt if memory has changed since the image was digested: then nothing is left in storage.  Nothing is
-    written if it is there: a file has its name when it is whole.
+    UsageError for a flush into a root that no longer exists: a file would bring its directory back.
+    Corrupt if memory has changed since the image was digested: then nothing is left in storage.  An image
+    that is there already is not written again: a file gets its name only when it is whole.
     """
     store = open_store(order.store)
     be_patient(store, None)  # ranks wait for the agent, and not for storage
@@ -71,7 +71,7 @@ def _is_stored(store: Store, key: str, size: int) -> bool:
 
 
 def _table_of(view: memoryview, slot: Slot) -> DigestTable:
-    """Return the digests of an image's chunks; Corrupt if the slot's header knows others."""
+    """Return the digests of an image's chunks; Corrupt if the slot's header has another digest of them."""
     try:
         return table_in(view, slot.table, slot.digest)
     except Corrupt as error:
@@ -103,10 +103,10 @@ def commit_late(order: w.Persist, manifest: Manifest) -> None:
     """Commit when the files of all ranks are there.  Blocks; StoreError if they are not in time, UsageError
     if another run has taken the root since.
 
-    Without the files beside the step, if rank 0 died before it had written them.
+    If rank 0 died before it had written the files beside the step, it is committed without them.
 
-    A run that takes it at this very moment sweeps what it does not know: so what was committed is looked at
-    once more, and withdrawn if it is not whole.
+    A run that takes the root at this moment deletes files that it does not know.  So the step is checked
+    once more, and its manifest deleted if it is not whole.
     """
     store = open_store(order.store)
     be_patient(store, None)  # ranks wait for the agent, and not for storage
@@ -134,7 +134,7 @@ def commit_late(order: w.Persist, manifest: Manifest) -> None:
 
 
 def _lacks_only_files(store: Store, manifest: Manifest) -> bool:
-    """True if the images are there, but not the files beside them: whoever had them, rank 0, is dead."""
+    """True if the images are there, but not the files beside them, which rank 0 had: it is dead."""
     without = msgspec.structs.replace(manifest, attached=None)
     return _is_whole(store, without) and not _is_whole(store, manifest)
 

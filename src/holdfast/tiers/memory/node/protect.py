@@ -22,12 +22,12 @@ WINDOW_BYTES = 8 << 20
 
 
 def guard_bytes(stripes: Stripes) -> int:
-    """Bytes of what each member keeps, with its digest table."""
+    """Return the bytes of each member's guard, with its digest table."""
     return with_table(stripes.kept_bytes)
 
 
 class Encoding:
-    """A guard being made, which may be given up: then nobody shall wait for a peer that is gone."""
+    """A guard being made, which may be given up: then no thread must go on waiting for a peer."""
 
     def __init__(self, needed: Callable[[], bool]) -> None:
         self._needed = needed
@@ -44,7 +44,7 @@ class Encoding:
             raise SegmentLost("given up by the process that asked")
 
     def end_if_given_up(self) -> None:
-        """Wake whoever waits for a peer's answer in vain; from any thread."""
+        """Wake a thread that waits for a peer, if the guard was given up; from any thread."""
         if not self._needed():
             for peer in self._peers:
                 peer.hang_up()
@@ -59,7 +59,7 @@ def protect(
     throttle: Throttle,
     encoding: Encoding,
 ) -> str:
-    """Fill a guard; the digest of its table.  Blocks; what is read of others is verified.
+    """Fill a guard and return the digest of its table.  Blocks.  All bytes of the images are verified.
 
     `names`: files of this agent that hold images of the group, by rank.  `encoding`: ends it early.
     """
@@ -126,7 +126,7 @@ def _add(
     begun: int | None,
     throttle: Throttle,
 ) -> None:
-    """One contribution, window by window, or what is missing of one that has `begun`."""
+    """Add one contribution to the guard, window by window; of one that was `begun`, what is missing."""
     unit = stripes.code.unit_bytes
     window = max(WINDOW_BYTES // unit, 1) * unit
     skip = 0 if begun is None else max(begun - c.source.start, 0)

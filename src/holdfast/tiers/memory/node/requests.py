@@ -1,7 +1,7 @@
 """Requests to an agent that wait for their answers.
 
-A request may be answered at once, or when a thread is done with the work.  Till then its number
-stands for it, in slots and effects.
+A request is answered at once, or when a thread is done with the work.  Until then slots and effects
+name it by its number.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from holdfast.tiers.memory.node import messages as w
 
 
 class Requests:
-    """The requests that wait, by number.  All of it happens on the event loop."""
+    """The requests that wait, by number.  To be used on the event loop only."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, asyncio.Future[bytes]] = {}

@@ -85,10 +85,10 @@ def make_home(root: Path) -> None:
 
 
 def home() -> Path:
-    """The directory of this user's agent of this node: HOLDFAST_MEMORY_DIR, or a folder of
-    /dev/shm.  UsageError if it is too long for the path of a socket in it."""
-    told = os.environ.get("HOLDFAST_MEMORY_DIR")
-    found = Path(told).absolute() if told else Path(f"/dev/shm/holdfast-{os.getuid()}")
+    """Return the directory of this user's agent on this node: HOLDFAST_MEMORY_DIR, or a folder of
+    /dev/shm.  UsageError if its path is too long for a socket in it."""
+    given = os.environ.get("HOLDFAST_MEMORY_DIR")
+    found = Path(given).absolute() if given else Path(f"/dev/shm/holdfast-{os.getuid()}")
     size, most = len(os.fsencode(found)), MOST_SOCKET_BYTES - len(f"/{SOCKET}")
     if size > most:
         raise UsageError(
@@ -107,11 +107,11 @@ class Segments:
         self._gone = root / "gone"
         for folder in (root, self.jobs, self._gone):
             make_home(folder)
-        self._burying = threading.Lock()
+        self._deleting = threading.Lock()
         self._number = self.jobs.stat().st_ino
 
     def is_home(self) -> bool:
-        """True if the directory is still the one that was found or made at first."""
+        """True if the directory is still the one that was found or made at the start."""
         try:
             return self.jobs.stat().st_ino == self._number
         except FileNotFoundError:
@@ -123,7 +123,7 @@ class Segments:
     def make(self, job: str, name: str, capacity: int) -> None:
         """Make a file with all its memory, so that no later write to it can fail; OSError.  Files
         that were removed are deleted first, to make room."""
-        self.bury()
+        self.delete_removed()
         (self.jobs / job).mkdir(mode=0o700, exist_ok=True)
         fd = os.open(self.path(job, name), os.O_RDWR | _ANEW, 0o600)
         try:
@@ -143,8 +143,8 @@ class Segments:
         self._put(job, "job.json", msgspec.json.encode(note))
 
     def keep_manifest(self, job: str, attempt: str, step: int, manifest: bytes) -> None:
-        """Keep the manifest of a commit, which is the newest from here on, whatever has been done
-        to the clock."""
+        """Keep the manifest of a commit, which is the newest from here on, even if the clock was set
+        back."""
         times = [path.stat().st_mtime_ns for _, _, path in self.manifests(job)]
         at = max([time.time_ns(), *(1 + t for t in times)])
         self._put(job, f"manifest-{step:010d}-{attempt}", manifest, at)
@@ -194,15 +194,15 @@ class Segments:
         self._put_away(self.jobs / job)
 
     def _put_away(self, path: Path) -> None:
-        """Move files out of the way at once, to be deleted later: to give memory back takes the
-        kernel a second for some gigabytes."""
+        """Move a file or folder out of the way at once, to be deleted later: the kernel takes a second
+        to free some gigabytes."""
         self._gone.mkdir(mode=0o700, exist_ok=True)
         with suppress(FileNotFoundError):
             path.rename(self._gone / secrets.token_hex(8))
 
-    def bury(self) -> None:
+    def delete_removed(self) -> None:
         """Delete what was removed.  Blocks; from any thread."""
-        with self._burying, suppress(FileNotFoundError):
+        with self._deleting, suppress(FileNotFoundError):
             for path in list(self._gone.iterdir()):
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path, ignore_errors=True)
@@ -210,7 +210,7 @@ class Segments:
                     path.unlink(missing_ok=True)
 
     def digest(self, job: str, slot: Slot) -> str:
-        """Digest what a slot holds chunk by chunk, write the table; the digest of the table."""
+        """Digest what a slot holds chunk by chunk, write the table, and return the table's digest."""
         with mapped(self.path(job, slot.name), slot.bytes) as view:
             return put_table(view, slot.table)
 
@@ -223,7 +223,7 @@ class Segments:
             return False
 
     def find(self) -> Iterator[Job]:
-        """The jobs that an earlier agent left.  What cannot be understood is removed.
+        """Yield the jobs that an earlier agent left.  Files that cannot be understood are removed.
 
         UnsupportedVersion if a newer one left it: then everything stays as it is.
         """
@@ -281,14 +281,14 @@ class Segments:
 
 
 def _is_file(path: Path) -> bool:
-    """True for a file of our own kind: no link, which may lead out of the home, no folder, no pipe."""
+    """True for a regular file; False for a link, which may lead out of the home, a folder or a pipe."""
     with suppress(OSError):
         return stat.S_ISREG(path.lstat().st_mode)
     return False
 
 
 def put_table(view: memoryview, table: int) -> str:
-    """Digest bytes 0..table chunk by chunk and write the digests behind; the digest of these."""
+    """Digest bytes 0..table chunk by chunk, write the digests behind, and return the digest of these."""
     digests = np.empty(num_chunks(table), "<u8")
     digest_chunks(view[:table], digests)
     data = digests.tobytes()
@@ -314,13 +314,13 @@ def is_sound(view: memoryview, table: int, digest: str) -> bool:
 
 
 def with_table(size: int) -> int:
-    """Bytes of something of `size` bytes with its table."""
+    """Return the bytes of an image or guard of `size` bytes with its digest table."""
     return size + 8 * num_chunks(size)
 
 
 @contextmanager
 def mapped(path: Path, size: int) -> Iterator[memoryview]:
-    """The first `size` bytes of a file, to read and write."""
+    """Map the first `size` bytes of a file, to read and write."""
     fd = os.open(path, os.O_RDWR)
     try:
         memory = mmap.mmap(fd, size)

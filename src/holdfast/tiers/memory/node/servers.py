@@ -1,7 +1,7 @@
 """The servers of an agent: they let in processes of this node by their user, other nodes by a job's
 token.
 
-To all others every question, whatever its path, has the same answer: 401, of which nothing can be learned.
+All other requests get the same answer, whatever their path: 401, from which nothing can be learned.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MAX_MESSAGE_BYTES = 1 << 30
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-# aiohttp says its version and Python's in every answer; what is no HTTP at all it answers before any hook
+# aiohttp names its version and Python's in every answer, and answers what is no HTTP before any hook
 setattr(web_response, "SERVER_SOFTWARE", "")  # noqa: B010
 
 
@@ -45,7 +45,7 @@ def local_app(agent: Agent) -> web.Application:
         except msgspec.DecodeError as error:
             return web.Response(body=encode_error(UsageError(f"not a message: {error}")))
         if isinstance(said, w.Hello) and _peer(request)[0] != said.pid:
-            # of another pid namespace: by which number it is here, nobody can say
+            # a process of another pid namespace: its pid here is unknown
             said = msgspec.structs.replace(said, started="?")
         return web.Response(body=await agent.ask(said))
 
@@ -55,8 +55,8 @@ def local_app(agent: Agent) -> web.Application:
 
 
 def peer_app(agent: Agent, is_known: Callable[[Any], None]) -> web.Application:
-    """The server for other nodes: it tells what a job has, gives ranges of images, checks if one is
-    sound, and takes rank 0's last word.  `is_known` is given the transport of who has a token."""
+    """The server for other nodes: it tells what a job has, gives ranges of images, checks if an image is
+    sound, and hears that rank 0 has left.  `is_known` is given the transport of a request with a token."""
 
     @web.middleware
     async def with_token(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -108,7 +108,7 @@ def _knows(agent: Agent, request: web.Request) -> bool:
 
 
 def _asked(agent: Agent, request: web.Request) -> tuple[str, str] | None:
-    """Job and slot name of the image that a path means; None if it is not here."""
+    """Return the job and slot name of the image that a request asks for; None if it is not here."""
     asked = request.match_info
     wanted = (asked["kind"], asked["attempt"], asked["rank"], "ready")
     job = agent.state.jobs.get(asked["job"])
@@ -119,7 +119,7 @@ def _asked(agent: Agent, request: web.Request) -> tuple[str, str] | None:
 
 
 def _peer(request: web.Request) -> tuple[int, int]:
-    """(process, user) at the other end of a Unix socket, as they are known here; -1 if unknown."""
+    """Return (process, user) at the other end of a Unix socket, by this node's numbers; -1 if unknown."""
     transport = request.transport
     sock = transport.get_extra_info("socket") if transport is not None else None
     if sock is None or sock.family != socket.AF_UNIX:

@@ -40,7 +40,7 @@ class LocalImage:
 
 
 class RemoteImage:
-    """An image in another node's memory.  One out of reach is as good as gone: NotFound."""
+    """An image in another node's memory.  One out of reach counts as gone: NotFound."""
 
     source = "peer"
 
@@ -81,7 +81,7 @@ class StoredImage:
 
 
 class Tally:
-    """Bytes of each image that were read, by key and source.  Thread-safe."""
+    """The bytes that were read of each image, by key and source.  Thread-safe."""
 
     def __init__(self) -> None:
         self._bytes: Counter[tuple[str, str]] = Counter()
@@ -94,15 +94,15 @@ class Tally:
     def tell(self) -> None:
         """Emit an event `memory.read` for each image and source, and begin anew."""
         with self._lock:
-            told, self._bytes = self._bytes, Counter()
-        for (key, source), size in sorted(told.items()):
+            counted, self._bytes = self._bytes, Counter()
+        for (key, source), size in sorted(counted.items()):
             emit("memory.read", key=key, source=source, bytes=size)
 
 
-class Tallied:
+class TalliedReader:
     """A reader whose bytes are tallied."""
 
-    def __init__(self, image: AnImage, key: str, tally: Tally) -> None:
+    def __init__(self, image: ImageReader, key: str, tally: Tally) -> None:
         self._image = image
         self._key = key
         self._tally = tally
@@ -175,11 +175,11 @@ class RebuiltImage:
         self._opened.clear()
 
 
-AnImage = LocalImage | RemoteImage | RebuiltImage | StoredImage
+ImageReader = LocalImage | RemoteImage | RebuiltImage | StoredImage
 
 
 class Verified:
-    """Ranges of an image that are checked by its digest table before anybody sees them."""
+    """An image whose ranges are checked by its digest table before they are returned."""
 
     def __init__(self, reader: Reader, *, size: int, table: int, digest: str, key: str) -> None:
         self._reader = reader
@@ -194,7 +194,7 @@ class Verified:
             raise
 
     def read(self, start: int, stop: int, memory: memoryview) -> memoryview:
-        """Bytes start..stop, somewhere in `memory`, which has `room(stop - start)` bytes.  Corrupt."""
+        """Return bytes start..stop, a part of `memory`, which has `room(stop - start)` bytes.  Corrupt."""
         if start >= stop:
             return memory[:0]
         first, end = start // CHUNK_BYTES, min(stop, self._stop)
@@ -219,5 +219,5 @@ class Verified:
 
 
 def room(size: int) -> int:
-    """Memory that reading so many verified bytes takes."""
+    """Return the bytes of memory that `Verified.read` takes for `size` bytes."""
     return size + 2 * CHUNK_BYTES

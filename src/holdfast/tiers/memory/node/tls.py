@@ -1,8 +1,8 @@
 """TLS between nodes without an authority.
 
-Each agent draws a key and a certificate when it starts, and tells the certificate's fingerprint
-where it tells its token: to the ranks of its node, who tell each other.  A process that asks an
-agent compares the fingerprint before it sends anything.
+Each agent draws a key and a certificate when it starts.  It gives the certificate's fingerprint, with
+its token, to the ranks of its node, which pass it to each other.  A process that asks an agent compares
+the fingerprint before it sends anything.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ checked."""
 
 
 def serving(folder: Path) -> tuple[ssl.SSLContext, str]:
-    """The TLS context to serve with, and the fingerprint (SHA-256, hex) of its new certificate.
+    """Return a TLS context to serve with, and the fingerprint (SHA-256, hex) of its new certificate.
 
     The key lies in `folder` for the moment that Python's ssl takes to read it.  UsageError without the
     package `cryptography`.
@@ -38,7 +38,7 @@ def serving(folder: Path) -> tuple[ssl.SSLContext, str]:
 
 
 def _drawn() -> tuple[bytes, bytes]:
-    """A key and a certificate for it, signed by itself, both PEM."""
+    """Return a new key and a self-signed certificate for it, both PEM."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
@@ -72,13 +72,13 @@ def _fingerprint(certificate: bytes) -> str:
 
 
 class PinnedConnection(http.client.HTTPSConnection):
-    """HTTPS to whoever has the certificate of a fingerprint; ssl.SSLError if it is another."""
+    """HTTPS to the agent whose certificate has a fingerprint; ssl.SSLError if it has another."""
 
     def __init__(self, address: str, fingerprint: str, timeout_s: float) -> None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE  # the fingerprint says more than any name
+        context.verify_mode = ssl.CERT_NONE  # `connect` compares the fingerprint
         super().__init__(address, timeout=timeout_s, context=context)
         self._fingerprint = fingerprint
 

@@ -1,9 +1,9 @@
-"""Connections to an agent from other nodes, of which any stranger may open as many as he likes.
+"""Connections to an agent from other nodes, of which anybody can open as many as he likes.
 
-A connection is a *stranger's* until a request on it has had a token.  So long it has little: it is closed
-after `FIRST_S`, and where there are too many strangers, of one address or in all, the one that has been
-there longest goes.  A rank of another node asks as soon as it is connected, and is none any more; a flood
-drives out its own.  Descriptors are left for the processes of this node whatever strangers do.
+A connection is a *stranger* until a request on it has had a token.  A stranger is closed after `FIRST_S`;
+if there are too many, from one address or in all, the oldest of them is closed.  A rank of another node
+sends its token as soon as it is connected, so it is no stranger for long; a flood from one address drives
+out its own connections.  Whatever strangers do, descriptors are left for the processes of this node.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any
 FIRST_S = 5.0
 """Seconds for the first request that has a token, TLS included."""
 LOOKS = 5
-"""Number of times that it is looked within `FIRST_S`: an agent that was held up itself, and has not read
-what has come, does not count that time."""
+"""Number of looks within `FIRST_S`: time for which the agent itself was held up, and did not read what had
+come, counts as one look at most."""
 MOST_STRANGERS = 1024
-"""Number of strangers at once; of one address half as many.  Never more than a quarter of the files that
-the process may open."""
+"""Most strangers at once; half as many from one address.  Never more than a quarter of the files that the
+process may open."""
 MOST_FILES = 1 << 16
 """Number of files that an agent asks for; the kernel's tables grow with it."""
 PAUSE_S = 0.1
-"""Seconds until the next try, where the system has no descriptors."""
+"""Seconds until the next try, if the system has no descriptors left."""
 BACKLOG = 1024
 """Connections that may wait to be taken."""
 Serve = Callable[[], asyncio.BaseProtocol]
@@ -38,19 +38,19 @@ class Visitors:
     """The connections of other nodes' ranks and agents, and of strangers."""
 
     def __init__(self, most: int) -> None:
-        """`most`: strangers at once."""
+        """`most`: number of strangers at once."""
         self._most = most
         self._listener = socket.create_server(("0.0.0.0", 0), backlog=BACKLOG)
         self._listener.setblocking(False)
         self._letting_in: asyncio.Task[None] | None = None
         self._strangers: dict[asyncio.Task[None], str] = {}
-        """The task that serves each, and its address; the oldest first."""
+        """Address of each stranger by the task that serves it; the oldest first."""
         self._of_address: Counter[str] = Counter()
         self._unknown: dict[Any, asyncio.Future[None]] = {}
-        """The end of its strangeness, by transport."""
+        """A future for each stranger's transport, which is done once a token has come."""
 
     def is_known(self, transport: Any) -> None:
-        """A request by this connection had a token."""
+        """Note that a request by this connection had a token."""
         known = self._unknown.get(transport)
         if known is not None and not known.done():
             known.set_result(None)
@@ -61,7 +61,7 @@ class Visitors:
         return int(self._listener.getsockname()[1])
 
     def close(self) -> None:
-        """Take no more."""
+        """Take no more connections."""
         if self._letting_in is not None:
             self._letting_in.cancel()
         self._listener.close()
@@ -71,7 +71,7 @@ class Visitors:
         while True:
             try:
                 line, (address, *_) = await loop.sock_accept(self._listener)
-            except OSError:  # no descriptors, or it has gone again
+            except OSError:  # no descriptors, or the connection is closed already
                 await asyncio.sleep(PAUSE_S)
                 continue
             self._make_room(address)
@@ -79,10 +79,10 @@ class Visitors:
             self._strangers[task] = address
             self._of_address[address] += 1
             task.add_done_callback(self._forget)
-            await asyncio.sleep(0)  # the requests of others have their turn between two connections
+            await asyncio.sleep(0)  # let other requests have their turn between two connections
 
     def _make_room(self, address: str) -> None:
-        """End the oldest stranger, of this address if it has many, unless there is room for another."""
+        """Close the oldest stranger, of this address if it has many, unless there is room for another."""
         is_crowd = self._of_address[address] >= self._most // 2
         if is_crowd or len(self._strangers) >= self._most:
             oldest = next(t for t, of in self._strangers.items() if of == address or not is_crowd)
@@ -99,7 +99,7 @@ class Visitors:
     async def _look_after(
         self, line: socket.socket, serve: Serve, context: ssl.SSLContext | None
     ) -> None:
-        """Serve a connection; return when it is known, and close it if it is not in time."""
+        """Serve a connection until it has had a token; close it if none comes in time."""
         served = asyncio.ensure_future(self._served(line, serve, context))
         try:
             for _ in range(LOOKS):
@@ -111,7 +111,7 @@ class Visitors:
     async def _served(
         self, line: socket.socket, serve: Serve, context: ssl.SSLContext | None
     ) -> None:
-        with suppress(OSError):  # it does not speak TLS, or has gone
+        with suppress(OSError):  # it does not speak TLS, or is closed
             loop = asyncio.get_running_loop()
             transport, _ = await loop.connect_accepted_socket(serve, line, ssl=context)
             self._unknown[transport] = known = loop.create_future()

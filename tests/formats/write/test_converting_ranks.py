@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from holdfast.base.wire import wire_error
-from holdfast.formats.write.ranks import Ranks
+from holdfast.formats.write.converting_ranks import Ranks
 
 
 class Group:

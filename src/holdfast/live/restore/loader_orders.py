@@ -1,4 +1,4 @@
-"""Orders of data at a restore: samplers' seeds and generators, saved beside loaders (`state.orders`)."""
+"""Orders of loaders, put back at a restore: seeds and generators of samplers (`state.data_order`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from holdfast.base.errors import FormatError
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.format.extras import ORDER
 from holdfast.live.restore.decoding import decode_value
-from holdfast.live.state.orders import data_of, put_order_later, put_seeds, tell_other_data
+from holdfast.live.state.data_order import data_of, put_order_later, put_seeds, tell_other_data
 from holdfast.live.state.recognising import is_loader
 
 

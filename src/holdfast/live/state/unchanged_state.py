@@ -26,8 +26,8 @@ MAX_COMPARED = 1000
 """Most items of a container that are compared."""
 
 
-class Still:
-    """All values of a state at one time."""
+class StateMarks:
+    """Marks of all values of a state at one time."""
 
     def __init__(self, state: State) -> None:
         self._before = _seen(state)

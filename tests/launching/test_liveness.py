@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 
-from holdfast.launch.signs import Commits, used_below_s
+from holdfast.launch.liveness import Commits, used_below_s
 
 
 def test_a_save_that_a_newer_one_has_overtaken_is_no_commit() -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 import holdfast
 from holdfast.live.saving import saver
-from holdfast.live.state import movers, snapshot
+from holdfast.live.state import copy_timing, snapshot
 
 WIDTH = 64
 
@@ -114,7 +114,7 @@ OPTIMIZERS: dict[str, Callable[[Loop], Any]] = {
 @pytest.fixture
 def _late_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A copy in the window is made at its end, or after some time."""
-    monkeypatch.setattr(movers, "COPIED_AT_CALL_BYTES", 0)
+    monkeypatch.setattr(copy_timing, "COPIED_AT_CALL_BYTES", 0)
     original = snapshot.Copies.run
     at_end = threading.Event()
 
@@ -187,7 +187,7 @@ def test_a_frozen_base_is_copied_in_the_window_until_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A restore writes to it, too, and is no change."""
-    monkeypatch.setattr(movers, "COPIED_AT_CALL_BYTES", 0)
+    monkeypatch.setattr(copy_timing, "COPIED_AT_CALL_BYTES", 0)
     run = Frozen()
     with holdfast.Checkpointer(tmp_path, run.state, on_error="raise") as ckpt:
 
@@ -208,7 +208,7 @@ def test_what_is_new_and_moved_by_no_optimizer_holds_up_its_first_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be written at once."""
-    monkeypatch.setattr(movers, "COPIED_AT_CALL_BYTES", 0)
+    monkeypatch.setattr(copy_timing, "COPIED_AT_CALL_BYTES", 0)
     run = Frozen()
     with holdfast.Checkpointer(tmp_path, run.state, on_error="raise") as ckpt:
         for step in (1, 2):
@@ -247,7 +247,7 @@ def test_weights_that_the_forward_pass_writes_fail_no_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The window of the first save tells."""
-    monkeypatch.setattr(movers, "COPIED_AT_CALL_BYTES", 0)
+    monkeypatch.setattr(copy_timing, "COPIED_AT_CALL_BYTES", 0)
     torch.manual_seed(0)
     model = nn.Embedding(10, 4, max_norm=0.5)
     optim = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -271,8 +271,8 @@ def test_a_target_on_a_device_is_learned_from_two_images(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its writes are not counted, and the device is not asked at the call; the tensors pass for its own."""
-    monkeypatch.setattr(movers, "COPIED_AT_CALL_BYTES", 0)
-    for module in (movers, snapshot):
+    monkeypatch.setattr(copy_timing, "COPIED_AT_CALL_BYTES", 0)
+    for module in (copy_timing, snapshot):
         monkeypatch.setattr(module, "is_on_host", lambda t: False)
     original = snapshot.Copies.run
 
@@ -300,14 +300,14 @@ def test_a_frozen_base_on_a_device_is_let_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After two images that are alike; until then saves are held up."""
-    monkeypatch.setattr(movers, "COPIED_AT_CALL_BYTES", 0)
-    for module in (movers, snapshot):
+    monkeypatch.setattr(copy_timing, "COPIED_AT_CALL_BYTES", 0)
+    for module in (copy_timing, snapshot):
         monkeypatch.setattr(module, "is_on_host", lambda t: False)
     run, held = Frozen(), []
     with holdfast.Checkpointer(tmp_path, run.state, on_error="raise") as ckpt:
-        sort = ckpt._tiers.saver.movers.sort
+        sort = ckpt._tiers.saver.copy_timing.sort
         monkeypatch.setattr(
-            ckpt._tiers.saver.movers, "sort", lambda live: held.append(sort(live)) or held[-1]
+            ckpt._tiers.saver.copy_timing, "sort", lambda live: held.append(sort(live)) or held[-1]
         )
         for step in range(1, 6):
             run.iterate()
@@ -320,7 +320,7 @@ def test_much_that_is_copied_at_each_call_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once, with what it is."""
-    monkeypatch.setattr(movers, "COPIED_AT_CALL_BYTES", 0)
+    monkeypatch.setattr(copy_timing, "COPIED_AT_CALL_BYTES", 0)
     monkeypatch.setattr(saver, "MUCH_BYTES", 1 << 10)
     loop = Loop(lerp, OPTIMIZERS["of the online network"])
     with warnings.catch_warnings(record=True) as told:
@@ -380,7 +380,7 @@ def test_what_an_optimizer_has_stepped_is_its_own_while_it_is_frozen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A discriminator is frozen while the generator trains, and its step is saved amid that."""
-    monkeypatch.setattr(movers, "COPIED_AT_CALL_BYTES", 0)
+    monkeypatch.setattr(copy_timing, "COPIED_AT_CALL_BYTES", 0)
     model = nn.Linear(WIDTH, WIDTH)
     optim = torch.optim.Adam(model.parameters())
     state = {"model": model, "optim": optim}
@@ -399,14 +399,14 @@ def test_an_average_on_a_device_that_is_set_aside_holds_up_no_more_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was learned from the first window, so no image of it is ever compared."""
-    monkeypatch.setattr(movers, "COPIED_AT_CALL_BYTES", 0)
-    for module in (movers, snapshot):
+    monkeypatch.setattr(copy_timing, "COPIED_AT_CALL_BYTES", 0)
+    for module in (copy_timing, snapshot):
         monkeypatch.setattr(module, "is_on_host", lambda t: False)
     loop, held = Loop(lerp, OPTIMIZERS["of the online network"]), []
     with holdfast.Checkpointer(tmp_path, loop.state(), every=1, on_error="raise") as ckpt:
-        sort = ckpt._tiers.saver.movers.sort
+        sort = ckpt._tiers.saver.copy_timing.sort
         monkeypatch.setattr(
-            ckpt._tiers.saver.movers, "sort", lambda live: held.append(sort(live)) or held[-1]
+            ckpt._tiers.saver.copy_timing, "sort", lambda live: held.append(sort(live)) or held[-1]
         )
         for step in range(1, 6):
             loop.iterate()
@@ -418,7 +418,7 @@ def test_a_first_save_that_fails_is_learned_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the loop writes after it is known all the same."""
-    monkeypatch.setattr(movers, "COPIED_AT_CALL_BYTES", 0)
+    monkeypatch.setattr(copy_timing, "COPIED_AT_CALL_BYTES", 0)
     run = Frozen()
     with holdfast.Checkpointer(tmp_path, run.state) as ckpt:
         run.iterate()

@@ -20,7 +20,7 @@ from holdfast.errors import HoldfastError, UsageError
 from holdfast.integrations.trl_parts import tell_of_generated
 from holdfast.live.state.generators import generator_state, set_generator_state
 
-from .test_trains import backward, net, steps, told, update
+from .test_stale_objects import backward, net, steps, told, update
 
 
 def masters(optim: Any) -> list[torch.Tensor]:

@@ -17,10 +17,10 @@ from holdfast.base.errors import NotFound, UsageError
 from holdfast.base.notices import Notices
 from holdfast.base.wire import decode_msgpack
 from holdfast.core.group import Group
-from holdfast.live.reading import load_step
 from holdfast.live.restore.result import RestoredFrom
 from holdfast.live.state.loaded import loaded_states
 from holdfast.live.state.recognising import State, is_optimizer, is_stateful, stages
+from holdfast.live.step_loading import load_step
 
 ANEW = "another name, or Checkpointer(..., anew=True), begins it anew"
 

@@ -156,8 +156,8 @@ def load(
     for other ranks and for an operation of storage at most `deadline_s`.  NotRecoverable if there is no
     step; StateMismatch before anything is touched.
     """
-    from holdfast.live.reading import load_from
     from holdfast.live.restore.targets import RestoreOptions
+    from holdfast.live.step_loading import load_from
 
     url, step = path_of(path, "load", "path"), None if step is None else step_of(step, "load")
     check_keys(state)

@@ -1,8 +1,8 @@
 """Tensors that are made of several others, at a restore: saved and live ones compared, lacking ones made.
 
-The saved description of a tensor (`state.apart`) is compared, never obeyed.  Where a fresh optimizer lacks
-such a state, it makes the one that it would make in its first step; that is taken if its description equals
-the saved one.
+The saved description of a tensor (`state.composite_tensors`) is compared, never obeyed.  Where a fresh
+optimizer lacks such a state, it makes the one that it would make in its first step; that is taken if its
+description equals the saved one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from holdfast.base.errors import FormatError, StateMismatch
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.format.extras import MADE_OF
 from holdfast.live.restore.mismatches import Mismatch, Problems, differs
-from holdfast.live.state.apart import flatten_subclass
+from holdfast.live.state.composite_tensors import flatten_subclass
 from holdfast.live.state.named import Prepared
 from holdfast.live.state.placed import is_apart, torch_dtype
 from holdfast.live.state.sparse import COMPRESSED, said_of

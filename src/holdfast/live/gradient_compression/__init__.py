@@ -9,7 +9,7 @@ compressor, or a layer whose gradient is sparse by itself, says so by `sparse(pa
 Where ranks exchange gradients in bfloat16, `rounded(parameters, torch.bfloat16)` halves the records.
 """
 
-from holdfast.live.compression.marks import rounded, sparse
-from holdfast.live.compression.topk import TopK
+from holdfast.live.gradient_compression.marks import rounded, sparse
+from holdfast.live.gradient_compression.topk import TopK
 
 __all__ = ["TopK", "rounded", "sparse"]

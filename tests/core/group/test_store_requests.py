@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from holdfast.base.errors import AgentError, Deadline
-from holdfast.core.group import line as of_lines
-from holdfast.core.group.line import StoreLine
+from holdfast.core.group import store_requests
+from holdfast.core.group.store_requests import StoreLine
 
 
 def line_to(store: Any) -> StoreLine:
@@ -49,7 +49,7 @@ def test_every_line_is_settled_when_python_ends(monkeypatch: pytest.MonkeyPatch)
     def connect() -> Any:
         raise ValueError("no such host")
 
-    monkeypatch.setattr(of_lines, "_EXIT_S", 60.0)
+    monkeypatch.setattr(store_requests, "_EXIT_S", 60.0)
     gate, said = threading.Event(), list[str]()
     lines = [StoreLine(connect, "rank 0", 0), *(line_to(said) for _ in range(3))]
     for name, line in zip(("unreachable", "lost", "closed", "open"), lines, strict=True):
@@ -59,5 +59,5 @@ def test_every_line_is_settled_when_python_ends(monkeypatch: pytest.MonkeyPatch)
     lines[2].close()
     timer = threading.Timer(0.1, gate.set)
     timer.start()
-    of_lines._settle_all()
+    store_requests._settle_all()
     assert gate.is_set() and {"closed", "open"} <= {*said}

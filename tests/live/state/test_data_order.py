@@ -232,7 +232,7 @@ OTHER: dict[str, tuple[Make, Make, str]] = {
 def test_a_place_in_other_data_is_told(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.live.state.orders._told", set())
+    monkeypatch.setattr("holdfast.live.state.data_order._told", set())
     first, second, words = OTHER[name]
     _, told = went_on(tmp_path, first, second, num=2)
     assert f"'loader' in the data was saved over {words}" in told and told.endswith("[other-data]")

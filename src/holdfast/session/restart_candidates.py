@@ -1,4 +1,4 @@
-"""The survey that a restart begins with: full steps, snapshots, and the records that lead on from them.
+"""Candidates of a restart: full steps, snapshots, and the records that lead on from them.
 
 A candidate is a full step in one place, with the state that records lead to from it.  Warnings name newer
 states that cannot be restored: records that lead nowhere, steps with damaged manifests.

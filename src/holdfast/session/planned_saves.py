@@ -54,7 +54,7 @@ from holdfast.core.format.manifest import (
     TensorEntry,
     readable,
 )
-from holdfast.core.group.handed import hand, handed, take_away
+from holdfast.core.group.passed_values import hand, handed, take_away
 from holdfast.core.layout import Box, Pieces, whole
 from holdfast.core.store import Store, open_store
 from holdfast.live.roots import sweep_host

@@ -1,7 +1,7 @@
-"""A line: requests to a torch store with a deadline, even if the process that hosts it is stopped.
+"""Requests to a torch store with a deadline that holds even if the host of the store is stopped.
 
 A torch store waits for its host without a limit: while that process is stopped, `check` and `get` do not
-return.  So a thread of the line sends the requests, and the caller waits for that thread until its
+return.  So the thread of a `StoreLine` sends the requests, and the caller waits for that thread until its
 deadline.  A request that is given up before it was sent is dropped.  When the host continues, so does the
 line.
 """

@@ -1,10 +1,11 @@
 """One dim of what a rank stores, beside the dim of the tensor that it comes from.
 
-A `Line` says which stored position holds which index of the tensor, as a list of runs; positions that no
-run names are padding.  All that can be done to a dim is to take stored ranges and put them elsewhere, apart
-by a step or not: cuts, parts cut one by one, interleaving.  So there is one operation, `moved`.
+A `StoredDim` says which stored position holds which index of the tensor, as a list of runs; positions that
+no run names are padding.  All that can be done to a dim is to take stored ranges and put them elsewhere,
+apart by a step or not: cuts, parts cut one by one, interleaving.  So there is one operation, `moved`.
 
-    >>> Line.whole(0, 12).moved([Move(2, 0, 2), Move(8, 2, 2)], 4).runs     # rank 1 of 2+4+6, cut in thirds
+    >>> moves = [Move(2, 0, 2), Move(8, 2, 2)]                         # rank 1 of 2+4+6, cut in thirds
+    >>> StoredDim.whole(0, 12).moved(moves, 4).runs
     (Run(stored=0, logical=2, length=2, step=1), Run(stored=2, logical=8, length=2, step=1))
 """
 
@@ -53,7 +54,7 @@ class Move(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class StoredDim:
     """A stored dim: its length, the dim of the tensor, and runs in the order of the tensor's indices.
 
     `parts`: lengths of parts, each of which the next cut cuts by itself; none: the whole.
@@ -67,19 +68,19 @@ class Line:
     unit: int = 1
 
     @staticmethod
-    def whole(dim: int, length: int) -> Line:
-        return Line(dim, length, (Run(0, 0, length),) if length else ())
+    def whole(dim: int, length: int) -> StoredDim:
+        return StoredDim(dim, length, (Run(0, 0, length),) if length else ())
 
-    def moved(self, moves: Iterable[Move], length: int) -> Line:
+    def moved(self, moves: Iterable[Move], length: int) -> StoredDim:
         """Put what the moves take where they say; all else is left out."""
         runs = []
         for start, to, count, step in moves:
             for run in self.between(start, start + count):
                 stored = to + (run.stored - start) * step
                 runs.append(Run(stored, run.logical, run.length, run.step * step))
-        return Line(self.dim, length, _joined(runs))
+        return StoredDim(self.dim, length, _joined(runs))
 
-    def kept(self, ranges: Sequence[tuple[int, int]]) -> Line:
+    def kept(self, ranges: Sequence[tuple[int, int]]) -> StoredDim:
         """Keep ranges of positions, one after the other."""
         moves, at = [], 0
         for start, stop in ranges:

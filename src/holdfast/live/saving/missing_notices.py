@@ -1,4 +1,4 @@
-"""Notices, at a save and at a restore, of state that some ranks lack (see `holdfast.live.state.alone`)."""
+"""Notices, at a save and at a restore, of state that some ranks lack (`live.state.missing_on_ranks`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from holdfast.base.wire import decode_msgpack
 from holdfast.core.format.manifest import Manifest
 from holdfast.live.saving.messages import ReadyToSave
 from holdfast.live.state.agreed import Description
-from holdfast.live.state.alone import forgotten_names, tell_forgotten
+from holdfast.live.state.missing_on_ranks import forgotten_names, tell_forgotten
 
 
 def tell_keys(ready: Sequence[ReadyToSave], told: set[str]) -> None:

@@ -24,13 +24,13 @@ from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.live.restore.groups import optimizer_body
 from holdfast.live.restore.mismatches import Mismatch
 from holdfast.live.restore.targets import RestoreOptions
-from holdfast.live.state.optimizers import LiveOptimizer, NamedGroups
-from holdfast.live.state.positions import (
+from holdfast.live.state.nameless_parameters import (
     IS_POSITION,
     is_in_saved_order,
     same_shapes,
     shown_alike,
 )
+from holdfast.live.state.optimizers import LiveOptimizer, NamedGroups
 from holdfast.live.state.recognising import State
 
 
@@ -73,7 +73,7 @@ def by_order(
                 warn_user(f"{key}: {why}: they are taken in their order", notice="positions")
     if not renamed:
         return checkpoint, problems
-    from holdfast.live.restore.former import NewNames, Renamed
+    from holdfast.live.restore.former_names import NewNames, Renamed
 
     return Renamed(checkpoint, NewNames({}, renamed, values)), problems
 

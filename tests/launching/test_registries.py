@@ -1,4 +1,4 @@
-"""Each register that recovery in place resets is there, in the versions that are installed."""
+"""Each registry that recovery in place resets is there, in the versions that are installed."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from holdfast.launch.registers import CHECKED, REGISTERS, Register
+from holdfast.launch.registries import CHECKED, REGISTRIES, Registry
 
 LOOK = """
 import importlib, json, sys
-from holdfast.launch.registers import REGISTERS, forget_groups, owner_of
+from holdfast.launch.registries import REGISTRIES, forget_groups, owner_of
 there = []
-for register in REGISTERS:
-    if register.module.split(".")[0] == sys.argv[1]:
-        importlib.import_module(register.module)
-        there.append(owner_of(register) is not None)
+for registry in REGISTRIES:
+    if registry.module.split(".")[0] == sys.argv[1]:
+        importlib.import_module(registry.module)
+        there.append(owner_of(registry) is not None)
 forget_groups()
 forget_groups()
 print(json.dumps(there))
@@ -29,12 +29,12 @@ print(json.dumps(there))
 """In a process of its own: what a framework does when it is imported would stay in this one."""
 
 
-def package_of(register: Register) -> str:
-    return register.module.partition(".")[0]
+def package_of(registry: Registry) -> str:
+    return registry.module.partition(".")[0]
 
 
-def name(register: Register) -> str:
-    return f"{register.module}.{register.path}"
+def name(registry: Registry) -> str:
+    return f"{registry.module}.{registry.path}"
 
 
 def version(text: str) -> tuple[int, ...]:
@@ -43,7 +43,7 @@ def version(text: str) -> tuple[int, ...]:
 
 @cache
 def looked_at(package: str) -> tuple[dict[str, bool], str]:
-    """Which registers of a package there are, and what resetting them has said.  Skips without it."""
+    """Which registries of a package there are, and what resetting them has said.  Skips without it."""
     distribution = {"megatron": "megatron-core"}.get(package, package)
     try:
         installed = metadata.version(distribution)
@@ -55,7 +55,7 @@ def looked_at(package: str) -> tuple[dict[str, bool], str]:
         [sys.executable, "-c", LOOK, package], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    names = [name(register) for register in REGISTERS if package_of(register) == package]
+    names = [name(registry) for registry in REGISTRIES if package_of(registry) == package]
     there = json.loads(done.stdout.splitlines()[-1])
     said = "\n".join(line for line in done.stderr.splitlines() if line.startswith("holdfast:"))
     return dict(zip(names, there, strict=True)), said
@@ -67,21 +67,22 @@ def marks(package: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "register", [pytest.param(one, marks=marks(package_of(one)), id=name(one)) for one in REGISTERS]
+    "registry",
+    [pytest.param(one, marks=marks(package_of(one)), id=name(one)) for one in REGISTRIES],
 )
-def test_a_register_is_there(register: Register) -> None:
-    there, _ = looked_at(package_of(register))
-    assert there[name(register)] == (not register.older), "has it gone, or come back?"
+def test_a_registry_is_there(registry: Registry) -> None:
+    there, _ = looked_at(package_of(registry))
+    assert there[name(registry)] == (not registry.older), "has it gone, or come back?"
 
 
 @pytest.mark.parametrize(
     "package",
-    [pytest.param(one, marks=marks(one)) for one in sorted(set(map(package_of, REGISTERS)))],
+    [pytest.param(one, marks=marks(one)) for one in sorted(set(map(package_of, REGISTRIES)))],
 )
 def test_all_are_reset_without_a_word(package: str) -> None:
     assert looked_at(package)[1] == ""
 
 
 def test_each_has_one_line_and_a_reason() -> None:
-    assert len(set(map(name, REGISTERS))) == len(REGISTERS)
-    assert all(register.reason for register in REGISTERS)
+    assert len(set(map(name, REGISTRIES))) == len(REGISTRIES)
+    assert all(registry.reason for registry in REGISTRIES)

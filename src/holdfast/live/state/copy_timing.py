@@ -76,9 +76,11 @@ class LastSeen:
         )
 
 
-class Movers:
-    """Learns which tensors of a run are written, and how.  Called on the training thread, but for
-    `learn` and `compare_images`."""
+class CopyTiming:
+    """Learns which tensors of a run are written, and how: that decides when each is copied.
+
+    Called on the training thread, but for `learn` and `compare_images`.
+    """
 
     def __init__(self) -> None:
         self._written: set[str] = set()

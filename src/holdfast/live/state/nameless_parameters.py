@@ -7,7 +7,8 @@
 
 A position identifies a parameter as long as the script makes the optimizer in the same order.  Where all
 shapes differ, another order does not fit and is refused.  Where two shapes are equal, the order is
-unproved: the first save warns, and a load refuses an order that it cannot prove (`live.restore.positions`).
+unproved: the first save warns, and a load refuses an order that it cannot prove
+(`live.restore.matching_by_order`).
 
 Names of wrappers at the front or inside are left out, as for modules: a script may be compiled, or wrapped
 in DDP, at one start and not at the next.

@@ -1,8 +1,8 @@
-"""The door of a launcher: a port by which its neighbour notices at once that the launcher has ended.
+"""Connections between neighbouring launchers, by which one notices at once that the other has ended.
 
 The rendezvous strikes off a node only after some seconds without a sign of life.  The kernel is quicker:
 when a process ends, its connections break and new ones are refused.  So in a round each launcher keeps a
-connection to the next launcher of the ring.
+connection to the *door* of the next launcher of the ring, a port for this.
 
 A visitor introduces itself by the secret of the door and its number among the nodes.
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from holdfast.base.arguments import count_of, flag_of, instance_of, share_of, unfit
 from holdfast.base.errors import StateMismatch, UsageError
-from holdfast.live.compression.marks import mark
+from holdfast.live.gradient_compression.marks import mark
 from holdfast.live.state.wrappers import paths
 
 PART_ALIGNMENT = 16

@@ -1,4 +1,4 @@
-"""Is what trains what is saved?
+"""Objects of the state that the training no longer uses: what trains is not what is saved.
 
 A state is made once, and a script may go on with something else:
 
@@ -31,9 +31,9 @@ from torch.optim import Optimizer
 from holdfast.base.text import listed
 from holdfast.live.state.modules import module_tensors
 from holdfast.live.state.observer import StepCounts, calls_hooks
-from holdfast.live.state.outside import tensors_held
 from holdfast.live.state.recognising import State, is_of_framework, modules_in, stages
-from holdfast.live.state.still import Still
+from holdfast.live.state.unchanged_state import StateMarks
+from holdfast.live.state.unsaved_tensors import tensors_held
 from holdfast.live.state.writes import Mark, count_and_address
 
 CALLS = 10
@@ -49,8 +49,8 @@ Notice = tuple[str, str, str]
 """Name of a notice, its text, and what it is about."""
 
 
-class Trains:
-    """Compares what trains with what is saved."""
+class StaleObjects:
+    """Finds objects of the state that do not train, while others train in their place."""
 
     def __init__(self, counts: StepCounts) -> None:
         self._counts = counts
@@ -233,7 +233,7 @@ class Trains:
         seen = self._seen
         if self._counts.has_compiled or seen is None or is_of_framework(state):
             return
-        if not stepped and seen.still is not None and seen.still.is_same(state):
+        if not stepped and seen.state_marks is not None and seen.state_marks.is_same(state):
             yield "never-changes", _nothing_changes([*state], seen.step), ""
         if not seen.models:
             return
@@ -308,7 +308,7 @@ class _AtFirst:
         """The models that are trained: an average of another one's weights changes with that one."""
         tensors = [t for key in self.models for t in _all(state[key])]
         self._marks = _marks(tensors)
-        self.still = None if own else Still(state)  # an optimizer may begin later
+        self.state_marks = None if own else StateMarks(state)  # an optimizer may begin later
 
     def is_same(self, state: State) -> bool:
         """True if no tensor of the models was written or moved since, or is another."""

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from holdfast.base.errors import UsageError
-from holdfast.base.patience import Patience, patient
+from holdfast.base.storage_deadlines import Patience, patient
 from holdfast.core.store.contract import BLOCK_BYTES, check_range, past_end, target_view
 from holdfast.core.store.oserrors import REFUSED, translated
 from holdfast.core.store.regular import O_DIRECT, open_regular

@@ -11,8 +11,8 @@ import torch
 
 import holdfast
 from holdfast import events
-from holdfast.live.saving import held
-from holdfast.live.saving.held import HeldLong
+from holdfast.live.saving import stall_notice
+from holdfast.live.saving.stall_notice import HeldLong
 
 
 class Clock:
@@ -88,7 +88,7 @@ def test_waits_of_others_and_of_what_is_gone_are_not_told(told: list[str]) -> No
 def test_it_is_told_by_the_run_and_can_be_silenced(
     tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(held, "LONG_S", -1.0)
+    monkeypatch.setattr(stall_notice, "LONG_S", -1.0)
     for silenced in (False, True):
         if silenced:
             holdfast.silence("held-long")

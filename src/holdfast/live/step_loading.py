@@ -8,7 +8,7 @@ import msgspec
 
 from holdfast.base.errors import FormatError, NotFound, NotRecoverable, warn_user
 from holdfast.base.events import emit
-from holdfast.base.patience import bounded, opening
+from holdfast.base.storage_deadlines import bounded, opening
 from holdfast.base.wire import decode_json
 from holdfast.core.checkpoint.names import (
     AND_LOG,
