@@ -55,6 +55,7 @@ FIRST = (
     "system/disks/test_exit.py",
     "tiers/records/test_topk.py",
     "system/nodes/test_elastic_page.py",
+    "system/late/test_on_late.py",
     "core/group/test_partners.py",
     "core/group/test_meetings.py",
     "tiers/records/test_delta_lives.py",

@@ -6,8 +6,8 @@ is forked from torchrun itself: torch, and with `-m` the module that ranks run, 
     python -m forking --standalone --nproc-per-node=4 -m system.distributed.matrix ...
 
 Ranks that are forked hash strings alike, as real ones do not: what ranks must agree on whatever the order
-of their sets is tested under a real torchrun: saving, loading, converting, three ranks of the matrix,
-DeepSpeed on three.
+of their sets is tested under a real torchrun: saving, and by `make soak` loading, converting, three ranks
+of the matrix, DeepSpeed on three.
 """
 
 import importlib

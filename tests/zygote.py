@@ -113,14 +113,18 @@ def server() -> Server:
 def start(
     args: Sequence[object],
     *,
-    out: Path | None = None,
+    stdin: int | None = None,
+    out: Path | int | None = None,
     err: Path | None = None,
     env: dict[str, str] | None = None,
     cwd: Path | None = None,
 ) -> Program:
     """Begin a program: `-m MODULE ...`, `-c CODE ...` or `FILE ...`.  What it prints is appended to `out`
-    and `err` (default: where `out` goes), or else is this process's."""
-    files = [os.open(os.devnull, os.O_RDONLY), os.dup(1), os.dup(2)]
+    and `err` (default: where `out` goes), or else is this process's.  `stdin` is a descriptor; `out` may be
+    one, to which errors do not go."""
+    files = [os.open(os.devnull, os.O_RDONLY) if stdin is None else os.dup(stdin)]
+    files += [os.dup(out if isinstance(out, int) else 1), os.dup(2)]
+    out = None if isinstance(out, int) else out
     for number, file in ((1, out), (2, err or out)):
         if file is not None:
             os.close(files[number])
@@ -140,14 +144,17 @@ def start(
 def run(
     args: Sequence[object],
     *,
+    input: str = "",
     env: dict[str, str] | None = None,
     cwd: Path | None = None,
     timeout: float | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a program to its end; it is killed after `timeout` seconds.  TimeoutExpired"""
     with tempfile.TemporaryDirectory(prefix="holdfast-program-") as place:
-        out, err = Path(place, "out"), Path(place, "err")
-        program = start(args, out=out, err=err, env=env, cwd=cwd)
+        given, out, err = Path(place, "given"), Path(place, "out"), Path(place, "err")
+        given.write_text(input)
+        with given.open() as file:
+            program = start(args, stdin=file.fileno(), out=out, err=err, env=env, cwd=cwd)
         try:
             code = program.wait(timeout)
         finally:
@@ -188,6 +195,8 @@ def _serve(number: int) -> None:
 
 def _become(request: dict[str, Any], fds: Sequence[int]) -> NoReturn:
     os.setsid()
+    # Python leaves it as it was before the fork: at its end holdfast would take this thread for one of gloo
+    threading.main_thread()._native_id = threading.get_native_id()  # type: ignore[attr-defined]
     for number, one in enumerate(fds):
         os.dup2(one, number)
         os.close(one)

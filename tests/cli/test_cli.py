@@ -311,12 +311,13 @@ def test_plan_of_snapshots_in_memory(root: Path) -> None:
     assert memory["groups"] == [[0, 1, 2, 3]]
 
 
-def test_plan_of_many_nodes_fits_on_a_screen(root: Path) -> None:
-    many = ("plan", root, "--mesh", "dp=512,tp=8", "--nodes", 512, "--redundancy", "copy")
+@pytest.mark.parametrize("nodes", [128, pytest.param(512, marks=pytest.mark.soak)])
+def test_plan_of_many_nodes_fits_on_a_screen(root: Path, nodes: int) -> None:
+    many = ("plan", root, "--mesh", f"dp={nodes},tp=8", "--nodes", nodes, "--redundancy", "copy")
     out = call(*many)[1]
-    assert "… 504 more" in out and len(out.splitlines()) < 70
+    assert f"… {nodes - 8} more" in out and len(out.splitlines()) < 70
     assert "node8 " not in out.partition("member of groups")[2]
-    assert "node511" in call(*many, "--all")[1]
+    assert f"node{nodes - 1}" in call(*many, "--all")[1]
 
 
 def test_plan_of_too_few_nodes(root: Path) -> None:

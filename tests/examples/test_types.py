@@ -42,6 +42,7 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.soak
 def test_mypy(project: Path) -> None:
     """As it is without a configuration, for torch's own types are not strict."""
     command = [sys.executable, "-m", "mypy", "--cache-dir=cache", "train.py", "public.py"]

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 import holdfast
 
 SRC = Path(__file__).parents[2] / "src"
@@ -378,6 +380,7 @@ SELDOM = (
 package exists before it is imported), several ranks, or what they are for."""
 
 
+@pytest.mark.soak  # and by `make check`
 def test_the_core_knows_nothing_of_tiers_and_formats(tmp_path: Path) -> None:
     """A run that saves and restores, with no tier switched on, in a fresh interpreter."""
     script = f"""
@@ -424,6 +427,7 @@ ONLY_TO_RESTORE = (
 """The half of the core that the first restore loads."""
 
 
+@pytest.mark.soak  # and by `make check`
 def test_a_run_that_saves_loads_nothing_to_restore_with(tmp_path: Path) -> None:
     """Not when it is made, at saves, or at its end; the first restore does."""
     script = f"""

@@ -261,6 +261,7 @@ def test_who_waits_in_a_collective_that_nothing_ends_says_so(
         os.waitpid(peer, 0)
 
 
+@pytest.mark.soak_except("heard")
 @pytest.mark.parametrize("cleans", ["heard", "of its own"])
 def test_who_cleans_up_in_a_call_is_not_stuck(cleans: str, forked: Callable[..., Forked]) -> None:
     """A write to slow storage is deaf and does not compute, too."""
@@ -283,6 +284,7 @@ def test_who_cleans_up_in_a_call_is_not_stuck(cleans: str, forked: Callable[...,
     assert not any(isinstance(m, Stuck) for m in worker.said)
 
 
+@pytest.mark.soak
 def test_a_connection_that_ends_within_a_message(
     forked: Callable[..., Forked], tmp_path: Path
 ) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from functools import cache
 from importlib import metadata
 from typing import Any
 
 import pytest
 
+import zygote
 from holdfast.launch.registries import CHECKED, REGISTRIES, Registry
 
 LOOK = """
@@ -51,9 +50,7 @@ def looked_at(package: str) -> tuple[dict[str, bool], str]:
         pytest.skip(f"{distribution} is not installed")
     if version(installed) < version(CHECKED[distribution]):
         pytest.skip(f"{distribution} {installed} is older than the table")
-    done = subprocess.run(
-        [sys.executable, "-c", LOOK, package], capture_output=True, text=True, check=False
-    )
+    done = zygote.run(["-c", LOOK, package])
     assert done.returncode == 0, done.stderr
     names = [name(registry) for registry in REGISTRIES if package_of(registry) == package]
     there = json.loads(done.stdout.splitlines()[-1])

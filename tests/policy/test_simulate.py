@@ -125,6 +125,7 @@ def poisson(mean: float, count: int) -> float:
     return math.exp(-mean) * mean**count / math.factorial(count)
 
 
+@pytest.mark.soak_except("0-waits", "1-shrinks", "3-waits")
 @pytest.mark.parametrize("shrinks", [False, True], ids=["waits", "shrinks"])
 @pytest.mark.parametrize("standby", [0, 1, 3])
 def test_nodes_that_are_away(standby: int, shrinks: bool) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import holdfast
+import zygote
 from session.stick import EVERY, Stick, train
 
 LAST, KILLED = 20, 17
@@ -19,13 +18,7 @@ LAST, KILLED = 20, 17
 def run(tmp_path: Path, kill_at: int = 0, *, root: str = "root") -> tuple[str, str]:
     """What a training says that it restored, and its last state; a killed one has none."""
     args = [str(tmp_path / root), str(tmp_path / f"{root}-stick"), str(LAST), str(kill_at)]
-    done = subprocess.run(
-        [sys.executable, "-m", "stick", *args],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = zygote.run([Path(__file__).with_name("stick.py"), *args])
     assert done.returncode == (-signal.SIGKILL if kill_at else 0), done.stderr
     lines = dict(line.split(" ", 1) for line in done.stdout.splitlines())
     return lines.get("restored", ""), lines.get("state", done.stderr)

@@ -9,7 +9,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import holdfast
+import zygote
 from holdfast.base.wire import encode_error
 from holdfast.core.group import Group, exchange
 from holdfast.core.group.meeting import meeting_of_job, meeting_over
@@ -172,24 +172,22 @@ def many_calls_leave_no_keys_behind(root: Path) -> None:
 
 def conversion(
     root: Path, *, meet_s: float, env: dict[str, str] | None = None
-) -> subprocess.Popen[str]:
-    """As a rank would start it: with RANK and WORLD_SIZE inherited."""
+) -> subprocess.CompletedProcess[str]:
+    """Run one as a rank would: with RANK and WORLD_SIZE inherited."""
     script = (
         "import sys, holdfast.formats.write.converting_ranks as ranks; from holdfast.cli.main import main;"
         f"ranks.MEET_S, ranks._TELL_S = {meet_s}, 0.2; sys.argv[0] = 'holdfast'; main()"
     )
-    command = [sys.executable, "-c", script, "convert", str(root), f"{root}-new"]
-    pipe = subprocess.PIPE
-    env = os.environ | (env or {})
-    return subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True)
+    command = ["-c", script, "convert", str(root), f"{root}-new"]
+    return zygote.run(command, env=os.environ | (env or {}), timeout=2 * LONG_S)
 
 
 def a_process_of_one_rank_says_for_whom_it_waits_and_ends(root: Path) -> None:
     holdfast.save(root, state_of(), step=1)
     if dist.get_rank() == 0:
-        started = conversion(root, meet_s=1.0)
-        _, text = started.communicate(timeout=LONG_S)
-        assert started.returncode == 1
+        ran = conversion(root, meet_s=1.0)
+        text = ran.stderr
+        assert ran.returncode == 1
         assert "waiting, for at most 1 s: rank 1 has not called convert()" in text, text
         assert "error: rank 1 has not called convert() within 1 s" in text, text
         assert "env -u WORLD_SIZE" in text, text
@@ -200,9 +198,8 @@ def a_process_of_one_rank_says_for_whom_it_waits_and_ends(root: Path) -> None:
 
 def processes_of_all_ranks_convert_together(root: Path) -> None:
     holdfast.save(root, state_of(), step=1)
-    started = conversion(root, meet_s=LONG_S)
-    _, text = started.communicate(timeout=LONG_S)
-    assert started.returncode == 0, text
+    ran = conversion(root, meet_s=LONG_S)
+    assert ran.returncode == 0, ran.stderr
     with holdfast.open(f"{root}-new") as made:
         assert made.step == 1
 
@@ -212,9 +209,8 @@ def those_of_nodes_that_count_attempts_otherwise_do_too(root: Path) -> None:
     holdfast.save(root, state_of(), step=1)
     before = dist.get_rank()
     counted = {"TORCHELASTIC_RESTART_COUNT": str(before), "HOLDFAST_ATTEMPT": str(before + 1)}
-    started = conversion(root, meet_s=LONG_S, env=counted)
-    _, text = started.communicate(timeout=2 * LONG_S)
-    assert started.returncode == 0, text
+    ran = conversion(root, meet_s=LONG_S, env=counted)
+    assert ran.returncode == 0, ran.stderr
 
 
 # -- strangers at the stores, which have no password ----------------------------------------------

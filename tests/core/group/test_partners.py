@@ -32,12 +32,9 @@ NEED_TIERS = ("steps", "tenth", "snapshot")
 """Calls in which ranks have nothing to do with each other if there is storage alone."""
 FIRST = [
     "save-never-1",
-    "save-never-0",
     "load-stops-1",
     "construct-stopped-0",
-    "background-dies-1",
     "convert-killed-1",
-    "steps+memory-stopped-1",
     "steps+delta-dies-0",
     "close+memory+delta-stopped-1",
 ]
@@ -85,12 +82,9 @@ FULL = {
 }
 MORE = [
     "find-stopped-1",
-    "pin-never-0",
-    "close_in_time-never-1",
     "dcp_save-dies-1",
     "save-full-1",
     "step-full-0",
-    "close-full-1",
     "restore-full-1",
     "dcp_save-full-1",
     "snapshot+memory-short-1",

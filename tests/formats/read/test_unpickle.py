@@ -334,7 +334,7 @@ ALIKE = [number(k * ((1 << 61) - 1)) for k in range(1, 500)]
             b"ccollections\nOrderedDict\n((" + b"".join(n + b"N\x86" for n in ALIKE) + b"ltR.",
         ),
         ("makes more than", b"](" + b"\x8f" * 2_000_000 + b"e."),
-        ("makes more than", b"](" + b"}" * 2_000_000 + b"e."),
+        pytest.param("makes more than", b"](" + b"}" * 2_000_000 + b"e.", marks=pytest.mark.soak),
         ("of more than", b"cm\nKind\nq\0" + b"0](" + b"h\0)R" * 300_000 + b"e."),
         ("of more than", b"](" + b"N" * 2000 + b"eq\0" + b"0](" + b"h\0" * 2000 + b"e."),
     ],
@@ -365,4 +365,20 @@ def test_shared_parts_of_usual_files_are_no_bombs() -> None:
     """Constants that Python keeps once, and metadata of many chunks."""
     value = {"shapes": [(3, 3)] * 10_000, "seen": list(range(300_000)), "of": [{}] * 5000}
     assert unpickle(pickle.dumps(value, 2), TABLE) == value
-    assert unpickle(pickle.dumps([None] * 3_000_000, 2), TABLE, most=1 << 23) == [None] * 3_000_000
+
+
+@pytest.mark.parametrize(
+    ("default", "most", "length"),
+    [
+        (1 << 17, 1 << 19, 200_000),
+        pytest.param(1 << 21, 1 << 23, 3_000_000, marks=pytest.mark.soak),
+    ],
+)
+def test_more_parts_where_the_caller_says_so(
+    default: int, most: int, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.formats.read.unpickle._MAX_NODES", default)
+    data = pickle.dumps([None] * length, 2)
+    assert unpickle(data, TABLE, most=most) == [None] * length
+    with pytest.raises(FormatError, match=f"of more than {default} parts"):
+        unpickle(data, TABLE)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import zygote
 from holdfast.core.layout.view import View
 from holdfast.layout import Mesh
 from holdfast.rules import RuleSet, presets
@@ -146,9 +145,7 @@ def test_megatron_presets_agree_with_megatron_core(tmp_path: Path) -> None:
     """Every parameter of its GPT models has a rule, which cuts the dim that Megatron says it cuts."""
     pytest.importorskip("megatron.core")
     script = Path(__file__).with_name("megatron_names.py")
-    done = subprocess.run(
-        [sys.executable, script, tmp_path / "init"], capture_output=True, text=True, timeout=500
-    )
+    done = zygote.run([script, tmp_path / "init"], timeout=500)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout[done.stdout.index("JSON") + 4 :])
     for kind, params in found.items():

@@ -152,7 +152,7 @@ def killed_at(change: int, source: Path, target: Path, to: str) -> bool:
     return status == 9
 
 
-@pytest.mark.soak_except("dcp", "huggingface")
+@pytest.mark.soak_except("huggingface")
 @pytest.mark.slow
 @pytest.mark.parametrize("to", [*FORMATS, "torch"])
 def test_killed_at_every_change(tmp_path: Path, to: str) -> None:

@@ -43,6 +43,7 @@ elif sys.argv[1] == "gone":
 """
 
 
+@pytest.mark.soak_except("one destroyed", "ours", "store", "line closed")
 @pytest.mark.parametrize(
     ("script", "argument"),
     [
@@ -62,6 +63,7 @@ def test_no_thread_is_left_in_torch(script: str, argument: str) -> None:
     assert ran.returncode == 0, ran.stderr[-2000:]
 
 
+@pytest.mark.soak
 def test_none_is_left_on_a_busy_machine() -> None:
     """More processes than cores end at once: threads of gloo come to their turn late."""
     command = [sys.executable, "-c", GLOO_LETS_GO, "destroyed"]

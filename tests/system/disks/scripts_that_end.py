@@ -1,4 +1,4 @@
-"""Training scripts that end without `close()`, each forked from one process that has imported torch.
+"""Training scripts that end without `close()`, all forked at once from a process that has imported torch.
 
     python -m system.disks.scripts_that_end FOLDER NAME...
 
@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 import holdfast
 import holdfast.live.roots
@@ -21,6 +23,7 @@ import holdfast.session.checkpointer
 from holdfast.base import threads
 from holdfast.store import LocalStore
 from holdfast.testing import Slow
+from ports import free_port
 from system.disks.frozen import Frozen
 
 STEPS = 3
@@ -70,7 +73,7 @@ def after_a_save_has_failed(root: Path) -> None:
     (root / "steps").write_text("in the way")
     save = ckpt.save(5)
     while not save.done():
-        pass
+        time.sleep(0.01)
 
 
 def with_storage_that_does_not_answer(root: Path) -> None:
@@ -96,12 +99,27 @@ def with_several_endings_that_fail(root: Path) -> None:
         (root / name / "steps").write_text("in the way")
         save = ckpt.save(5)
         while not save.done():
-            pass
+            time.sleep(0.01)
         KEPT.append(ckpt)
 
 
 def when_closed(root: Path) -> None:
     train(root, holdfast.Every(durable=1)).close()
+
+
+def as_rank(rank: int, root: Path) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    dist.init_process_group("gloo")
+    train(root.with_name("as_ranks"), holdfast.Every(durable=1))
+    dist.destroy_process_group()
+
+
+def as_rank_0(root: Path) -> None:
+    as_rank(0, root)
+
+
+def as_rank_1(root: Path) -> None:
+    as_rank(1, root)
 
 
 def make_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -113,15 +131,21 @@ def main(folder: Path, names: list[str]) -> None:
     model = torch.nn.Linear(1000, 1)
     make_step(model, torch.optim.AdamW(model.parameters()))  # what it imports, all have
     threads.EXIT_S = 300.0  # what is to be finished has the time on a busy machine, too
+    os.environ["MASTER_PORT"] = str(free_port())
+    children = {}
     for name in names:
-        sys.stdout.flush()
         child = os.fork()
         if not child:
+            # Python leaves it as it was before the fork
+            threading.main_thread()._native_id = threading.get_native_id()  # type: ignore[attr-defined]
             said = os.open(folder / f"{name}.txt", os.O_WRONLY | os.O_CREAT)
+            os.dup2(said, 1)  # gloo's words, too
             os.dup2(said, 2)
             warnings.simplefilter("always")
             globals()[name](folder / name)
             return
+        children[name] = child
+    for name, child in children.items():
         print(name, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 

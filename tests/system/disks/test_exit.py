@@ -28,6 +28,8 @@ SCRIPTS = {
     "with_storage_that_does_not_answer": 0,
     "with_several_endings_that_fail": 0,
     "when_closed": 0,
+    "as_rank_0": 0,
+    "as_rank_1": 0,
 }
 """And the exit status of each."""
 Ended = Callable[[str], tuple[int, str, Path]]
@@ -47,7 +49,12 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     folder = tmp_path_factory.mktemp("scripts")
     ran = subprocess.run(
         [sys.executable, "-m", "system.disks.scripts_that_end", str(folder), *SCRIPTS],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={
+            **os.environ,
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+        },
         capture_output=True,
         text=True,
         timeout=500,
@@ -104,6 +111,16 @@ def test_each_ending_is_made_and_each_error_told(ended: Ended) -> None:
         assert f"'{root}/{name}/steps" in said, said
 
 
+def test_on_two_ranks(ended: Ended) -> None:
+    status, said, root = zip(*(ended(f"as_rank_{rank}") for rank in (0, 1)))
+    assert status == (0, 0), said
+    root = root[0].with_name("as_ranks")
+    assert holdfast.steps(root) == [1, 2, 3]
+    assert verify(open_store(root), 3).good
+    assert not complaints("".join(said))
+
+
+@pytest.mark.soak
 @pytest.mark.distributed
 def test_on_all_ranks(tmp_path: Path) -> None:
     ran = launch("system.disks.ranks_that_end", 2, tmp_path, forked=False)

@@ -217,7 +217,7 @@ def _check_padded(run: Run, saved: holdfast.Checkpoint) -> None:
 def another_model_is_refused(root: Path) -> None:
     run = Run(replace(BF16, layers=4), seed=5)
     before = {n: p.clone() for n, p in run.gpt.named_parameters()}
-    source = root.parent / "save_bf16_tp2_pp2" / "ours"
+    source = root.parent / "save_bf16_tp2_zero" / "ours"
     with pytest.raises(StateMismatch, match=r"missing.*layers\.3\.mlp"):
         holdfast.load(source, state_of(run))
     assert all(torch.equal(p, before[n]) for n, p in run.gpt.named_parameters())

@@ -29,9 +29,12 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_ranks_share_the_files(source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "forked", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["forked", "real"]
+)
+def test_ranks_share_the_files(source: Path, tmp_path: Path, forked: bool) -> None:
     options = ("--max-file", "400kB", "--json")
-    ran = launch("converting", 3, source, tmp_path / "d", "--to", "dcp", *options, forked=False)
+    ran = launch("converting", 3, source, tmp_path / "d", "--to", "dcp", *options, forked=forked)
     ran.check()
     holdfast.convert(source, tmp_path / "one", to="dcp", max_file_bytes=400_000)
     assert files(tmp_path / "d") == files(tmp_path / "one")

@@ -65,9 +65,7 @@ def on_three(request: pytest.FixtureRequest, out: Path, saved: Failed) -> Failed
 
 
 @pytest.mark.soak_except(
-    "zero2-fp32",
     "zero3-fp32",
-    "zero1-bf16-accumulate",
     "what_modules_say_besides_is_refused",
     "a_damaged_step_leaves_nothing_that_trains",
 )
@@ -76,9 +74,7 @@ def test_saving(saved: Failed, name: str) -> None:
     check(saved, name)
 
 
-@pytest.mark.soak_except(
-    "resuming-zero3-fp32", "resuming-zero1-bf16-accumulate", "zero3-fp32-to-zero1-fp32"
-)
+@pytest.mark.soak_except("resuming-zero3-fp32", "zero3-fp32-to-zero1-fp32")
 @pytest.mark.parametrize("name", names_of(RESUMING))
 def test_on_two_ranks(resumed: Failed, name: str) -> None:
     check(resumed, name)

@@ -27,12 +27,19 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def failed(out: Path) -> dict[str, list[str]]:
-    return run_module("loading_cases", 3, out, forked=False)
+    return run_module("loading_cases", 3, out)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_loading(failed: dict[str, list[str]], case: Case) -> None:
     check(failed, case.__name__)
+
+
+@pytest.mark.soak
+def test_loading_by_ranks_that_hash_strings_otherwise(tmp_path: Path) -> None:
+    failed = run_module("loading_cases", 3, tmp_path, forked=False)
+    for case in CASES:
+        check(failed, case.__name__)
 
 
 def test_sharded_state_on_one_rank(out: Path, failed: dict[str, list[str]]) -> None:

@@ -63,9 +63,7 @@ def live(
 
 @pytest.mark.soak_except(
     "save_bf16_tp2_zero",
-    "save_bf16_tp2_pp2",
     "resume_bf16_tp2_zero_as_tp2_zero",
-    "resume_bf16_tp2_pp2_as_tp2_pp2",
     "another_model_is_refused",
     "what_modules_say_besides_is_refused",
 )

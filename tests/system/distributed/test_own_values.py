@@ -95,6 +95,7 @@ def test_an_optimizer_is_never_asked_to_redistribute(
     assert contents(model, optimizer) == before
 
 
+@pytest.mark.soak
 def test_averages_on_other_numbers_of_ranks(out: Path, failed: dict[str, list[str]]) -> None:
     """Three, and one whose model is not sharded."""
     case = "sharded_tensors_of_an_object_come_back_as_they_were"

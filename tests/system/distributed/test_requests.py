@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.distributed]
 Phases = dict[str, list[tuple[str, str]]]
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.soak)])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Phases]:
     """The requests of each rank, by phase."""
     out = tmp_path_factory.mktemp("out")

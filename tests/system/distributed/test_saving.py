@@ -28,7 +28,7 @@ def test_saving(failed: dict[str, list[str]], case: Case) -> None:
 
 
 def test_sigterm_on_one_rank_stops_all_at_one_saved_step(tmp_path: Path) -> None:
-    launch("sigterm", 2, tmp_path, forked=False).check()
+    launch("sigterm", 2, tmp_path).check()
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert found[0] == found[1]
     assert found[0]["code"] == 128 + signal.SIGTERM

@@ -22,7 +22,7 @@ NOISE = 1e-5
 sums may be taken in another order than plain torch takes them."""
 
 
-@pytest.mark.soak_except("1-2")
+@pytest.mark.soak
 @pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (2, 3), (3, 2), (3, 1)])
 def test_an_engine_continues(tmp_path: Path, stage: int, ranks: int) -> None:
     """One group at stage 3: there DeepSpeed's loader gives all groups the hyper-parameters of the first,

@@ -1,4 +1,4 @@
-"""Tests of devices (`tests/system/gpu`) on a simulated one, each part in a process of its own.
+"""Tests of devices (`tests/system/gpu`) on a simulated one, in processes of their own.
 
 pinned    host memory can be page-locked, as CUDA's can
 strict    no copy waits that need not, from pageable memory, too: whoever relies on such a wait fails
@@ -20,6 +20,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(shutil.which("g++") is None, reason="late is built with g++"),
 ]
+TIERS = "system/gpu/test_tiers.py"
 STATE = (
     "system/gpu/test_on_device.py",
     "system/gpu/test_memory_on_device.py",
@@ -43,17 +44,14 @@ def run(device: str, settings: str, files: tuple[str, ...], selected: str = "") 
     assert " passed" in ran.stdout.splitlines()[-1]
 
 
-@pytest.mark.parametrize("files", STATE)
-def test_tests_of_devices(files: str) -> None:
-    run("late:1", "pinned,strict", (files,), "not cpu")
-
-
-def test_every_tier_on_two_devices_and_side_streams() -> None:
-    run("late:1", "pinned,strict", ("system/gpu/test_tiers.py",), "two-side-anew or one-side-stays")
+def test_tests_of_devices_and_every_tier_on_two_devices_and_side_streams() -> None:
+    """In one process, as they begin alike."""
+    tiers = "two-side-anew or one-side-stays"
+    run("late:1", "pinned,strict", (TIERS, *STATE), f"{tiers} or (not cpu and not test_tiers)")
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("settings", ["", "pinned", "pinned,strict", "strict", "pinned,slow"])
 @pytest.mark.parametrize("device", ["late:0", "late:1"])
 def test_every_tier(device: str, settings: str) -> None:
-    run(device, settings, ("system/gpu/test_tiers.py", *STATE))
+    run(device, settings, (TIERS, *STATE))

@@ -8,15 +8,13 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import zygote
 from system.loops import driver
 
 pytestmark = pytest.mark.slow
@@ -30,11 +28,8 @@ WORDS = {"equal", "told", "refused"}
 
 def driven(seeds: list[int], workers: int = 2, code: str = "driver.main()") -> Counter[str]:
     """Number of loops by verdict, those of plain trainings apart; it fails with all that is wrong."""
-    command = [sys.executable, "-c", f"from system.loops import driver, test_loops; {code}"]
-    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    told = {"input": " ".join(map(str, seeds)), "env": env, "text": True, "capture_output": True}
-    done = subprocess.run([*command, f"--workers={workers}"], **told)  # type: ignore[call-overload]
+    command = ["-c", f"from system.loops import driver, test_loops; {code}", f"--workers={workers}"]
+    done = zygote.run(command, input=" ".join(map(str, seeds)))
     assert done.returncode == 0, done.stderr[-4000:]
     faults, _, counted = done.stdout.rstrip().rpartition("\n")
     kinds: Counter[str] = Counter(json.loads(counted))

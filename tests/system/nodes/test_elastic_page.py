@@ -49,6 +49,7 @@ def printed() -> list[str]:
     return [command.text.replace("ADDRESS", ADDRESS) for command in found]
 
 
+@pytest.mark.soak
 def test_what_the_page_prints_starts_a_training(cluster: Cluster) -> None:
     serve, export, torchrun, sysctl = printed()
     head, (node,) = cluster.head, cluster.nodes

@@ -6,11 +6,10 @@ cd tests && python -m system.strangers.table
 import importlib.metadata
 import json
 import os
-import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
+import zygote
 from kernels import compiled
 from live.optimizers.table import section
 from system.strangers.trial import EQUAL, MARK, REFUSED
@@ -50,13 +49,7 @@ def tried(package: str) -> dict[str, dict[str, str]]:
     env = {**os.environ, **ranks, "MASTER_PORT": "0", "DS_ACCELERATOR": "cpu"}
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), *_paths()])
     with compiled(env) if package == "DeepSpeed" else nullcontext():
-        done = subprocess.run(
-            [sys.executable, "-m", "system.strangers.trial", package],
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=500,
-        )
+        done = zygote.run(["-m", "system.strangers.trial", package], env=env, timeout=500)
     lines = [x.removeprefix(MARK) for x in done.stdout.splitlines() if x.startswith(MARK)]
     assert done.returncode == 0, f"after {lines[-1:]}: {done.stderr[-3000:]}"
     return {line["name"]: line for line in map(json.loads, lines)}

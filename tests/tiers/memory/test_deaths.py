@@ -121,6 +121,7 @@ def reference(lives: Lives, step: int) -> str:
     return told[0].digests[step]
 
 
+@pytest.mark.soak
 def test_an_agent_dies_while_a_restart_rebuilds_from_it(lives: Lives) -> None:
     """Its successor serves what it held, and the rest is rebuilt from that."""
     options = {"redundancy": "parity"}

@@ -79,7 +79,7 @@ def test_a_forked_child_leaves_its_parents_save_alone(root: Path, how: str) -> N
     ckpt.close()
 
 
-@pytest.mark.soak_except("step", "save")
+@pytest.mark.soak_except("save")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("verb", ["step", "save", "restore", "wait"])
 def test_a_forked_child_is_refused(root: Path, verb: str) -> None:
@@ -386,6 +386,7 @@ def all_give_up(root: Path) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.soak_except("one_leaves", "all_give_up")
 @pytest.mark.parametrize("case", [all_leave, one_leaves, one_leaves_late, all_give_up])
 def test_the_agents_complete_it_together(lives: Lives, case: Callable[[Path], None]) -> None:
     """Rank 0's commits the step when the files of all are there."""
@@ -423,6 +424,7 @@ def rank_0_is_first(root: Path) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.soak_except("rank_0_fails_last-1", "rank_0_is_first-0")
 @pytest.mark.parametrize(
     ("case", "left"), [(rank_0_fails_last, 1), (rank_0_is_last, 0), (rank_0_is_first, 0)]
 )

@@ -1,7 +1,7 @@
 """An agent that is killed before each call that writes: what it had answered for is there for the next one.
 
 A forked process is the real agent (without its sockets) and takes snapshot after snapshot; it dies before
-the n-th call that changes a file, for every n.
+the n-th call that changes a file, for every third n; in the soak for every n.
 """
 
 import asyncio
@@ -94,11 +94,12 @@ def killed_at(root: Path, number: int) -> tuple[int, bool]:
 
 
 @pytest.mark.slow
-def test_what_was_answered_for_is_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.soak)])
+def test_what_was_answered_for_is_there(tmp_path: Path, every: int) -> None:
     """The newest commit with both its images, sound; whatever else is called ready is sound as well."""
     number, ended = 0, False
     while not ended:
-        number += 1
+        number += every
         assert number < 500
         root = tmp_path / str(number)
         answered, ended = killed_at(root, number)

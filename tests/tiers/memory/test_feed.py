@@ -131,6 +131,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         kill(tmp_path / "node")
 
 
+@pytest.mark.soak_except("SGD-options0", "AdamW-options2", "AdamW-options3")
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

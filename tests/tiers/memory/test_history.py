@@ -31,7 +31,7 @@ def test_each_killed_life_is_a_failure(lives: Lives) -> None:
     was written before a kill depends on storage: `test_steering.py` has when it is written."""
     script = {**SMALL, "memory": 0, "pause": 0.04, "kill": [0], "until": 99}
     trained = known = 0.0
-    for number, steps in enumerate((90, 5, 90, 5)):
+    for number, steps in enumerate((90, 5, 5)):
         (told,) = lives.live(nodes=[0], kill_at=steps, **script)
         assert told.status == KILLED, lives.errors()
         trained += steps_s(told)

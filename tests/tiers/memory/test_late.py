@@ -135,6 +135,7 @@ def test_it_waits_for_files_and_gives_up_in_time(written: tuple[w.Persist, Manif
     assert holdfast.steps(order.store) == []
 
 
+@pytest.mark.soak_except("replaced")
 @pytest.mark.parametrize("by_then", ["swept", "whole", "replaced"])
 def test_another_run_comes_at_the_moment_of_the_commit(
     written: tuple[w.Persist, Manifest], by_then: str, monkeypatch: pytest.MonkeyPatch

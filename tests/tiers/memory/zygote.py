@@ -1,4 +1,4 @@
-"""Forks ranks from a process that has imported torch once: a life starts in a tenth of a second.
+"""Forks ranks from a process that has imported torch, itself forked: a life starts in a tenth of a second.
 
 `Lives.live(script)` forks the ranks, waits for them all and returns what each wrote.  When one has died,
 the others are killed shortly after, as torchrun would.  Each rank's node is a directory of an agent.
@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import zygote as programs
 from ports import free_port
 from tiers.memory.agents import kill
 from zygote import PRELOAD
@@ -78,10 +78,13 @@ class Lives:
             "GLOO_SOCKET_IFNAME": "lo",
             "HOLDFAST_HOST": "127.0.0.1",
         }
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tiers.memory.zygote"], env=env, stdin=-1, stdout=-1, text=True,
-            start_new_session=True,
-        )  # fmt: skip
+        (asked, asks), (answered, answers) = os.pipe(), os.pipe()
+        self._process = programs.start(
+            ["-m", "tiers.memory.zygote"], stdin=asked, out=answers, env=env
+        )
+        for theirs in (asked, answers):
+            os.close(theirs)
+        self._asks, self._answers = os.fdopen(asks, "w"), os.fdopen(answered)
 
     def node(self, number: int) -> Path:
         return self.place / f"node{number}"
@@ -95,10 +98,9 @@ class Lives:
             "root": str(self.place / "root"), "layout": "fsdp", "out": str(out),
             "nodes": [str(self.node(n)) for n in nodes], **script,
         }  # fmt: skip
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(script) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
+        self._asks.write(json.dumps(script) + "\n")
+        self._asks.flush()
+        answer = self._answers.readline()
         assert answer, f"the zygote has died: {self._process.wait()}"
         told = []
         for rank, status in enumerate(json.loads(answer)):
@@ -118,11 +120,10 @@ class Lives:
         return "\n".join(f"--- {name}\n{text[-8000:]}" for name, text in texts)
 
     def close(self) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(END)
-        self._process.stdin.close()
+        self._asks.write(END)
+        self._asks.close()
         self._process.wait(120)
-        self._process.stdout.close()
+        self._answers.close()
 
 
 def lose(lives: Lives, *nodes: int) -> None:

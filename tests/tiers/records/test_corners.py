@@ -524,6 +524,7 @@ def test_step_numbers_must_grow(root: Path, number: int) -> None:  # noqa: F811
 
 
 @pytest.mark.distributed
+@pytest.mark.soak_except("later")
 @pytest.mark.parametrize("pause", [0.0, 0.4], ids=["before the writer has begun", "later"])
 def test_a_helper_that_outlives_the_training(lives: Lives, pause: float) -> None:
     """A process that the training forked, as a DataLoader does, holds its end of the writer's socket: the
@@ -541,6 +542,7 @@ def test_a_helper_that_outlives_the_training(lives: Lives, pause: float) -> None
 
 
 @pytest.mark.distributed
+@pytest.mark.soak_except("batches while one rank records nothing")
 @pytest.mark.parametrize(
     "script",
     [{"hook_at": [1, 4]}, {"rebatch": [4, 3]}, {"rebatch": [4, 3], "grow_at": 4, "grow": [1]}],
@@ -662,6 +664,7 @@ def test_one_step_with_merged_gradients(
     assert low <= error <= high, error
 
 
+@pytest.mark.soak_except("0000000001/notes.txt")
 @pytest.mark.parametrize("name", ["train.log", "1763868000/events.out", "0000000001/notes.txt"])
 def test_files_of_the_script_below_log(root: Path, name: str) -> None:  # noqa: F811
     """They are no runs, and not ours to delete."""

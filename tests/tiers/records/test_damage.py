@@ -134,6 +134,7 @@ def test_replay_ends_before_a_damaged_record(
         check_equal(run.everything(), at_step(BAD - 1))
 
 
+@pytest.mark.soak_except("flip", "lose")
 @pytest.mark.parametrize("damage", [flip, cut, lose])
 def test_a_run_goes_on_from_before_a_damaged_record(
     root: Path,  # noqa: F811
@@ -217,6 +218,7 @@ def test_a_step_behind_a_damaged_record_is_not_given_out(root: Path) -> None:  #
         ckpt.restore(5)
 
 
+@pytest.mark.soak_except("6-flip", "7-cut")
 @pytest.mark.parametrize("damage", [flip_at, os.truncate], ids=["flip", "cut"])
 @pytest.mark.parametrize("bad", [6, 7, 8])
 def test_a_record_among_others_of_a_segment(
@@ -302,6 +304,7 @@ def test_a_writer_that_dies_while_it_is_waited_for(root: Path) -> None:  # noqa:
         check_equal(again.everything(), expected)
 
 
+@pytest.mark.soak
 def test_a_writer_that_stands_still_is_not_waited_for_for_ever(root: Path) -> None:  # noqa: F811
     """A step that finds no room says so after `deadline_s`; what was written is there."""
     run = new()

@@ -233,7 +233,7 @@ if hasattr(torch.optim, "Muon"):
     OPTIMIZERS["muon"] = lambda p: torch.optim.Muon([x for x in p if x.ndim == 2], lr=0.02)
 
 
-@pytest.mark.soak_except("sgd", "momentum", "adamw", "adamw-foreach", "rmsprop")
+@pytest.mark.soak_except("momentum", "adamw", "rmsprop")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer(root: Path, name: str) -> None:
     def new() -> Run:
@@ -348,7 +348,7 @@ def test_an_optimizer_whose_steps_cannot_be_seen_is_refused(root: Path) -> None:
     assert "hand that over" in str(caught.value)
 
 
-@pytest.mark.soak_except("adamw", "rmsprop")
+@pytest.mark.soak_except("rmsprop")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_replayed_in_blocks(root: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters here are smaller than a block is, so blocks are made smaller."""
@@ -554,6 +554,7 @@ def test_steps_that_a_scaler_skips(root: Path, fused: bool) -> None:
     check_restored(root, Scaled, recorded(root, Scaled))
 
 
+@pytest.mark.soak_except("options1")
 @pytest.mark.parametrize("options", [{"batch": 3}, {"batch": 4, "queue": 1}, {"queue": 1}])
 def test_batches(root: Path, options: dict[str, int]) -> None:
     def new() -> Run:

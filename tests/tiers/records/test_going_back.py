@@ -67,6 +67,7 @@ def restored(root: Path, step: int | None = None) -> dict[str, Any]:  # noqa: F8
         return run.everything()
 
 
+@pytest.mark.soak_except("4", "8")
 @pytest.mark.parametrize("step", [3, 4, 5, 8])
 def test_a_step_that_both_runs_have(root: Path, step: int) -> None:  # noqa: F811
     """The later run's is meant, though the other's may be a full one."""
@@ -131,6 +132,7 @@ def test_runs_without_their_claims(root: Path) -> None:  # noqa: F811
 
 
 @pytest.mark.distributed
+@pytest.mark.soak_except("tuned")
 @pytest.mark.parametrize("case", ["tuned", "wished"])
 def test_what_one_rank_has_said_before(lives: Lives, case: str) -> None:
     """Steps that come again find nothing of it."""

@@ -97,17 +97,26 @@ def last_step(told: Told) -> int:
     return max(told.digests, default=told.restored)
 
 
-def test_a_trainer_dies(lives: Lives) -> None:
+DEATHS: tuple[tuple[str, list[int], int], ...] = (
+    ("copy", [1], 2),
+    ("put", [0], 1),
+    ("put-done", [1], 1),
+    ("put-done", [0, 1], 3),
+)
+MORE_DEATHS = (("copy", [0, 1], 3), ("put", [1], 3), ("put", [0, 1], 2))
+
+
+@pytest.mark.parametrize(
+    "deaths",
+    [DEATHS, pytest.param((*DEATHS, *MORE_DEATHS), marks=pytest.mark.soak)],
+    ids=["moments", "all"],
+)
+def test_a_trainer_dies(lives: Lives, deaths: tuple[tuple[str, list[int], int], ...]) -> None:
     """At each moment of a record, on one rank or on both.  What was handed over is not lost, and what one
     rank alone has handed over is not taken."""
     chain = Chain(lives, delta={})
-    chain.die("copy", [1], 2)
-    chain.die("copy", [0, 1], 3)
-    chain.die("put", [0], 1)
-    chain.die("put", [1], 3)
-    chain.die("put", [0, 1], 2)
-    chain.die("put-done", [1], 1)
-    chain.die("put-done", [0, 1], 3)
+    for at, ranks, number in deaths:
+        chain.die(at, ranks, number)
     chain.end()
 
 
@@ -143,6 +152,7 @@ def test_trainers_die_while_writers_are_announced(lives: Lives, at: str) -> None
     chain.end()
 
 
+@pytest.mark.soak
 def test_a_trainer_dies_while_ranks_plan(lives: Lives) -> None:
     """Nothing is recorded yet."""
     chain = Chain(lives, delta={})
@@ -195,18 +205,22 @@ def test_a_trainer_dies_while_records_are_deleted(lives: Lives) -> None:
     assert all(last > oldest for _, _, last, _ in filter(None, logs))
 
 
+@pytest.mark.parametrize(
+    "is_every", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["kinds", "all"]
+)
 def test_a_writer_dies(
     root: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
+    is_every: bool,
 ) -> None:
-    """Before each call that changes a file, and its successors, too; the training goes on, and nothing is
-    lost."""
+    """Before each kind of call that changes a file, or before each call, and its successors, too; the
+    training goes on, and nothing is lost."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     expected = at_step(5)
 
     def die(*which: int | str) -> set[str]:
         """How the writers of a training died, the i-th of them before `which[i]`."""
-        here, calls = root / str(which[0]), root / f"calls{which[0]}"
+        here, calls = (root / "-".join(map(str, (name, *which))) for name in ("root", "calls"))
         fake = dying_writer.instead(which, calls, trainer=False)
         with monkeypatch.context() as patched:
             patched.setattr(background, "subprocess", fake)
@@ -223,7 +237,9 @@ def test_a_writer_dies(
         return died_at(calls)
 
     died = die(2, 2, 2)  # the second finds a directory, and dies before it opens a file
-    for number in itertools.count(1, 3):
+    if not is_every:
+        died |= die("open", "pwrite", "fsync")
+    for number in itertools.count(1, 3) if is_every else ():
         more = die(number, number + 1, number + 2)
         died |= more
         if not more:

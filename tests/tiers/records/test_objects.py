@@ -12,6 +12,7 @@ from .object_cases import BEGINS
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
+@pytest.mark.soak_except("1", "3")
 @pytest.mark.parametrize("num_ranks", [2, 1, 3])
 def test_sharded_tensors_in_the_state_of_an_object(lives: Lives, num_ranks: int) -> None:
     """They come with the step, and after it records go on.  That there are more takes a full save."""

@@ -346,6 +346,7 @@ def test_a_sharded_tensor_in_a_parameter_group_is_refused(lives: Lives) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.soak_except("skipping")
 @pytest.mark.parametrize("case", ["stages", "skipping"])
 def test_a_step_that_one_rank_skips(lives: Lives, case: str) -> None:
     """Its kernel alone was told so by a scaler, or the script has left it out.  On another layout nobody
@@ -359,6 +360,7 @@ def test_a_step_that_one_rank_skips(lives: Lives, case: str) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.soak_except("sparse")
 @pytest.mark.parametrize("case", ["diverging", "sparse"])
 def test_a_step_that_one_replica_skips(lives: Lives, case: str) -> None:
     """The replay ends before it: the other's gradients are not all recorded."""

@@ -46,6 +46,7 @@ def test_training_waits(lives: Lives) -> None:
     assert told[1].events("delta.wait")
 
 
+@pytest.mark.soak
 def test_training_goes_on(lives: Lives) -> None:
     """Rank 1 alone drops records; both make a full save at the same step, and record from there.
 

@@ -58,7 +58,12 @@ def train(
         ckpt.wait()
 
 
-@pytest.mark.parametrize("keep", [None, holdfast.Keep(last=1), holdfast.Keep(last=3)])
+@pytest.mark.soak_except("all", "last=3")
+@pytest.mark.parametrize(
+    "keep",
+    [None, holdfast.Keep(last=1), holdfast.Keep(last=3)],
+    ids=["all", "last=1", "last=3"],
+)
 def test_a_log_keeps_within_its_bound(root: Path, keep: holdfast.Keep | None) -> None:  # noqa: F811
     """By full saves that are made for it; over two lives, and whatever steps are kept."""
     seen = []
@@ -149,6 +154,7 @@ def test_bounds_that_cannot_be(root: Path) -> None:  # noqa: F811
     ckpt.close()
 
 
+@pytest.mark.soak
 @pytest.mark.distributed
 def test_two_ranks_keep_within_a_bound(lives: Lives) -> None:
     """They make full saves at the same steps, and one that is full does not stop the other: what a restart

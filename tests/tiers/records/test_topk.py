@@ -42,6 +42,7 @@ def reference(lives: Lives, until: int, ranks: int = 2, **topk: object) -> dict[
     return told[0].digests
 
 
+@pytest.mark.soak
 def test_killed_and_taken_up(lives: Lives) -> None:
     """Parameters and states after the last step are those of the uninterrupted run, after clipping too;
     without memory of what was not sent, so is all that follows."""
@@ -70,6 +71,7 @@ def test_the_residual_is_of_the_full_save(lives: Lives) -> None:
     assert last[0].digests == last[1].digests
 
 
+@pytest.mark.soak
 def test_the_residual_in_memory(lives: Lives) -> None:
     """Snapshots are full saves, too."""
     digests = reference(lives, 6)

@@ -301,6 +301,7 @@ def move_one(run: Run) -> None:
     states["exp_avg"].data = states["exp_avg"].data * 0.5
 
 
+@pytest.mark.soak_except("2-empty", "2-load", "5-clear", "5-replace_one", "5-move_one")
 @pytest.mark.parametrize("change", [empty, clear, load, replace_one, move_one])
 @pytest.mark.parametrize("at", [2, 5])
 def test_states_that_somebody_else_writes(root: Path, change: Change, at: int) -> None:  # noqa: F811
@@ -435,6 +436,7 @@ def test_steps_that_no_hook_tells_of(root: Path) -> None:  # noqa: F811
 
 
 @pytest.mark.distributed
+@pytest.mark.soak_except("growing")
 @pytest.mark.parametrize("case", ["table", "growing"])
 def test_what_one_rank_alone_has(lives: Lives, case: str) -> None:
     for life in ("dies", "again"):
@@ -451,6 +453,7 @@ def test_a_last_step_in_no_record_is_told_at_close(lives: Lives) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.soak_except("saved_early")
 @pytest.mark.parametrize("case", ["saved_early", "left_as_it_is"])
 def test_what_is_no_base(lives: Lives, case: str) -> None:
     told = lives.live(nodes=[0, 0], case=f"tiers.records.watched_cases:{case}", grace_s=20)

@@ -63,16 +63,18 @@ def test_memory_goes_where_its_end_was_interrupted(
         gc.collect()
 
 
-def test_its_end_is_interrupted_at_any_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.soak)])
+def test_its_end_is_interrupted_at_any_line(tmp_path: Path, every: int) -> None:
     """Whatever line that is, its next restore has the writer end, and waits for it."""
-    at, was_interrupted = 0, True
+    at, was_interrupted = 1 - every, True
     ended_by_itself = 0
     while was_interrupted:
+        at += every
         queue, was_interrupted = Queue(LocalStore(tmp_path), 60.0), False
         queue.open(SegmentHeader(5 + at, 0, 1, "plan", {}), Ring(2, 4096), 1)
         process = queue._writer
         assert process is not None
-        num_lines, at = 0, at + 1
+        num_lines = 0
 
         def interrupt(frame: FrameType, event: str, _: object) -> Any:
             nonlocal num_lines, was_interrupted

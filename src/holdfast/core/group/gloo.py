@@ -119,11 +119,12 @@ def _threads() -> list[str]:
     the name of the process.
     """
     found, own = [], Path("/proc/self/comm").read_text().strip() if _TASKS.exists() else ""
-    of_python = {str(thread.native_id) for thread in threading.enumerate()}
+    of_python = {thread.native_id for thread in threading.enumerate()}
+    of_python.add(threading.get_native_id())  # a forked main thread has its parent's number
     for task in _TASKS.glob("*"):
         with suppress(OSError, ValueError):  # the thread may have ended
             name, *lines = (task / "status").read_text().splitlines()
-            if task.name not in of_python and ("pt_gloo" in name or name.endswith(f"\t{own}")):
+            if int(task.name) not in of_python and ("pt_gloo" in name or name.endswith(f"\t{own}")):
                 found.append(" ".join(t for t in lines if t.startswith(("Pid", "State", "vol"))))
     return sorted(found)
 

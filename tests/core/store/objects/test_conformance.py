@@ -44,6 +44,7 @@ class TestSeaweedFS(StoreTests):
         super().test_replacing_has_one_winner(store)
 
 
+@pytest.mark.soak
 class TestMoto(StoreTests):
     @pytest.fixture
     def store(self, moto: Moto) -> Store:

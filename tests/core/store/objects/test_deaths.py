@@ -91,6 +91,7 @@ def test_a_save_that_prunes(monkeypatch: pytest.MonkeyPatch, clone: Clone) -> No
     assert {(1, 2, 3), (1, 2, 3, 5), (5,)} <= outcomes
 
 
+@pytest.mark.soak
 def test_a_claim(monkeypatch: pytest.MonkeyPatch, clone: Clone) -> None:
     """A run that claims the root and ends: it changes no step, and numbers are never used twice."""
     base = clone()

@@ -100,7 +100,7 @@ def test_a_claim_whose_reply_was_lost_is_ours(place: tuple[Store, Store], proxy:
         assert straight.list("claims/") == [f"claims/{run:010d}.json"]
 
 
-@pytest.mark.soak_except("begin-cut", "part-refused", "part-dropped", "end-cut", "end-dropped")
+@pytest.mark.soak_except("begin-cut", "part-refused", "end-dropped")
 @pytest.mark.parametrize("fate", FAULTS, ids=lambda fate: fate.name.lower())
 @pytest.mark.parametrize("which", ["begin", "part", "end"])
 def test_an_upload_survives_a_fault(

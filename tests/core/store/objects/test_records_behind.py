@@ -80,6 +80,7 @@ def recorded(url: str) -> int:
     )
 
 
+@pytest.mark.soak
 def test_a_disk_that_is_lost(seaweed: SeaweedFS, tmp_path: Path) -> None:
     """The next life goes on from the bucket's full step and records, bit for bit.  What lay in the root
     when each rank began its last upload is not lost: a step counts when all ranks have uploaded it.  One

@@ -75,6 +75,7 @@ def test_what_is_not_there(moto: Moto) -> None:
     assert code == 1 and "there is no bucket 'not-made'" in err
 
 
+@pytest.mark.soak_except("across")
 @pytest.mark.parametrize("way", ["up", "down", "across"])
 def test_copy_between_any_two(root: str, moto: Moto, tmp_path: Path, way: str) -> None:
     here, there = str(tmp_path / "here"), moto.url(fresh())
