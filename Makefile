@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes: they need
 
 help:
 	@echo "make demo    train, kill, resume on other layouts; shows a table and demo-out/loss.png"
-	@echo "make test    every promise once, but for trainers: twenty minutes on two cores"
+	@echo "make test    every promise once, but for trainers: ten minutes on two cores"
 	@echo "make soak    the rest: an hour, with packages of others (torchao, bitsandbytes, peft, ...)"
 	@echo "make unit    the fast tests only (a minute or two)"
 	@echo "make gpu     on a machine with a GPU, with its own torch: what holds there, in ten minutes"
@@ -38,9 +38,9 @@ $(STRANGERS): $(READY)
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
-# Three at a time, since ranks wait for each other most of the time.  No test compares times.
+# Four at a time, since ranks wait for each other most of the time.  No test compares times.
 test: $(READY)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --durations 20 -m "not soak"
+	$(BIN)/python -m pytest -n 4 --dist loadfile --durations 20 -m "not soak"
 
 unit: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not distributed and not slow and not soak"

@@ -195,8 +195,6 @@ def _serve(number: int) -> None:
 
 def _become(request: dict[str, Any], fds: Sequence[int]) -> NoReturn:
     os.setsid()
-    # Python leaves it as it was before the fork: at its end holdfast would take this thread for one of gloo
-    threading.main_thread()._native_id = threading.get_native_id()  # type: ignore[attr-defined]
     for number, one in enumerate(fds):
         os.dup2(one, number)
         os.close(one)

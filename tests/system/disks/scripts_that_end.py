@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
 import warnings
 from pathlib import Path
@@ -136,8 +135,6 @@ def main(folder: Path, names: list[str]) -> None:
     for name in names:
         child = os.fork()
         if not child:
-            # Python leaves it as it was before the fork
-            threading.main_thread()._native_id = threading.get_native_id()  # type: ignore[attr-defined]
             said = os.open(folder / f"{name}.txt", os.O_WRONLY | os.O_CREAT)
             os.dup2(said, 1)  # gloo's words, too
             os.dup2(said, 2)
