@@ -39,7 +39,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "policy": (),
     "formats": (("rules",), ("read",), ("write", "looking"), ("converting",)),
     "live": (
-        ("every", "sources"),
+        ("every", "ragged"),
+        ("sources",),
         ("state",),
         ("gradient_compression", "saving"),
         ("roots",),

@@ -36,6 +36,7 @@ from torch.optim import Optimizer
 
 from holdfast.base.arguments import unfit
 from holdfast.core.layout import Box, flat_range
+from holdfast.live.ragged import cut, is_ragged, shape_of
 
 __all__ = ["Framework", "Master", "Source", "flat_cut", "register"]
 
@@ -88,6 +89,8 @@ class Master:
     """True if dim 0 is padded for this layout: more or fewer rows may have been saved."""
     steady_states: bool = True
     """True if states change inside the torch optimizer's `step()` alone; else they are copied at once."""
+    is_itself: bool = False
+    """True if `tensor` is the parameter, which torch's optimizers step: they have its states."""
     plain_numbers: bool = False
     """True if the optimizer keeps numbers, such as the count of steps, as Python's; torch's has tensors."""
 
@@ -167,7 +170,10 @@ class Torch(Source):
         return [(group, group["params"]) for group in optimizer.param_groups]
 
     def master(self, p: torch.Tensor) -> Master | None:
-        return None
+        """A ragged parameter, whose states lie as it does, is its own master."""
+        if not is_ragged(p):
+            return None
+        return Master(p, shape=shape_of(p), cut=partial(cut, p), is_itself=True)
 
 
 TORCH = Torch()

@@ -4,6 +4,8 @@
     __create_chunk_list__(), __get_tensor_shard__(index)       what torch's DCP calls, too: ragged shards,
                                                                torch's LocalShardsWrapper
     local_shards(), metadata()                                 torch's ShardedTensor (TorchRec)
+    global_shape, global_offsets, local_offsets, local_sizes   plain tensors with these attributes
+                                                               (torch's CheckpointableTensor, from 2.15 on)
 
 Each part is a box of the whole tensor, and nothing else has to be known of the class: another layout, also
 a whole tensor or a DTensor, takes the boxes.  The plan of a save checks that the parts of all ranks make up
@@ -19,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.base.errors import LayoutError
 from holdfast.core.layout import Box
+from holdfast.live.ragged import is_ragged, parts_of
 from holdfast.live.state.placed import Placed, memory_of
 from holdfast.live.state.tensor_kinds import check_kind
 
@@ -30,6 +33,8 @@ def chunks_of(tensor: torch.Tensor, name: str) -> tuple[Placed, ...] | None:
         pairs = [
             (shard.tensor, tuple(shard.metadata.shard_offsets)) for shard in tensor.local_shards()
         ]
+    elif is_ragged(tensor):
+        shape, pairs = parts_of(tensor, name)
     else:
         teller = _teller(tensor)
         if teller is None:

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from holdfast.base.errors import UsageError
 from holdfast.core.codec.digest import hexdigest
 from holdfast.core.format.extras import MADE_OF
+from holdfast.live.ragged import is_ragged
 from holdfast.live.state.blocks import Outer, block_placement
 from holdfast.live.state.encoding import content_digest
 from holdfast.live.state.named import NamedTensors
@@ -74,10 +75,10 @@ def add_flattened(
 
     parts = chunks_of(tensor, name)
     if parts is not None:
-        source = (
-            parts[0].local if parts else tensor
-        )  # the class may not say how often it was written
-        live.add_parts(name, state, parts, source, steady=steady and len(parts) == 1)
+        is_plain = is_ragged(tensor)  # other classes may not say how often they were written
+        source = tensor if is_plain or not parts else parts[0].local
+        steady = steady and (is_plain or len(parts) == 1)
+        live.add_parts(name, state, parts, source, steady=steady)
         return True
     if memory_of(tensor).layout not in (torch.strided, torch.jagged):
         from holdfast.live.state.sparse import add_sparse

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from holdfast.base.errors import UsageError
 from holdfast.core.codec.digest import hexdigest
 from holdfast.core.format import extras
+from holdfast.live.ragged import is_ragged
 from holdfast.live.state.devices import wait_for_writers
 from holdfast.live.state.loaded import loaded_states
 from holdfast.live.state.named import Collected
@@ -58,7 +59,7 @@ def encode_extra(
         if isinstance(leaf, torch.Tensor) and not inline:
             return _named(live, name, leaf, path)
         if isinstance(leaf, torch.Tensor):
-            check_kind(memory_of(leaf), name)
+            _check_tensor(leaf, name)
             if is_cut(leaf):  # each rank has its part: a tensor like a module's
                 live.add(name, "tensor", leaf, steady=False)
                 return {"$at": name}
@@ -110,6 +111,16 @@ def _named(live: Collected, name: str, leaf: torch.Tensor, path: str) -> dict[st
         raise extras.Unsaved(" key", "a tensor under an empty text cannot be saved", "name it")
     live.add(name, "tensor", leaf, steady=False)
     return {"$at": name}
+
+
+def _check_tensor(tensor: torch.Tensor, name: str) -> None:
+    """UsageError or LayoutError for a tensor that cannot be saved inside an object's state."""
+    check_kind(memory_of(tensor), name)
+    if is_ragged(tensor):
+        raise UsageError(
+            f"{name}: a tensor with global_offsets, a part of a whole, cannot be saved here",
+            hint="keep it in a module, or as a value of the state itself",
+        )
 
 
 def is_cut(tensor: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ from holdfast.base.errors import UsageError
 from holdfast.core.format import extras
 from holdfast.core.format.manifest import TensorEntry
 from holdfast.core.layout import Box
+from holdfast.live.ragged import is_ragged
 from holdfast.live.state.placed import Placed, is_apart, place, torch_dtype
 from holdfast.live.state.writes import Origin, write_count
 
@@ -90,7 +91,7 @@ class NamedTensors:
     """The devices of the tensors, without the CPU; None until asked for (`state.devices`)."""
 
     def add(self, name: str, state: str, tensor: torch.Tensor, *, steady: bool) -> None:
-        if is_apart(tensor):
+        if is_apart(tensor) or is_ragged(tensor):
             from holdfast.live.state.composite_tensors import add_flattened
 
             if add_flattened(self, name, state, tensor, steady=steady):

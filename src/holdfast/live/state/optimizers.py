@@ -294,7 +294,7 @@ def holder_of(
 ) -> tuple[Optimizer | None, torch.Tensor]:
     """The torch optimizer that has the states of a parameter on this rank, if any, and the tensor that is
     its key."""
-    if master is not None:
+    if master is not None and not master.is_itself:
         return master.optimizer, master.tensor
     return (holder(optimizer, p) if isinstance(optimizer, Optimizer) else None), p
 

@@ -182,6 +182,19 @@ def mesh_axes(mesh: Any) -> list[Axis] | None:
     return axes
 
 
+def box_in(part: torch.Tensor, tensor: torch.Tensor) -> Box:
+    """The box of a tensor that `part`, a slice of it, covers.  LayoutError if it is none."""
+    left = part.storage_offset() - tensor.storage_offset()
+    same = part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+    if not same or left < 0 or part.stride() != tensor.stride():
+        raise LayoutError("a part of a weight that is no slice of it")
+    start = []
+    for stride in tensor.stride():
+        start.append(left // stride)
+        left %= stride
+    return Box(tuple(start), tuple(a + n for a, n in zip(start, part.shape)))
+
+
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """The local tensor of a DTensor; any other tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -25,6 +25,7 @@ from torch import nn
 from holdfast.base.errors import LayoutError, UsageError
 from holdfast.core.layout import Box, flat_range, whole
 from holdfast.formats.read.megatron.tensors import template, unfused
+from holdfast.live.state.placed import box_in
 from holdfast.live.state.wrappers import parts
 
 BoxValues = tuple[Box, torch.Tensor]
@@ -149,7 +150,7 @@ def _shard(entry: Any, tensors: list[Any]) -> TensorShard:
             f"{entry.key!r}: a weight that Megatron stores in several tensors cannot be live state "
             "yet (Mamba's projections, grouped experts)"
         )
-    pieces = tuple((_view_of(t.data, data), tuple(t.global_offset[axes:])) for t in tensors)
+    pieces = tuple((box_in(t.data, data), tuple(t.global_offset[axes:])) for t in tensors)
     if sum(box.size for box, _ in pieces) != data.numel():
         raise LayoutError(f"{entry.key!r}: its parts do not make it up")
     stage, rank = (0, 0) if isinstance(first.replica_id, int) else first.replica_id[:2]
@@ -157,16 +158,3 @@ def _shard(entry: Any, tensors: list[Any]) -> TensorShard:
     return TensorShard(
         name.format(*at), shape, tuple(data.shape), pieces, padded, bool(stage), bool(rank)
     )
-
-
-def _view_of(part: torch.Tensor, data: torch.Tensor) -> Box:
-    """Box of `data` that `part`, a slice of it, covers."""
-    left = part.storage_offset() - data.storage_offset()
-    same = part.untyped_storage().data_ptr() == data.untyped_storage().data_ptr()
-    if not same or left < 0 or part.stride() != data.stride():
-        raise LayoutError("a part of a weight that is no slice of it")
-    start = []
-    for stride in data.stride():
-        start.append(left // stride)
-        left %= stride
-    return Box(tuple(start), tuple(a + n for a, n in zip(start, part.shape)))

@@ -26,6 +26,7 @@ from holdfast.base.errors import HoldfastError, UsageError
 from holdfast.base.events import emit
 from holdfast.core.format.image import Image
 from holdfast.core.layout import Box, whole
+from holdfast.live.ragged import is_ragged
 from holdfast.live.saving import Draft, SaveOperation, error_text
 from holdfast.live.saving.exactness import Exactness
 from holdfast.live.saving.planning import SavePlan
@@ -396,6 +397,11 @@ def check_feedable(state: State) -> None:
         raise UsageError(
             'Memory(feed="gradient"): an optimizer has parameters that no module of the state has',
             hint="hand over every module that is trained",
+        )
+    if any(is_ragged(p) for _, _, pairs in named_params(state) for _, p in pairs):
+        raise UsageError(
+            'Memory(feed="gradient"): a parameter holds some parts of a whole (global_offsets)',
+            hint='use feed="state"',
         )
 
 

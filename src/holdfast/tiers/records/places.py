@@ -16,8 +16,8 @@ from holdfast.core.layout import Box, Pieces
 from holdfast.live.saving.planning import new_plan
 from holdfast.live.state.agreed import Agreement
 from holdfast.live.state.arrays import raw_array
-from holdfast.live.state.named import Collected
-from holdfast.live.state.placed import Placed, local_of, memory_of, torch_dtype
+from holdfast.live.state.named import Collected, LiveTensor
+from holdfast.live.state.placed import box_in, local_of, memory_of, torch_dtype
 from holdfast.tiers.records.optimizers import NamedOptimizer, grad_name
 from holdfast.tiers.records.packing import (
     PACKED,
@@ -120,7 +120,7 @@ class RecordLayout:
                 layout.packs[key] = packs[key], where
                 continue
             n = len(entry.shape)
-            at = within(live.tensors[entry.name].placed, Box(tuple(start[:n]), tuple(stop[:n])))
+            at = within(live.tensors[entry.name], Box(tuple(start[:n]), tuple(stop[:n])))
             key, source = owner.get(entry.name, ("", live.tensors[entry.name].source))
             pieces_of = layout.grads[key] if key else layout.values
             dtype = torch_dtype(entry.dtype)
@@ -160,9 +160,13 @@ class RecordLayout:
         return image
 
 
-def within(placed: Placed, box: Box) -> tuple[slice, ...] | None:
-    """Slices of a box in a rank's part of a tensor; None if the box is the whole part."""
-    return box.within(placed.box.start) if box.start and box != placed.box else None
+def within(t: LiveTensor, box: Box) -> tuple[slice, ...] | None:
+    """Slices of a box in this rank's tensor; None if the box is all of it."""
+    part, local = t.parts[t.holder(box)], local_of(t.source)
+    if part.box.shape != tuple(local.shape):  # beside other parts, or padding
+        inside = box_in(part.local, local).start
+        return box.within(tuple(a - i for a, i in zip(part.box.start, inside)))
+    return box.within(part.box.start) if box.start and box != part.box else None
 
 
 def sized(tensors: tuple[TensorEntry, ...], sizes: dict[str, int]) -> tuple[TensorEntry, ...]:
@@ -189,7 +193,7 @@ def packs_of(
             packed_name(key, rank),
             parts,
             {part.name: params[part.name] for part in parts},
-            {part: within(live.tensors[part.name].placed, part.box) for part in parts},
+            {part: within(live.tensors[part.name], part.box) for part in parts},
             {part: most_nonzero_in(part, params[part.name]) for part in parts},
         )
         for key, parts in parts_by_key.items()

@@ -25,6 +25,7 @@ from holdfast.core.group import Group
 from holdfast.core.layout import Mesh
 from holdfast.core.store import Store
 from holdfast.live.gradient_compression.marks import HALVES, rounded_to
+from holdfast.live.ragged import is_ragged
 from holdfast.live.state.agreed import Agreement, Description, describe_tensors, merge_descriptions
 from holdfast.live.state.named import Collected
 from holdfast.tiers.records.optimizers import GRAD, Groups, NamedOptimizer, grad_name, kind_of
@@ -54,7 +55,7 @@ def record_tensors(
     for one in optimizers:
         for name, p in one.params:
             full = grad_name(one.key, name)
-            state = GRAD if full in dense else declared_state(p)
+            state = GRAD if full in dense or is_ragged(p) else declared_state(p)
             live.add(full, state, p, steady=True)
     for name, tensor in values.items():
         live.add(name, "buffer", tensor, steady=False)

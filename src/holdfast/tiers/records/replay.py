@@ -52,6 +52,7 @@ from holdfast.core.store import Store
 from holdfast.live.kinds.choosing import kinds_of
 from holdfast.live.kinds.restoring import Restoring
 from holdfast.live.kinds.values import only_tensors
+from holdfast.live.ragged import is_ragged
 from holdfast.live.restore.compare import judge_together
 from holdfast.live.restore.decoding import decode_value
 from holdfast.live.restore.former_names import are_former
@@ -75,6 +76,7 @@ from holdfast.tiers.records.finding import checkpoint_of
 from holdfast.tiers.records.log import Log, LogSegment, RecordedStep, read_headers
 from holdfast.tiers.records.optimizers import GRAD, NamedOptimizer, grad_name, optimizers
 from holdfast.tiers.records.packing import PACKED, PackedPart, entries, packed_name, parts_of
+from holdfast.tiers.records.places import within
 from holdfast.tiers.records.planning import ROUNDED, record_tensors
 from holdfast.tiers.records.queue import hang_up_former
 from holdfast.tiers.records.watching import buffers, untrained
@@ -119,6 +121,13 @@ def survey(store: Store, group: Group, since: int, newest: int, run: int, keys: 
     return log
 
 
+def _like(value: torch.Tensor) -> torch.Tensor:
+    """Memory for another value of a tensor, with the padding that a ragged one has."""
+    if is_ragged(value):
+        return value.detach().clone()
+    return torch.empty_like(value, requires_grad=False)
+
+
 class RecordContents:
     """Memory into which one record is read: gradients, cut as the parameters are, and other values."""
 
@@ -129,7 +138,8 @@ class RecordContents:
             for name, p in one.params:
                 with torch.no_grad():
                     full = grad_name(one.key, name)
-                    self.gradients[full] = torch.empty_like(p, requires_grad=False)
+                    make = torch.zeros_like if is_ragged(p) else torch.empty_like  # of padding
+                    self.gradients[full] = make(p, requires_grad=False)
         self.packed: dict[str, np.ndarray[Any, Any]] = {}
         """Bytes of packed sparse gradients, by name."""
 
@@ -421,19 +431,24 @@ class Replay:
         same = step.unchanged()
         names = [n for n in self.values if n not in same and is_known(checkpoint, n)]
         with torch.no_grad():
-            return {n: torch.empty_like(self.values[n], requires_grad=False) for n in names}
+            return {n: _like(self.values[n]) for n in names}
 
     def _wants(self, checkpoint: Checkpoint, name: str, tensor: torch.Tensor) -> list[Want]:
         if not is_known(checkpoint, name):
             raise StateMismatch(
                 f"the log has no gradient of {name.removesuffix('.' + GRAD)!r}", (name,)
             )
-        placed = self.live.tensors[name].placed
+        t, local = self.live.tensors.get(name), local_of(tensor)
         index = checkpoint.index(name)
-        entry = checkpoint.manifest.tensors[index]
-        if not placed.box.size:
+        dtype = checkpoint.manifest.tensors[index].dtype
+        if t is None:  # no part of it is on this rank
             return []
-        return [Want(index, placed.box, target_of(local_of(tensor), entry.dtype, name))]
+        wants = []
+        for box in (part.box for part in t.parts if part.box.size):
+            at = within(t, box)
+            values = local if at is None else local[at]
+            wants.append(Want(index, box, target_of(values, dtype, name)))
+        return wants
 
     def _apply(self, step: RecordedStep, contents: RecordContents) -> None:
         known = {one.key: one for one in self.optimizers}
