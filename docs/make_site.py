@@ -2,14 +2,17 @@
 
 python docs/make_site.py [FOLDER]        by default build/docs, from which `make docs` builds build/site
 
-What is made: the reference of the public names and of the commands, the versions tested, the charts of
-speed.md, the drawings of how-it-works/, and the list of decisions.  The repository keeps none of that.
+What is made: the front page, which is README.md, the reference of the public names and of the commands, the
+versions tested, the charts of speed.md, the drawings of how-it-works/, and the list of decisions.  The
+repository keeps none of that.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +21,8 @@ import make_charts
 import make_cli
 import make_drawings
 import make_versions
+
+import holdfast
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -34,8 +39,36 @@ def assemble(site: Path) -> None:
     make_charts.write(site / "pictures")
     make_drawings.write(site / "pictures")
     (site / "decisions" / "index.md").write_text(list_of_decisions(site / "decisions"))
-    for page in site.rglob("*.md"):
-        page.write_text(with_files(without_options(page.read_text()), page, site))
+    for page in sorted(site.rglob("*.md")):
+        source = DOCS / page.relative_to(site)
+        page.write_text(moved(without_options(page.read_text()), source, page, site))
+    front = without_options((ROOT / "README.md").read_text())
+    page = site / "index.md"
+    page.write_text(moved(with_facts(front), ROOT / "README.md", page, site))
+
+
+def with_facts(front: str) -> str:
+    """The front page with a line, below its first paragraph, of what README has no need to say: the
+    version, and where the repository is."""
+    title, about, rest = front.split("\n\n", 2)
+    facts = [f"Version {holdfast.__version__}", "[changes](CHANGELOG.md)"]
+    if address := repository():
+        facts.append(f"[repository]({address})")
+    return "\n\n".join([title, about, " · ".join(facts), rest])
+
+
+def repository() -> str | None:
+    """The address, for a browser, of the repository that this is a clone of; None if git knows none."""
+    command = ["git", "-C", str(ROOT), "config", "--get", "remote.origin.url"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return address_of(done.stdout.strip())
+
+
+def address_of(origin: str) -> str | None:
+    """`git@host.org:a/b.git` -> `https://host.org/a/b`, without user, password and port; None for a path."""
+    way = r"(?:(?:https?|ssh|git)://)?(?:[^@/]+@)?"
+    match = re.fullmatch(rf"{way}([\w-]+(?:\.[\w-]+)+)(?::\d+/|[:/])(.+?)(?:\.git)?/?", origin)
+    return f"https://{match[1]}/{match[2]}" if match else None
 
 
 def list_of_decisions(folder: Path) -> str:
@@ -58,20 +91,30 @@ def without_options(text: str) -> str:
     return re.sub(r"^```(\w+) .*$", r"```\1", text, flags=re.MULTILINE)
 
 
-def with_files(text: str, page: Path, site: Path) -> str:
-    """The page with copies of the files of the repository, outside of docs/, to which it has links."""
-    source = (DOCS / page.relative_to(site)).parent
+def moved(text: str, source: Path, page: Path, site: Path) -> str:
+    """The text of `source` as that of `page`: each link leads from there to the page of the site, or to a
+    copy of the repository's file in `files/`."""
 
     def link(match: re.Match[str]) -> str:
-        file = (source / match[1]).resolve()
-        if re.match(r"[a-z]+:", match[1]) or file.is_relative_to(DOCS) or not file.is_file():
+        file = (source.parent / match[1]).resolve()
+        if re.match(r"[a-z]+:", match[1]):
             return match[1]
-        copy = site / "files" / file.relative_to(ROOT)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, copy)
-        return "../" * len(page.relative_to(site).parts[1:]) + str(copy.relative_to(site))
+        if file.is_relative_to(DOCS):
+            return os.path.relpath(site / file.relative_to(DOCS), page.parent)
+        return os.path.relpath(copied(file, site), page.parent) if file.is_file() else match[1]
 
     return LINK.sub(link, text)
+
+
+def copied(file: Path, site: Path) -> Path:
+    """The copy of a file of the repository; of a page, with links that lead from there."""
+    copy = site / "files" / file.relative_to(ROOT)
+    if not copy.exists():
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, copy)
+        if file.suffix == ".md":
+            copy.write_text(moved(without_options(file.read_text()), file, copy, site))
+    return copy
 
 
 if __name__ == "__main__":
