@@ -5,6 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 STRANGERS := $(VENV)/.strangers
+SITE   := $(if $(wildcard $(READY)),$(VENV),.venv-docs)
 
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE = 1
 export OMP_NUM_THREADS ?= 1
@@ -56,9 +57,15 @@ check: $(READY)
 	$(BIN)/python .ci/shape.py
 	$(MAKE) --no-print-directory docs
 
-docs: $(READY)
-	$(BIN)/python docs/make_site.py
-	$(BIN)/zensical build --clean --strict
+# With the environment of development where there is one, else with a small one of its own.
+docs: $(SITE)/.ready
+	$(SITE)/bin/python docs/make_site.py
+	$(SITE)/bin/zensical build --clean --strict
+
+.venv-docs/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	@touch $@
 
 dist: $(READY)
 	$(BIN)/python .ci/dist.py
@@ -81,4 +88,4 @@ bench: $(READY) $(STRANGERS)
 	$(BIN)/python -m bench
 
 clean:
-	rm -rf $(VENV) demo-out build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-docs demo-out build dist .pytest_cache .mypy_cache .ruff_cache

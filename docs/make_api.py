@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from textwrap import dedent
 from typing import Any
 
 import holdfast
@@ -81,6 +81,15 @@ BRIEF = {"SourceTests", "StoreTests", "LocalStore", "MemoryStore"}
 """Classes whose methods are told elsewhere."""
 HIDDEN = {"around", "object_tensors", "file_extras", "index"}
 """Methods that users have no use for."""
+WIDTH = 72
+"""Columns of a signature."""
+ERRORS = [
+    name
+    for name, kind in vars(holdfast.errors).items()
+    if inspect.isclass(kind) and issubclass(kind, holdfast.HoldfastError)
+]
+GENERAL = re.compile(rf"(Collective|Blocks|Fails|Raises|{'|'.join(ERRORS)})\b")
+"""Beginnings of sentences that are about the whole call, behind what is said of an argument."""
 
 
 def write(folder: Path) -> None:
@@ -97,50 +106,67 @@ def described(module: str, name: str) -> list[str]:
     thing = ELSEWHERE.get(name) or getattr(import_module(module), name)
     if not (inspect.isclass(thing) or inspect.isfunction(thing)):
         return [f"## `{module}.{name}`\n", "Events and spans by name, since the process began.\n"]
-    parts = [f"## `{module}.{name}`\n", f"```text\n{signature(thing, name)}\n```\n", doc(thing)]
+    parts = [f"## `{module}.{name}`\n", *called(thing, name)]
     if inspect.isclass(thing) and name not in BRIEF:
         parts += [text for key in vars(thing) for text in member(thing, key)]
+    return parts
+
+
+def called(thing: Any, name: str) -> list[str]:
+    """How a class or a function is called, what it does, and its arguments as a table."""
+    about, rows = arguments(thing)
+    parts = [f"```text\n{signature(thing, name)}\n```\n", about]
+    if rows:
+        head = "| argument | type | meaning |\n|---|---|---|"
+        parts.append("\n".join([head, *(f"| {' | '.join(row)} |" for row in rows), ""]))
     return parts
 
 
 def member(owner: type, name: str) -> list[str]:
     """One public attribute that has a docstring of its own."""
     value = inspect.getattr_static(owner, name)
-    if isinstance(value, staticmethod):
+    if isinstance(value, (staticmethod, classmethod)):
         value = value.__func__
     if name in HIDDEN or name.startswith("_") or not inspect.getdoc(value):
         return []
-    if not (inspect.isfunction(value) or isinstance(value, (property, cached_property))):
-        return []
-    call = signature(value, name) if inspect.isfunction(value) else f".{name}"
-    return [f"* `{call}`  \n  {' '.join(doc(value).split())}\n"]
+    if isinstance(value, (property, cached_property)):
+        return [f"### `.{name}`\n", doc(value)]
+    return [f"### `{name}`\n", *called(value, name)] if inspect.isfunction(value) else []
+
+
+# -- signatures -----------------------------------------------------------------------------------
 
 
 def signature(thing: Any, name: str) -> str:
-    """Name and arguments, without `self`, one per line where they are many."""
-    is_class = inspect.isclass(thing)
-    if is_class and (issubclass(thing, BaseException) or getattr(thing, "_is_protocol", False)):
+    """Name, arguments and result; the types of arguments are in the table below."""
+    if is_bare(thing):
         return name
     found = inspect.signature(thing)
-    arguments = list(rendered(found))
-    result = "" if is_class else f" -> {annotation(found.return_annotation)}"
-    text = f"{name}({', '.join(arguments)}){result}"
-    if len(text) <= 96:
-        return text
-    return f"{name}(\n" + "".join(f"    {a},\n" for a in arguments) + f"){result}"
+    result = "" if inspect.isclass(thing) else f" -> {annotation(found.return_annotation)}"
+    text = f"{name}({', '.join(rendered(found))}){result}"
+    return textwrap.fill(text, WIDTH, subsequent_indent="    ", break_long_words=False)
+
+
+def is_bare(thing: Any) -> bool:
+    """Whether a class is not made by users: an error, or a protocol."""
+    is_error = inspect.isclass(thing) and issubclass(thing, BaseException)
+    return is_error or getattr(thing, "_is_protocol", False)
 
 
 def rendered(found: inspect.Signature) -> Iterator[str]:
-    """Each parameter as it is written, with the star before those by keyword only."""
+    """Each parameter with its default, and the star before those by keyword only."""
     starred = False
-    for p in found.parameters.values():
-        if p.name == "self":
-            continue
+    for p in parameters(found):
+        starts = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}
         if p.kind is p.KEYWORD_ONLY and not starred:
-            starred = True
             yield "*"
-        text = p.name if p.annotation is p.empty else f"{p.name}: {annotation(p.annotation)}"
-        yield text if p.default is p.empty else f"{text} = {p.default!r}"
+        starred = starred or p.kind in (p.KEYWORD_ONLY, p.VAR_POSITIONAL)
+        text = f"{starts.get(p.kind, '')}{p.name}"
+        yield text if p.default is p.empty else f"{text}={p.default!r}"
+
+
+def parameters(found: inspect.Signature) -> list[inspect.Parameter]:
+    return [p for p in found.parameters.values() if p.name not in ("self", "cls")]
 
 
 def annotation(value: Any) -> str:
@@ -148,22 +174,96 @@ def annotation(value: Any) -> str:
     return value if isinstance(value, str) else getattr(value, "__name__", repr(value))
 
 
+# -- arguments ------------------------------------------------------------------------------------
+
+
+def arguments(thing: Any) -> tuple[str, list[tuple[str, str, str]]]:
+    """The docstring without what it says of single arguments, and these: name, type, meaning.
+
+    A docstring says it by "`name`: ...", up to the next such name or the end of the paragraph, or in a
+    sentence that names the argument, which stays where it is, too.
+    """
+    text = inspect.getdoc(thing) or ""
+    taken = [] if is_bare(thing) else parameters(inspect.signature(thing))
+    if not any(p.annotation is not p.empty for p in taken) or not text:
+        return doc(thing), []
+    names = {p.name for p in taken}
+    kept, told = [], {}
+    for paragraph in text.split("\n\n"):
+        rest, found = of_arguments(paragraph, names)
+        told.update(found)
+        kept += [rest] if rest else []
+    sentences = [s for part in kept if not part.startswith("    ") for s in in_sentences(part)]
+    inner = [s for words in told.values() for s in in_sentences(words)]
+    rows = []
+    for p in taken:
+        named = [s for s in [*sentences, *inner] if f"`{p.name}`" in s or f"`{p.name}=" in s]
+        rows.append((f"`{p.name}`", kind_of(p), told.get(p.name) or " ".join(named)))
+    return fenced("\n\n".join(kept) + "\n"), rows
+
+
+def of_arguments(paragraph: str, names: set[str]) -> tuple[str, dict[str, str]]:
+    """A paragraph without what it says of single arguments, and that by their names."""
+    if paragraph.startswith("    "):
+        return paragraph, {}
+    kept, told, name = [], {}, None
+    for sentence in in_sentences(paragraph):
+        begins = re.match(r"`(\w+)`: (.*)", sentence)
+        if begins and begins[1] in names:
+            name = begins[1]
+            told[name] = begins[2][:1].upper() + begins[2][1:]
+        elif name is None or GENERAL.match(sentence):
+            kept.append(sentence)
+        else:
+            told[name] += f" {sentence}"
+    return (" ".join(kept), told) if told else (paragraph, {})
+
+
+def in_sentences(paragraph: str) -> list[str]:
+    """The sentences of a paragraph."""
+    flat = re.sub(r";\s+(?=`\w+`: )", ".  ", " ".join(paragraph.split()))
+    return re.split(r"(?<=[.)]) +(?=[A-Z`])", flat)
+
+
+def kind_of(p: inspect.Parameter) -> str:
+    """The type and the default of a parameter, as they may stand in a table."""
+    type_ = "" if p.annotation is p.empty else annotation(p.annotation)
+    text = " or ".join(f"`{part}`" for part in top_parts(type_)) if type_ else ""
+    needed = p.default is p.empty or p.default is None
+    return text if needed else f"{text}; default `{p.default!r}`"
+
+
+def top_parts(type_: str) -> list[str]:
+    """`A | B[C | D]` -> ["A", "B[C or D]"]."""
+    parts, depth = [""], 0
+    for letter in type_:
+        depth += (letter in "[(") - (letter in "])")
+        if letter == "|" and not depth:
+            parts.append("")
+        else:
+            parts[-1] += " or " if letter == "|" else letter
+    return [" ".join(part.split()) for part in parts]
+
+
 def doc(thing: Any) -> str:
     """The docstring; an indented example becomes a code block."""
-    text = (inspect.getdoc(thing) or "") + "\n"
+    return fenced((inspect.getdoc(thing) or "") + "\n")
 
-    def fenced(match: re.Match[str]) -> str:
-        return f"```text\n{dedent(match[0])}```\n"
 
-    return re.sub(r"(?:^ {4}.*\n)+", fenced, text, flags=re.MULTILINE)
+def fenced(text: str) -> str:
+    """A text whose indented examples are code blocks."""
+
+    def block(match: re.Match[str]) -> str:
+        return f"```text\n{textwrap.dedent(match[0])}```\n"
+
+    return re.sub(r"(?:^ {4}.*\n)+", block, text, flags=re.MULTILINE)
 
 
 def errors() -> list[str]:
     """The tree and each class's sentence."""
     source = inspect.getdoc(holdfast.errors) or ""
     rows = [
-        f"| `{name}` | {' '.join((inspect.getdoc(kind) or '').split())} |"
-        for name, kind in vars(holdfast.errors).items()
-        if inspect.isclass(kind) and issubclass(kind, holdfast.HoldfastError)
+        f"| `{name}` | {' '.join((inspect.getdoc(getattr(holdfast.errors, name)) or '').split())} |"
+        for name in ERRORS
     ]
     return [source, "\n| error | meaning |\n|---|---|", *rows, ""]

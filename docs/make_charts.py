@@ -37,13 +37,14 @@ def write(folder: Path) -> None:
 
 def save_and_load(path: Path) -> None:
     """Seconds of a durable save, and of a cold and a warm load, by number of ranks."""
-    figure, axes = plt.subplots(1, 3, figsize=(9, 2.8), layout="constrained")
+    figure, axes = plt.subplots(3, 1, figsize=(6, 7), layout="constrained")
     saves, loads = found("save_durable"), found("load")
     bars(axes[0], "durable save", samples(saves, "holdfast", "dcp", "raw"))
     for axis, state in zip(axes[1:], ("cold", "warm")):
         by_rank = {rank: {"samples": loads[rank]["samples"][state]} for rank in RANKS}
         bars(axis, f"load, page cache {state}", samples(by_rank, "holdfast", "dcp", "raw"))
-    axes[0].set_ylabel("seconds for 1.5 GB")
+    for axis in axes:
+        axis.set_ylabel("seconds for 1.5 GB")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     save(figure, path)
 

@@ -30,10 +30,46 @@ ROWS = (
 def write(folder: Path) -> None:
     """Write the drawings into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
+    threads(folder / "threads.svg")
     images(folder / "images.svg")
     reads(folder / "reads.svg")
     parity(folder / "parity.svg")
     waste(folder / "waste.svg")
+
+
+def threads(path: Path) -> None:
+    """What each thread of a rank does in a save, from left to right."""
+    figure, axis = plt.subplots(figsize=(6, 3.4), layout="constrained")
+    lanes = ("training", "saving", "persist", "tidy")
+    for name, lane, start, stop, colour, text in PHASES:
+        at = len(lanes) - 1 - lanes.index(lane)
+        axis.add_patch(plt.Rectangle((start, at - 0.36), stop - start, 0.72, facecolor=colour))
+        middle = (start + stop) / 2
+        axis.text(middle, at, name, ha="center", va="center", fontsize=7, color=text)
+    for x, bottom, top in ((1.6, 2.4, 2.6), (4.2, 1.4, 1.6), (8.6, 0.4, 0.6)):
+        axis.annotate("", (x, bottom), (x, top), arrowprops={"arrowstyle": "->", "lw": 1})
+    axis.annotate("", (6.6, 2.64), (6.6, 2.36), arrowprops={"arrowstyle": "->", "lw": 1})
+    axis.set_yticks(range(len(lanes)), [f"{name}\nthread" for name in reversed(lanes)], fontsize=7)
+    axis.set_xlim(0, 10)
+    axis.set_ylim(-0.5, len(lanes) - 0.5)
+    axis.set_xticks([])
+    axis.set_xlabel("time")
+    axis.tick_params(length=0)
+    save(figure, path)
+
+
+PHASES = (
+    ("call: name,\nplace, encode,\nset aside", "training", 0, 1.6, BLUE, "white"),
+    ("forward and backward of the next step", "training", 1.65, 6.0, "#dfe6ee", "black"),
+    ("gate", "training", 6.05, 6.6, ORANGE, "white"),
+    ("optimizer's step, and further steps", "training", 6.65, 10, "#dfe6ee", "black"),
+    ("agree with\nall ranks", "saving", 1.6, 3.4, GREEN, "white"),
+    ("copy into the image", "saving", 3.45, 6.6, GREEN, "white"),
+    ("digest and write, behind the copy", "persist", 4.2, 7.2, BLUE, "white"),
+    ("report,\ncommit", "persist", 7.25, 8.6, BLUE, "white"),
+    ("delete\nold steps", "tidy", 8.6, 10, GREY, "black"),
+)
+"""What is done, by which thread, from when to when, and how it is drawn."""
 
 
 def images(path: Path) -> None:

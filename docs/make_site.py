@@ -65,7 +65,7 @@ def repository() -> str | None:
 
 
 def address_of(origin: str) -> str | None:
-    """`git@host.org:a/b.git` -> `https://host.org/a/b`, without user, password and port; None for a path."""
+    """`git@host.org:a/b.git` -> `https://host.org/a/b`, without user, password, port; None for a path."""
     way = r"(?:(?:https?|ssh|git)://)?(?:[^@/]+@)?"
     match = re.fullmatch(rf"{way}([\w-]+(?:\.[\w-]+)+)(?::\d+/|[:/])(.+?)(?:\.git)?/?", origin)
     return f"https://{match[1]}/{match[2]}" if match else None

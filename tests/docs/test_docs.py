@@ -11,13 +11,13 @@ Blocks by the line that opens them:
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ import holdfast
 import zygote
 from core.store.objects.servers import S3_ENV, Moto
 from docs.commands import ROOT, SOAK_S, commands_of, run
-from holdfast.cli.main import VERBS
+from holdfast.cli.main import LAUNCH, VERBS
 from ports import free_port
 
 DOCS = ROOT / "docs"
@@ -204,16 +204,6 @@ def anchors(page: Path) -> set[str]:
     }
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The pages of the site, with those that are made from the code."""
-    folder = tmp_path_factory.mktemp("site") / "docs"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(DOCS)
-        import_module("make_site").assemble(folder)
-    return folder
-
-
 @pytest.mark.parametrize("page", [pytest.param(p, id=name_of(p)) for p in PAGES])
 def test_links_lead_somewhere(page: Path, site: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text())):
@@ -265,10 +255,28 @@ def test_the_reference_has_every_public_name(site: Path) -> None:
 
 
 def test_the_reference_has_a_page_for_each_command(site: Path) -> None:
-    for verb in VERBS:
+    """With its usage, an example that the tests run, and each option in a table."""
+    for verb in (*VERBS, LAUNCH):
         text = (site / "reference" / "cli" / f"{verb}.md").read_text()
-        assert f"Usage: holdfast {verb} " in text
-        assert "--help" in text
+        assert f"\nUsage: holdfast {verb} " in text
+        assert f"\n```console\n$ holdfast {verb} " in text, verb
+        assert "| `-h, --help` |" in text, verb
+    prune = (site / "reference" / "cli" / "prune.md").read_text()
+    assert "| `--keep-last N` | Keep the newest N steps. |" in prune
+    assert "| `URL` | The folder that holds the steps. |" in prune
+
+
+def test_the_reference_has_arguments_as_tables(site: Path) -> None:
+    """Each argument of a Checkpointer has its type, its default and what the docstring says of it."""
+    text = (site / "reference" / "api" / "saving.md").read_text()
+    (part,) = re.findall(r"^## `holdfast.Checkpointer`$(.*?)^###", text, re.MULTILINE | re.DOTALL)
+    rows = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", part, re.MULTILINE))
+    assert list(rows) == list(inspect.signature(holdfast.Checkpointer).parameters)
+    assert [name for name, row in rows.items() if not row.rpartition("|")[2].strip()] == []
+    assert rows["keep"] == " `Keep` or `None` | Which steps stay. "
+    assert "default `600.0`" in rows["deadline_s"]
+    assert "`keep`: which steps stay" not in part  # it is said once
+    assert "Collective; blocks." in part.partition("| argument |")[0]
 
 
 def test_pictures_of_the_site_are_there_and_light(site: Path) -> None:
