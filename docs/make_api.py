@@ -81,8 +81,8 @@ BRIEF = {"SourceTests", "StoreTests", "LocalStore", "MemoryStore"}
 """Classes whose methods are told elsewhere."""
 HIDDEN = {"around", "object_tensors", "file_extras", "index"}
 """Methods that users have no use for."""
-WIDTH = 72
-"""Columns of a signature."""
+WIDTH = 46
+"""Columns of a signature: as many as a phone shows."""
 ERRORS = [
     name
     for name, kind in vars(holdfast.errors).items()
@@ -197,9 +197,17 @@ def arguments(thing: Any) -> tuple[str, list[tuple[str, str, str]]]:
     inner = [s for words in told.values() for s in in_sentences(words)]
     rows = []
     for p in taken:
-        named = [s for s in [*sentences, *inner] if f"`{p.name}`" in s or f"`{p.name}=" in s]
-        rows.append((f"`{p.name}`", kind_of(p), told.get(p.name) or " ".join(named)))
+        named = [s for s in [*sentences, *inner] if re.search(rf"`{p.name}[`=]", s)]
+        named = [clause for s in named for clause in about_one(p.name, s)]
+        words = (told.get(p.name) or " ".join(named)).replace("|", "\\|")
+        rows.append((f"`{p.name}`", kind_of(p), words))
     return fenced("\n\n".join(kept) + "\n"), rows
+
+
+def about_one(name: str, sentence: str) -> list[str]:
+    """The clauses of a sentence that are about an argument: `a` is this; `b` that."""
+    clauses = re.split(r"; (?=`)", sentence)
+    return [c for c in clauses if len(clauses) == 1 or c.startswith(f"`{name}`")] or [sentence]
 
 
 def of_arguments(paragraph: str, names: set[str]) -> tuple[str, dict[str, str]]:
@@ -208,11 +216,12 @@ def of_arguments(paragraph: str, names: set[str]) -> tuple[str, dict[str, str]]:
         return paragraph, {}
     kept, told, name = [], {}, None
     for sentence in in_sentences(paragraph):
-        begins = re.match(r"`(\w+)`: (.*)", sentence)
-        if begins and begins[1] in names:
-            name = begins[1]
-            told[name] = begins[2][:1].upper() + begins[2][1:]
-        elif name is None or GENERAL.match(sentence):
+        begins = re.match(r"`(\w+)`(: )?", sentence)
+        is_named = begins is not None and begins[1] in names
+        if begins and is_named and begins[2]:
+            name, words = begins[1], sentence[begins.end() :]
+            told[name] = words[:1].upper() + words[1:]
+        elif name is None or is_named or GENERAL.match(sentence):
             kept.append(sentence)
         else:
             told[name] += f" {sentence}"
