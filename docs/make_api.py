@@ -197,7 +197,8 @@ def arguments(thing: Any) -> tuple[str, list[tuple[str, str, str]]]:
     inner = [s for words in told.values() for s in in_sentences(words)]
     rows = []
     for p in taken:
-        named = [s for s in [*sentences, *inner] if re.search(rf"`{p.name}[`=]", s)]
+        named = [s for s in [*sentences, *inner] if re.search(rf"`{p.name}[`=(]", s)]
+        named = [s for s in named if not GENERAL.match(s)]
         named = [clause for s in named for clause in about_one(p.name, s)]
         words = (told.get(p.name) or " ".join(named)).replace("|", "\\|")
         rows.append((f"`{p.name}`", kind_of(p), words))

@@ -73,8 +73,12 @@ def described(verb: str) -> tuple[str, str, list[tuple[str, list[tuple[str, str]
     if verb == LAUNCH:
         found = import_module("holdfast.launch.command").parser()
         groups = [group for group in found._action_groups if group._group_actions]
-        titles = {"holdfast": "Options of holdfast", "options": "Options of torchrun"}
-        order = sorted(groups, key=lambda group: group.title != "holdfast")
+        titles = {
+            "holdfast": "Options of holdfast",
+            "options": "Options of torchrun",
+            "positional arguments": "Arguments",
+        }
+        order = sorted(groups, key=lambda g: (g.title != "positional arguments", g.title))
         usage = "holdfast run [OPTIONS] SCRIPT [ARGUMENTS OF THE SCRIPT]"
         about = f"{found.description} It takes torchrun's options, and four more."
         return about, usage, [(titles.get(g.title, g.title), rows_of(g)) for g in order]

@@ -65,7 +65,7 @@ PHASES = (
     ("optimizer's step, and further steps", "training", 6.65, 10, "#dfe6ee", "black"),
     ("agree with\nall ranks", "saving", 1.6, 3.4, GREEN, "white"),
     ("copy into the image", "saving", 3.45, 6.6, GREEN, "white"),
-    ("digest and write, behind the copy", "persist", 4.2, 7.2, BLUE, "white"),
+    ("digest and write behind it", "persist", 4.2, 7.2, BLUE, "white"),
     ("report,\ncommit", "persist", 7.25, 8.6, BLUE, "white"),
     ("delete\nold steps", "tidy", 8.6, 10, GREY, "black"),
 )
