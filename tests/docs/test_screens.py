@@ -104,7 +104,7 @@ def browse(chromium: str, profile: Path, *words: str, virtual_s: int) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(3 * DEADLINE_S)
 def test_no_page_is_wider_than_its_screen(
     chromium: str, built: Path, address: str, tmp_path: Path
@@ -130,7 +130,7 @@ def test_no_page_is_wider_than_its_screen(
     assert len(wide) == len(WIDTHS), "a page that is too wide is not found"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(3 * DEADLINE_S)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_pages_can_be_looked_at(chromium: str, address: str, tmp_path: Path, width: int) -> None:
