@@ -11,7 +11,7 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE = 1
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes: they need not compile each time
 
-.PHONY: demo test soak unit gpu check docs dist format bench clean help
+.PHONY: demo test soak unit gpu check docs dist versions format bench clean help
 
 help:
 	@echo "make demo    train, kill, resume on other layouts; shows a table and demo-out/loss.png"
@@ -21,6 +21,7 @@ help:
 	@echo "make gpu     on a machine with a GPU, with its own torch: what holds there, in ten minutes"
 	@echo "make check   ruff, mypy, architecture, the site without warnings and dead links"
 	@echo "make docs    the site of docs/, in build/site"
+	@echo "make versions   other versions of torch and of trainers, each in an environment of its own; hours"
 	@echo "make dist    wheel and sdist, checked, and the wheel tried in an empty environment"
 	@echo "make bench   measure what is claimed, in five hours; which claims hold, and which no longer do"
 
@@ -69,6 +70,9 @@ docs: $(SITE)/.ready
 
 dist: $(READY)
 	$(BIN)/python .ci/dist.py
+
+versions: $(READY)
+	$(BIN)/python .ci/versions.py
 
 format: $(READY)
 	$(BIN)/ruff format .

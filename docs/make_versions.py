@@ -5,8 +5,12 @@ python docs/make_site.py
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
+RECORDS = Path(__file__).parent / "versions"
+"""What `make versions` has written, a file for each version."""
 TESTED = {
     "torch": ("2.13.0", "everything; 2.6 and newer is supported"),
     "transformers": ("5.24.0", "`Trainer`, models, names of files"),
@@ -33,4 +37,34 @@ def write(page: Path) -> None:
     rows = [f"| {name} | {version} | {use} |" for name, (version, use) in TESTED.items()]
     head = "# Versions tested\n\nOn Python 3.11, by `make test` and `make soak`.\n"
     columns = ["| package | version | what is tested with it |", "|---|---|---|"]
-    page.write_text("\n".join([head, *columns, *rows, ""]))
+    page.write_text("\n".join([head, *columns, *rows, "", *others()]))
+
+
+def others() -> list[str]:
+    """The lines on other versions: those of torch by the quick half of the tests, those of trainers by
+    their kills."""
+    records = [json.loads(path.read_text()) for path in RECORDS.glob("*.json")]
+    records.sort(key=lambda one: (one["package"], [int(n) for n in one["version"].split(".")]))
+    if not records:
+        return []
+    head = (
+        "## Other versions\n\n`make versions` runs tests with each in an environment of its own.\n"
+    )
+    columns = [
+        "| package | version | date | passed | skipped | failed |",
+        "|---|---|---|---|---|---|",
+    ]
+    return [head, *columns, *map(_row, records), ""]
+
+
+def _row(one: dict[str, Any]) -> str:
+    failed = f"{len(one['failed'])}: {', '.join(one['failed'])}" if one["failed"] else "none"
+    cells = (
+        one["package"],
+        one["version"],
+        one["date"],
+        one["passed"],
+        sum(one["skipped"].values()),
+        failed,
+    )
+    return f"| {' | '.join(map(str, cells))} |"
