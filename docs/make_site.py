@@ -2,9 +2,9 @@
 
 python docs/make_site.py [FOLDER]        by default build/docs, from which `make docs` builds build/site
 
-What is made: the front page, which is README.md, the reference of the public names and of the commands, the
-versions tested, the charts of speed.md, the drawings of how-it-works/, and the list of decisions.  The
-repository keeps none of that.
+What is made: the front page, which is README.md, the reference of the public names and of the commands,
+the versions tested, the private places of others, the charts of speed.md, the drawings of how-it-works/,
+and the list of decisions.  The repository keeps none of that.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import make_api
 import make_charts
 import make_cli
 import make_drawings
+import make_private
 import make_versions
 
 import holdfast
@@ -36,6 +37,7 @@ def assemble(site: Path) -> None:
     make_api.write(site / "reference" / "api")
     make_cli.write(site / "reference" / "cli")
     make_versions.write(site / "reference" / "versions.md")
+    make_private.write(site / "reference" / "private.md")
     make_charts.write(site / "pictures")
     make_drawings.write(site / "pictures")
     (site / "decisions" / "index.md").write_text(list_of_decisions(site / "decisions"))

@@ -33,7 +33,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Sequence
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 
@@ -175,6 +175,46 @@ def _is_users(frame: FrameType) -> bool:
     if path.startswith((_HOLDFAST, "<frozen")) or module.split(".")[0] == "torch":
         return False
     return not path.startswith(_PYTHON) or path.startswith(_PACKAGES)
+
+
+def need(package: str, owner: Any, *names: str) -> list[Any]:
+    """Return attributes of another package that it may not have in every version, or refuse its version.
+
+    For private names, which `docs/private_places.py` lists with reasons.  The code that relies on them asks
+    for them where it begins: an AttributeError would come in the middle of a training.  `owner`: an object,
+    a class, a module or the name of one.  `package`: the distribution that it is of, or "Python".  What a
+    class only declares for its objects is returned as None.
+
+    UsageError names the package, its version and all that is missing.
+    """
+    from importlib import import_module
+
+    try:
+        holder = import_module(owner) if isinstance(owner, str) else owner
+    except ImportError:
+        holder = None
+    declared = getattr(holder, "__annotations__", ()) if isinstance(holder, type) else ()
+    missing = [name for name in names if not hasattr(holder, name) and name not in declared]
+    if missing:
+        named = owner if isinstance(owner, (str, type, ModuleType)) else type(owner)
+        where = named if isinstance(named, str) else named.__name__
+        raise UsageError(
+            f"{package} {_version(package)} has no {where}.{', '.join(missing)}, which holdfast relies on",
+            hint=f"install a version of {package} that is among those tested (reference/versions.md in the "
+            "documentation), or a newer holdfast",
+        )
+    return [getattr(holder, name, None) for name in names]
+
+
+def _version(package: str) -> str:
+    """The version of an installed package, or of Python."""
+    from importlib import metadata
+    from platform import python_version
+
+    try:
+        return python_version() if package == "Python" else metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "(of unknown version)"
 
 
 class HoldfastError(Exception):

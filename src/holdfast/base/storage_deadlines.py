@@ -29,7 +29,7 @@ from types import FrameType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from holdfast.base.calls import CallThread, is_done
-from holdfast.base.errors import Deadline, HoldfastError, waiting
+from holdfast.base.errors import Deadline, HoldfastError, need, waiting
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -92,7 +92,7 @@ _lock = threading.Lock()
 """Guards `is_over`, `is_left` and the lists of `Patience`."""
 os.register_at_fork(after_in_child=_under_way.clear)
 os.register_at_fork(after_in_child=_idle.clear)  # their threads are the parent's
-os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
+os.register_at_fork(after_in_child=need("Python", _lock, "_at_fork_reinit")[0])
 
 
 class Patience:

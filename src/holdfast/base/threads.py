@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
 from holdfast.base.calls import CallThread, is_done, result_of
+from holdfast.base.errors import need
 from holdfast.base.storage_deadlines import ThreadWatch
 
 _P = ParamSpec("_P")
@@ -221,5 +222,6 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)
+(_register_atexit,) = need("Python", threading, "_register_atexit")
 with suppress(RuntimeError):  # imported when Python is ending already
-    threading._register_atexit(_when_python_ends)  # type: ignore[attr-defined]
+    _register_atexit(_when_python_ends)

@@ -30,7 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.data_loader import DataLoaderDispatcher
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+from accelerate.state import GradientState
 from accelerate.utils import DistributedType, broadcast_object_list
 from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
 from torch.optim.lr_scheduler import LRScheduler
@@ -61,6 +62,14 @@ from holdfast.integrations.native import tell_newer
 
 __all__ = ["attach"]
 
+errors.need("accelerate", GradientState, "_add_dataloader", "_remove_dataloader")
+errors.need("accelerate", DataLoaderDispatcher, "_fetch_batches")
+errors.need("accelerate", DataLoaderShard, "_update_state_dict")
+
+_HOOKS = ("_load_model_state_pre_hook", "_save_model_state_pre_hook")
+"""Private attributes of an Accelerator: hooks of the script around its own files."""
+_KEPT = ("_custom_objects", "_dataloaders", "_models", "_optimizers", "_schedulers")
+"""The same: what was prepared and registered."""
 _CHANGING = (
     "prepare_model",
     "prepare_data_loader",
@@ -85,7 +94,7 @@ def attach(
     if not isinstance(accelerator, Accelerator):
         raise unfit("attach", "accelerator", accelerator, "an Accelerator")
     _check_kind(accelerator)
-    if accelerator._save_model_state_pre_hook or accelerator._load_model_state_pre_hook:
+    if any(errors.need("accelerate", accelerator, *_HOOKS)):
         _refuse_hooks()
     if root is None:
         if accelerator.project_dir is None:
@@ -471,6 +480,7 @@ class LoaderDraws:
     on_resize = "fresh"
 
     def __init__(self, accelerator: Any) -> None:
+        errors.need("accelerate", accelerator, *_KEPT)
         self._of, self._rng = accelerator, Rng()
         self._saved: list[dict[str, Any]] = []
         """Passes of the restored step that have not gone on yet."""

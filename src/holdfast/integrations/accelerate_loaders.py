@@ -17,8 +17,12 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
+from holdfast import errors
 from holdfast.extend import data_of, order_of, put_order, tell_other_data
+
+errors.need("torch", DataLoader, "_get_iterator", "_iterator")
 
 
 def order_kept(loader: Any) -> dict[str, Any]:

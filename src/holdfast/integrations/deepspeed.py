@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 import xxhash
-from torch.utils._pytree import tree_map
 
 import holdfast
 from holdfast import Checkpointer, errors, store, trainable_only
@@ -51,6 +50,8 @@ from holdfast.extend import (
     unfit,
 )
 from holdfast.integrations.native import run_of, tell_newer
+
+(tree_map,) = errors.need("torch", "torch.utils._pytree", "tree_map")
 
 if TYPE_CHECKING:
     from holdfast import Auto, Delta, Every, Found, Keep, Memory, Save

@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import __version__ as lightning_version
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core import saving as lightning_saving
@@ -72,6 +71,7 @@ from holdfast.integrations.lightning_loops import (
     IN_EPOCH,
     LoopPlace,
     Metrics,
+    check_private,
     go_on,
     loop_place,
     undo_go_on,
@@ -92,6 +92,10 @@ from holdfast.integrations.lightning_pointers import (
     write_pointer,
 )
 from holdfast.integrations.native import kept_by, run_of, tell_newer
+
+(_set_sampler_epoch,) = errors.need(
+    "lightning", "lightning.fabric.utilities.data", "_set_sampler_epoch"
+)
 
 __all__ = ["strategy"]
 
@@ -124,7 +128,8 @@ def strategy(of: str | Strategy, root: str | os.PathLike[str], **options: Any) -
         )
     made: Any = _named(of) if isinstance(of, str) else of
     known = isinstance(made, (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy))
-    spawned = getattr(made, "_start_method", None) == "spawn"
+    is_ddp = isinstance(made, DDPStrategy)
+    spawned = is_ddp and errors.need("lightning", made, "_start_method") == ["spawn"]
     if not known or spawned or isinstance(made, DeepSpeedStrategy):
         raise errors.UsageError(
             f"{call} cannot save with {of if isinstance(of, str) else type(of).__name__}",
@@ -191,6 +196,7 @@ class _Saving:
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)  # type: ignore[misc]
         if trainer.state.fn == TrainerFn.FITTING:
+            check_private(trainer)
             self._homes, self._resumed, self._begins_anew = {}, None, True
             self._has_begun, self._place = False, LoopPlace.OTHER
             self._metrics, self._told, self._data = None, (), ()
@@ -218,6 +224,7 @@ class _Saving:
             encode(dict(getattr(one, "hparams", {})), _any_tensor, "hyper_parameters")
         self._step = self.lightning_module.trainer.global_step
         for callback in callbacks_of(self.lightning_module.trainer):
+            errors.need("lightning", callback, "_restarting")
             callback._restarting = False  # else its next fit would take the groups of this one
         if self._resumed is not None:
             self._begin_pass(self._resumed)
@@ -251,12 +258,14 @@ class _Saving:
         """
         plugin = self.precision_plugin  # type: ignore[attr-defined]
         is_scaled = getattr(plugin, "scaler", None) is not None
-        is_averaged = getattr(self, "_model_averager", None) is not None
+        is_ddp = isinstance(self, DDPStrategy)
+        is_averaged = is_ddp and errors.need("lightning", self, "_model_averager") != [None]
         is_other = is_scaled or is_averaged or isinstance(optimizer, torch.optim.LBFGS)
         if is_other or "delta" not in self._options:
             return super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
         with torch.enable_grad():
-            result = plugin._wrap_closure(model or self.lightning_module, optimizer, closure)
+            (wrap,) = errors.need("lightning", plugin, "_wrap_closure")
+            result = wrap(model or self.lightning_module, optimizer, closure)
         optimizer.step(**kwargs)
         return result
 
@@ -646,7 +655,8 @@ class _Saving:
         is_stateful = any(hasattr(loader, "load_state_dict") for loader in loaders)
         states = resumed["state_dict"].get("combined_loader") if is_stateful else None
         if states and (has_epochs or (is_new and not is_old)):
-            loop._combined_loader._load_state_dicts(states)
+            (load_states,) = errors.need("lightning", loop._combined_loader, "_load_state_dicts")
+            load_states(states)
             iter(loop._data_fetcher)
         for loader, data in zip(loaders, self._data if done["processed"] and not is_last else ()):
             if hasattr(loader, "load_state_dict"):  # others begin their data again

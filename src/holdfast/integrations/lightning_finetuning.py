@@ -14,7 +14,10 @@ from copy import deepcopy
 from typing import Any
 
 from lightning.pytorch.callbacks import BaseFinetuning
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from holdfast import errors
+
+(_BatchNorm,) = errors.need("torch", "torch.nn.modules.batchnorm", "_BatchNorm")
 
 TRAINED = "holdfast.trained"
 """The key of the names of trained parameters in a Lightning checkpoint."""

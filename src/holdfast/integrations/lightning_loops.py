@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch.loops import fit_loop, training_epoch_loop
-from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from holdfast import errors
+
+(_Loop,) = errors.need("lightning", "lightning.pytorch.loops.loop", "_Loop")
 
 Number = list[Any]
 """A tensor of one element: the name of its dtype, and the value."""
@@ -68,6 +69,18 @@ def loop_place(loops: dict[str, Any], *, was_validating: bool) -> LoopPlace:
         return LoopPlace.VALIDATION if has_ended else LoopPlace.BATCH  # the whole of it once more
     is_end = epoch["processed"] == epoch["started"] and epoch["completed"] == epoch["processed"] - 1
     return LoopPlace.EPOCH if is_end and batches["is_last_batch"] else LoopPlace.OTHER
+
+
+def check_private(trainer: Any) -> None:
+    """UsageError if this version of Lightning lacks something by which a fit saves, or goes on amid an
+    epoch."""
+    of, loop, connector = "lightning", trainer.fit_loop, "_logger_connector"
+    (metrics, _) = errors.need(of, trainer, connector, "_checkpoint_connector")
+    errors.need(of, metrics, "_callback_metrics", "_first_loop_iter")
+    errors.need(of, loop, "_combined_loader", "_data_fetcher", "_restart_stage", "_restarting")
+    names = "_restart_stage", "_results", "_should_accumulate", "_skip_next_val"
+    errors.need(of, loop.epoch_loop, *names)
+    errors.need(of, loop.epoch_loop.val_loop, "_has_run")
 
 
 def go_on(loop: Any, place: LoopPlace) -> str:
@@ -170,7 +183,8 @@ class Metrics:
         sums = [result for result in self._results.values() if _is_saved(result)]
         tensors = [seen[name] for name in names]
         for result in sums:
-            tensors += [result.value, result._forward_cache, getattr(result, _SIZE, None)]
+            (last,) = errors.need("lightning", result, "_forward_cache")
+            tensors += [result.value, last, getattr(result, _SIZE, None)]
         numbers = iter(_numbers(tensors))
         return {
             "ranks": self._ranks,

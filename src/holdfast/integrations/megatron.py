@@ -36,12 +36,18 @@ from megatron.core.dist_checkpointing.strategies.base import (
 )
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.checkpoint.utils import _DistWrapper
 
 from holdfast import errors
 from holdfast.extend import PreparedPart
 from holdfast.integrations.dcp import Reader, Writer
 from holdfast.integrations.dcp.writer import result_of
+
+(_DistWrapper,) = errors.need("torch", "torch.distributed.checkpoint.utils", "_DistWrapper")
+errors.need(
+    "megatron-core", of_torch,
+    "_replace_sharded_keys_with_state_dict_keys", "_replace_state_dict_keys_with_sharded_keys",
+    "_restore_dict_types", "_unwrap_pyt_sharded_tensor",
+)  # fmt: skip
 
 BACKEND = "holdfast"
 VERSION = 1

@@ -29,6 +29,12 @@ from torchtitan.tools import filesystem
 from holdfast import Checkpointer, Delta, Every, Found, Keep, Memory, errors, load, save, steps
 from holdfast import open as open_step
 
+errors.need(
+    "torchtitan", CheckpointManager,
+    "_close", "_create_checkpoint_id", "_find_load_step", "_load", "_save", "_save_last_step",
+    "_wait_for_saving",
+)  # fmt: skip
+
 __all__ = ["HoldfastCheckpointManager"]
 
 

@@ -35,7 +35,7 @@ from typing import Any
 from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.utils import broadcast_object_list, gather_object
 from transformers import Trainer, TrainerCallback, TrainerState, trainer
-from transformers.trainer import TRAINER_STATE_NAME, _is_peft_model, nested_gather
+from transformers.trainer import TRAINER_STATE_NAME, nested_gather
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import HubStrategy, SaveStrategy, get_last_checkpoint
 
@@ -55,6 +55,14 @@ from holdfast.integrations.accelerate import LoaderDraws, check_trained_engine, 
 from holdfast.integrations.accelerate_loaders import data_in
 from holdfast.integrations.native import kept_by, tell_newer
 from holdfast.integrations.trl_parts import moving_reference, tell_of_generated
+
+(_is_peft_model,) = errors.need("transformers", "transformers.trainer", "_is_peft_model")
+errors.need(
+    "transformers", Trainer,
+    "_evaluate", "_finalize_training", "_init_training_state", "_load_best_model",
+    "_load_from_checkpoint", "_load_rng_state", "_prepare_for_training", "_run_epoch",
+    "_save_checkpoint",
+)  # fmt: skip
 
 __all__ = ["HoldfastCallback", "HoldfastTrainer", "with_holdfast"]
 
@@ -131,7 +139,8 @@ class _Holdfast(_Mixin):
         from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
         callback = self.pop_callback(JITCheckpointCallback)
-        signal.signal(signal.SIGTERM, callback.jit_manager._original_sigterm_handler)
+        (handler,) = errors.need("transformers", callback.jit_manager, "_original_sigterm_handler")
+        signal.signal(signal.SIGTERM, handler)
         self._holdfast.options.setdefault("sigterm_s", SIGTERM_S)
 
     # -- a run --------------------------------------------------------------------------------------
@@ -662,18 +671,28 @@ def _not_called(trainer_class: type) -> list[str]:
 
 
 _UPLOADS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "WandbCallback": (lambda c: c._log_model == "checkpoint", "WANDB_LOG_MODEL=end"),
+    "WandbCallback": (lambda c: _of(c, "_log_model") == "checkpoint", "WANDB_LOG_MODEL=end"),
     "MLflowCallback": (lambda _: _is_true("HF_MLFLOW_LOG_ARTIFACTS"), "HF_MLFLOW_LOG_ARTIFACTS=0"),
-    "NeptuneCallback": (lambda c: c._log_checkpoints, "NeptuneCallback(log_checkpoints=None)"),
+    "NeptuneCallback": (
+        lambda c: _of(c, "_log_checkpoints"),
+        "NeptuneCallback(log_checkpoints=None)",
+    ),
     "ClearMLCallback": (
-        lambda c: _is_true("CLEARML_LOG_MODEL", default=not c._clearml.Task.current_task()),
+        lambda c: _is_true("CLEARML_LOG_MODEL", default=not _of(c, "_clearml").Task.current_task()),
         "CLEARML_LOG_MODEL=FALSE",
     ),
     "FlyteCallback": (lambda c: c.sync_checkpoints, "FlyteCallback(sync_checkpoints=False)"),
-    "DVCLiveCallback": (lambda c: c._log_model == "all", "HF_DVCLIVE_LOG_MODEL=TRUE, not all"),
+    "DVCLiveCallback": (
+        lambda c: _of(c, "_log_model") == "all",
+        "HF_DVCLIVE_LOG_MODEL=TRUE, not all",
+    ),
 }
 """By the class of a callback that may upload a checkpoint's folder in on_save(): a function that states
 whether an instance does, and the setting that turns it off."""
+
+
+def _of(callback: Any, name: str) -> Any:
+    return errors.need("transformers", callback, name)[0]
 
 
 def _is_true(variable: str, *, default: bool = False) -> bool:
@@ -799,6 +818,7 @@ class _Losses:
     def put_back(self) -> None:
         """Add the restored sums, once the Trainer has set its sums to zero."""
         saved, self._saved, of = self._saved, None, self._of
+        errors.need("transformers", of, "_globalstep_last_logged", "_total_loss_scalar", "_tr_loss")
         if saved is not None:
             of._tr_loss += saved["sum"]
             of._globalstep_last_logged, of.current_flos = saved["logged"], saved["flos"]

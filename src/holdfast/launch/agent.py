@@ -31,6 +31,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher import api as launcher
 
 from holdfast.base.background import ending
+from holdfast.base.errors import need
 from holdfast.launch.nodes import (
     EndOfRound,
     Introduction,
@@ -45,6 +46,12 @@ from holdfast.launch.rendezvous import Rendezvous, quick
 from holdfast.launch.repeated_failures import SAME, Failures, cause
 from holdfast.launch.round import Round
 from holdfast.launch.workers import SETTLE_S, Launch, Workers
+
+need(
+    "torch", LocalElasticAgent,
+    "_assign_worker_ranks", "_monitor_workers", "_rendezvous", "_restart_workers", "_shutdown",
+    "_start_workers", "_stop_workers",
+)  # fmt: skip
 
 UNSAVED_S = 60.0
 """Seconds to wait for a snapshot of a script that reports no step and saves nothing."""
@@ -63,6 +70,10 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
     def __init__(self, launch: Launch, **known: Any) -> None:
         super().__init__(**known)
         self._launch = launch
+        need(
+            "torch", self,
+            "_exit_barrier_timeout", "_pcontext", "_rdzv_handler", "_remaining_restarts", "_worker_group",
+        )  # fmt: skip
         handler = self._rdzv_handler
         self._nodes = handler if isinstance(handler, Rendezvous) else None
         """The place where this node meets others; None if it is the only one."""
@@ -300,8 +311,10 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
 
         torch sets the restarts to zero, and its result names no rank.
         """
-        limit_s, now = self._uninterruptible_state_timeout, time.monotonic()
-        begun = self._uninterruptible_state_first_seen
+        limit_s, begun = need(
+            "torch", self, "_uninterruptible_state_timeout", "_uninterruptible_state_first_seen"
+        )
+        now = time.monotonic()
         self._in_kernel = {pid for pid, since in begun.items() if now - since >= limit_s}
         failures = {
             self._worker_group.workers[local].global_rank: self._running.failure(local)

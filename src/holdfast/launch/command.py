@@ -229,7 +229,9 @@ def _refuse(found: argparse.ArgumentParser, message: str) -> NoReturn:
     hint = "`holdfast run --help` shows what it takes"
     unknown = message.partition("unrecognized arguments: ")[2].split()
     if unknown:
-        options = [name for option in found._actions for name in option.option_strings]
+        options = [
+            name for option in getattr(found, "_actions", ()) for name in option.option_strings
+        ]
         name = unknown[0].partition("=")[0]
         hint = did_you_mean(name, [o for o in options if "_" not in o], 1) or hint
         message = f"there is no option {name!r}"

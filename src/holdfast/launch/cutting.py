@@ -25,6 +25,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from holdfast.base.errors import need
+
+need("torch", c10d, "_world")
+need("torch", dist.ProcessGroup, "_device_types", "_get_backend")
+
 _Address = tuple[str, int]
 ABORT_S = 5.0
 """Seconds to wait for aborts; after twice that time the launcher kills the rank."""
@@ -83,7 +88,7 @@ def on_devices() -> list[Any]:
     found = []
     names = dict(c10d._world.pg_names) if dist.is_available() else {}
     for group in sorted(names, key=lambda group: str(names[group]), reverse=True):
-        for device in getattr(group, "_device_types", ()):
+        for device in group._device_types:
             with suppress(RuntimeError):
                 if (
                     device.type != "cpu"

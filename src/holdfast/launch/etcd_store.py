@@ -20,6 +20,10 @@ import etcd
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore
 
+from holdfast.base.errors import need
+
+need("torch", EtcdStore, "_decode", "_encode")
+
 _VALUE_S = 10.0
 """Seconds to wait for a value: the node that should put it may have begun a new round instead."""
 _POLL_S = 0.05

@@ -30,10 +30,19 @@ import torch
 from torch import overrides
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
-from torch.utils import _device
-from torch.utils import _python_dispatch as dispatch
 
+from holdfast.base.errors import need
 from holdfast.launch.registries import say_on_rank
+
+need("torch", torch, "_GLOBAL_DEVICE_CONTEXT")
+need(
+    "torch", overrides,
+    "_get_current_function_mode_stack", "_len_torch_function_stack", "_pop_mode", "_push_mode",
+)  # fmt: skip
+_num_dispatch_modes, _pop_dispatch_mode = need(
+    "torch", "torch.utils._python_dispatch", "_len_torch_dispatch_stack", "_pop_mode"
+)
+need("torch", "torch.utils._device", "CURRENT_DEVICE")
 
 T = TypeVar("T")
 Setting = tuple[Callable[[], Any], Callable[[Any], object]]
@@ -92,7 +101,7 @@ class Settings:
         self._settings = [(read, write, read()) for read, write in _settings()]
         self._hooks = [(hooks, dict(hooks)) for hooks in _global_hooks()]
         self._modes = overrides._get_current_function_mode_stack()
-        self._num_dispatch_modes = dispatch._len_torch_dispatch_stack()
+        self._num_dispatch_modes = _num_dispatch_modes()
         self._python = random.getstate()
         self._torch, self._seed = torch.get_rng_state(), torch.initial_seed()
         numpy = sys.modules.get("numpy")
@@ -107,8 +116,8 @@ class Settings:
         with suppress(AttributeError):
             while torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
                 torch._C._autograd._pop_saved_tensors_default_hooks()
-        while dispatch._len_torch_dispatch_stack() > self._num_dispatch_modes:
-            dispatch._pop_mode()
+        while _num_dispatch_modes() > self._num_dispatch_modes:
+            _pop_dispatch_mode()
         if overrides._get_current_function_mode_stack() != self._modes:
             while overrides._len_torch_function_stack():
                 overrides._pop_mode()
@@ -135,7 +144,7 @@ def _settings() -> Iterator[Setting]:
     yield _attribute(
         torch._GLOBAL_DEVICE_CONTEXT, "device_context"
     )  # its mode is put back by itself
-    yield _attribute(_device, "CURRENT_DEVICE")
+    yield _attribute(sys.modules["torch.utils._device"], "CURRENT_DEVICE")
     yield torch.get_num_threads, torch.set_num_threads
     yield torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
     yield _deterministic, lambda it: torch.use_deterministic_algorithms(it[0], warn_only=it[1])

@@ -17,7 +17,10 @@ from typing import Annotated
 import msgspec
 from torch.distributed.elastic.rendezvous import RendezvousStateError, dynamic_rendezvous
 
+from holdfast.base.errors import need
 from holdfast.base.wire import decode_json
+
+need("torch", dynamic_rendezvous, "_NodeDesc", "_RendezvousState")
 
 RUN_ATTRIBUTE = "holdfast_run"
 """The attribute of torch's state that tells runs with the same rendezvous id apart."""

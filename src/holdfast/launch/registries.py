@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -203,9 +202,8 @@ def name_groups_otherwise() -> None:
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
 
-    with suppress(AttributeError):
-        if not dist.is_initialized() and not c10d._world.group_count:
-            c10d._world.group_count = next(_counts)
+    if not dist.is_initialized() and not c10d._world.group_count:
+        c10d._world.group_count = next(_counts)
 
 
 def say_on_rank(text: str) -> None:

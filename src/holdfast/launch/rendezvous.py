@@ -43,12 +43,15 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from holdfast.base.calls import CallThread, Promise, is_done, result_of
+from holdfast.base.errors import need
 from holdfast.base.wire import decode_json
 from holdfast.launch.neighbours import Door, Neighbour
 from holdfast.launch.nodes import EndOfRound, Introduction
 from holdfast.launch.round import Round, RoundView
 from holdfast.launch.sockets import store_at
 from holdfast.launch.torch_rendezvous import SILENT_S, TIMER, TorchRendezvous, alone
+
+need("torch", dynamic_rendezvous, "_delay")
 
 T = TypeVar("T")
 

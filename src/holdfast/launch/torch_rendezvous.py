@@ -42,8 +42,11 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     create_handler,
 )
 
+from holdfast.base.errors import need
 from holdfast.launch.meeting_state import RUN_ATTRIBUTE, as_json, as_pickle
 from holdfast.launch.sockets import store_at
+
+need("torch", dynamic_rendezvous, "_Action")
 
 T = TypeVar("T")
 
@@ -56,6 +59,12 @@ MOVE_S = 2.0
 """The same if there is another endpoint, at any time."""
 STORE_OF_RANKS = partial(store_at, is_master=True, multi_tenant=True)
 """Makes the store at MASTER_ADDR as torch does, except for the address at which it listens."""
+OF_HANDLER = (
+    "_bootstrap_store_info", "_create_tcp_store_server", "_get_store", "_heartbeat_lock", "_keep_alive",
+    "_keep_alive_timer", "_op_executor", "_shared_tcp_store_server", "_start_heartbeats", "_state_holder",
+    "_store", "_this_node",
+)  # fmt: skip
+"""The private parts of torch's handler that are used or replaced here and by the agent."""
 TIMER = "RendezvousKeepAliveTimer"
 """Beginning of the names of torch's threads that give signs of life."""
 
@@ -76,6 +85,7 @@ class _Calls(RendezvousTimeout):  # type: ignore[misc]
 
     def __init__(self, known: RendezvousTimeout, round_number: Callable[[], int]) -> None:
         super().__init__(known.join, known.last_call, known.close, known.heartbeat)
+        need("torch", self, "_last_call")
         self._round_number = round_number
 
     @property
@@ -132,6 +142,7 @@ def alone(given: RendezvousParameters) -> DynamicRendezvousHandler:
     given.local_addr = given.local_addr or "127.0.0.1"  # where the ranks meet
     store = dist.HashStore()
     handler = create_handler(store, C10dRendezvousBackend(store, given.run_id), given)
+    need("torch", handler, *OF_HANDLER)
     handler._create_tcp_store_server = STORE_OF_RANKS
     return handler
 
@@ -253,10 +264,12 @@ class TorchRendezvous:
     def _settle(self, pause_s: float) -> None:
         """Have the handler poll often, and not wait for nodes that will not come."""
         handler = self.handler
-        holder = handler._state_holder
+        need("torch", handler, *OF_HANDLER)
+        holder, executor = handler._state_holder, handler._op_executor
+        need("torch", holder, "_backend", "_cache_duration")
+        need("torch", executor, "_add_to_participants", "_mark_rendezvous_complete")
         holder._cache_duration = pause_s
         self._ask_over(holder._backend)
-        executor = handler._op_executor
         add = executor._add_to_participants
 
         def add_and_begin() -> None:
@@ -349,9 +362,10 @@ class TorchRendezvous:
         timer."""
         timer, self.handler._keep_alive_timer = self.handler._keep_alive_timer, None
         if timer is not None:
-            timer._ctx.stop_event.set()
-            timer._finalizer.detach()  # it would wait for that thread
-            self.give_up_thread(timer._thread)
+            context, finalizer, thread = need("torch", timer, "_ctx", "_finalizer", "_thread")
+            context.stop_event.set()
+            finalizer.detach()  # it would wait for that thread
+            self.give_up_thread(thread)
         self.handler._heartbeat_lock = threading.Lock()  # a thread given up may hold the old lock
         if begin:
             self.handler._keep_alive()  # a new timer gives its first sign late

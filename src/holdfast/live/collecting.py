@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.base.arguments import rules_of
+from holdfast.base.errors import need
 from holdfast.live.kinds.choosing import kinds_of
 from holdfast.live.kinds.kind import Collecting
 from holdfast.live.sources import Sources
@@ -22,6 +23,8 @@ from holdfast.live.state.recognising import State, check_keys, in_order, modules
 from holdfast.live.state.rng import Rng
 from holdfast.live.state.several import normalised
 from holdfast.live.state.unsaved_tensors import tell_outside
+
+need("torch", Tensor, "_post_accumulate_grad_hooks")
 
 
 class RunState:

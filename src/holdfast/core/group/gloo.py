@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from holdfast.base.errors import need
+
 _EXIT_S = 0.05
 """Seconds between two checks, at exit, whether gloo's threads sleep."""
 _LONGEST_EXIT_S = 2.0
@@ -36,6 +38,7 @@ class Gloo:
 
     def __init__(self, store: Any, rank: int, size: int, limit_s: float) -> None:
         """Connect to every other rank.  Collective; blocks."""
+        need("torch", dist.ProcessGroupGloo, "_allgather_base")
         self._group: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=limit_s))
         global _has_made_any
         _groups.add(self)
@@ -86,8 +89,9 @@ def gloo_of_torch() -> Any:
     """The gloo backend of the default process group; None if it has none."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
+    (backend_for,) = need("torch", dist.group.WORLD, "_get_backend")
     try:
-        found: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
+        found: Any = backend_for(torch.device("cpu"))
     except (RuntimeError, dist.DistError):
         return None
     return found if isinstance(found, dist.ProcessGroupGloo) else None

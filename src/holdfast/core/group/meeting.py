@@ -34,7 +34,7 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
-from holdfast.base.errors import AgentError, Deadline, UsageError, warn_user
+from holdfast.base.errors import AgentError, Deadline, UsageError, need, warn_user
 from holdfast.base.wire import decode_json
 from holdfast.core.group.gloo import Gloo
 from holdfast.core.group.store_requests import StoreLine
@@ -371,7 +371,8 @@ def meeting_of_job() -> Meeting | None:
     world = dist.group.WORLD
     known = _meetings.get(world)
     if known is None:
-        store = dist.PrefixStore("holdfast", dist.distributed_c10d._get_default_store())
+        (of_job,) = need("torch", dist.distributed_c10d, "_get_default_store")
+        store = dist.PrefixStore("holdfast", of_job())
         known = _meetings[world] = meeting_over(store, dist.get_rank(), dist.get_world_size())
     return known
 

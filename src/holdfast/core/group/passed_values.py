@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from holdfast.base.errors import AgentError
+from holdfast.base.errors import AgentError, need
 
 _PREFIX = "holdfast/handed"
 _LIMIT_S = 60.0
@@ -21,7 +21,8 @@ _LIMIT_S = 60.0
 def _store() -> dist.Store | None:
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    return dist.PrefixStore(_PREFIX, dist.distributed_c10d._get_default_store())
+    (of_job,) = need("torch", dist.distributed_c10d, "_get_default_store")
+    return dist.PrefixStore(_PREFIX, of_job())
 
 
 @contextmanager

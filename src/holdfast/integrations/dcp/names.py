@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-
 from holdfast import errors
 from holdfast.extend import StateDictNames, referred
 from holdfast.integrations.dcp.values import StandIn, encode_extra, listed, make_stand_in
+
+(flatten_state_dict,) = errors.need(
+    "torch", "torch.distributed.checkpoint._nested_dict", "flatten_state_dict"
+)
 
 DcpListing = dict[str, tuple[tuple[Any, ...], Any]]
 """The path and the value of each flat name, or a stand-in for a tensor."""

@@ -16,13 +16,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._weights_only_unpickler import _get_user_allowed_globals as _users_globals
-from torch.serialization import _load, _open_zipfile_reader
 
 from holdfast import errors
 from holdfast.extend import decode as decode_plain
 from holdfast.extend import decode_torch, inline_tensor, referred, torch_dtype
 from holdfast.extend import encode as encode_plain
+
+_UNPICKLER, _ALLOWED = "torch._weights_only_unpickler", "_get_user_allowed_globals"
+"""torch's restricted unpickler, and its function that returns the classes which the user has allowed."""
+(_users_globals,) = errors.need("torch", _UNPICKLER, _ALLOWED)
+_load, _open_zipfile_reader = errors.need(
+    "torch", "torch.serialization", "_load", "_open_zipfile_reader"
+)
 
 _PLAIN_HINT = (
     "reduce it to numbers, strings, lists, dicts, arrays or tensors, as a state_dict() does: holdfast "
@@ -46,10 +51,10 @@ def _unpickler() -> ModuleType:
 
     torch's own module cannot be changed: the whole process uses it, also on other threads.
     """
-    spec: Any = find_spec("torch._weights_only_unpickler")
+    spec: Any = find_spec(_UNPICKLER)
     own = module_from_spec(spec)
     spec.loader.exec_module(own)
-    vars(own)["_get_user_allowed_globals"] = lambda: {**_data_globals(), **_users_globals()}
+    vars(own)[_ALLOWED] = lambda: {**_data_globals(), **_users_globals()}
     return own
 
 
@@ -85,7 +90,7 @@ class StandIn(torch.Tensor):  # torch gives no types
     """A stand-in for a tensor of the checkpoint: name, shape and dtype, without memory."""
 
     saved_name: str
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    (__torch_function__,) = errors.need("torch", "torch._C", "_disabled_torch_function_impl")
 
 
 def make_stand_in(name: str, dtype: str, shape: tuple[int, ...]) -> StandIn:

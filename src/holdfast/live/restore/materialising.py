@@ -13,6 +13,7 @@ New memory holds whatever lay there before.  If the load then fails, it is fille
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,13 +22,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from holdfast.base.errors import UsageError
+from holdfast.base.errors import UsageError, need
 from holdfast.base.text import listed
 from holdfast.live.state.ignoring import trainable_marks
 from holdfast.live.state.modules import named_buffers, submodules, unwrap
 from holdfast.live.state.placed import memory_of
 from holdfast.live.state.recognising import State, modules_in
 from holdfast.live.state.tensor_kinds import PLAIN_TENSORS, fill_with_nan
+
+need("torch", nn.Module, "_apply")
+need("torch", torch.UntypedStorage, "_cdata")
 
 OFFLOADED = "_hf_hook"
 """Attribute of modules around whose forward pass accelerate moves weights."""
@@ -152,14 +156,18 @@ def _check_not_offloaded(root: nn.Module) -> None:
 
 def _kept_on_cpu(root: nn.Module) -> set[int]:
     """The ids of parameters that FSDP2 keeps on the CPU (`CPUOffloadPolicy`), whatever their mesh is of."""
-    states = [part._get_fsdp_state() for part in root.modules() if hasattr(part, "_get_fsdp_state")]
-    groups = [
-        group
-        for state in states
-        for group in getattr(state, "_fsdp_param_groups", [state._fsdp_param_group])
-    ]
-    params = (p for group in groups if group is not None for p in group.fsdp_params)
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    parts = [part for part in root.modules() if isinstance(part, kind)]
+    states = [need("torch", part, "_get_fsdp_state")[0]() for part in parts]
+    params = (p for state in states for group in _groups_of(state) for p in group.fsdp_params)
     return {id(p.sharded_param) for p in params if p.offload_to_cpu}
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """The parameters of a module that FSDP2 gathers together; an older torch has at most one such group."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [group for group in need("torch", state, "_fsdp_param_group") if group is not None]
 
 
 def _has_meta(part: nn.Module) -> bool:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.base.errors import FormatError, HoldfastError, StoreError
+from holdfast.base.errors import FormatError, HoldfastError, StoreError, need
 from holdfast.base.gc_pause import uncollected
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.checkpoint.reading import read_alone
@@ -36,6 +36,8 @@ from holdfast.live.restore.mismatches import Mismatch
 from holdfast.live.restore.targets import target_of
 from holdfast.live.state.arrays import raw_array
 from holdfast.live.state.named import Prepared
+
+need("torch", torch, "_neg_view")
 
 ALIGNED = 16
 """Alignment of the picture of the memory, in bytes: enough for every dtype."""

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only, tree_map_with_path
 
-from holdfast.base.errors import FormatError
+from holdfast.base.errors import FormatError, need
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.format.extras import MADE_OF
 from holdfast.core.layout import Axis
@@ -48,6 +47,10 @@ from holdfast.live.state.placed import (
     torch_dtype,
 )
 from holdfast.live.state.wrapped import stepping
+
+tree_map_only, tree_map_with_path = need(
+    "torch", "torch.utils._pytree", "tree_map_only", "tree_map_with_path"
+)
 
 
 def saved_states(checkpoint: Checkpoint, key: str) -> dict[str, list[str]]:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from holdfast.base.errors import UsageError
+from holdfast.base.errors import UsageError, need
 from holdfast.core.codec.digest import hexdigest
 from holdfast.core.format.extras import MADE_OF
 from holdfast.live.ragged import is_ragged
@@ -220,16 +220,21 @@ def flatten_nested(tensor: torch.Tensor, name: str) -> Flattened | None:
     kind = type(tensor)
     if tensor.layout is torch.strided and kind in (torch.Tensor, torch.nn.Parameter):
         plain = tensor.detach()
+        sizes, strides, offsets = need(
+            "torch", plain,
+            "_nested_tensor_size", "_nested_tensor_strides", "_nested_tensor_storage_offsets",
+        )  # fmt: skip
         told = {
-            "sizes": plain._nested_tensor_size().tolist(),
-            "strides": plain._nested_tensor_strides().tolist(),
-            "offsets": plain._nested_tensor_storage_offsets().tolist(),
+            "sizes": sizes().tolist(),
+            "strides": strides().tolist(),
+            "offsets": offsets().tolist(),
         }
         return Flattened("torch.nested", in_words(told, tensor), {"values": plain.values()})
     if kind.__qualname__ != "NestedTensor" or not kind.__module__.startswith("torch.nested."):
         return None
-    lengths = {name: getattr(tensor, name) for name in JAGGED}
-    told = {"ragged_dim": tensor._ragged_idx, **lengths}
-    inner = {"values": tensor._values.detach()}
+    lengths = dict(zip(JAGGED, need("torch", tensor, *JAGGED)))
+    ragged_dim, values = need("torch", tensor, "_ragged_idx", "_values")
+    told = {"ragged_dim": ragged_dim, **lengths}
+    inner = {"values": values.detach()}
     inner |= {name.strip("_"): value for name, value in lengths.items() if value is not None}
     return Flattened("torch.nested, jagged", in_words(told, tensor), inner)

@@ -30,13 +30,15 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from holdfast.base.errors import warn_user
+from holdfast.base.errors import need, warn_user
 from holdfast.core.format import extras
 from holdfast.core.format.extras import ORDER
 from holdfast.live.state.generators import GENERATOR_TYPES, generator_state, set_generator_state
 
 if TYPE_CHECKING:
     from holdfast.live.state.named import Collected
+
+need("torch", DataLoader, "_get_iterator")
 
 MOST_SAMPLERS = 10
 """Samplers inside of each other that are looked into."""

@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed import get_rank
 from torch.optim import Optimizer
 
-from holdfast.base.errors import LayoutError, UsageError
+from holdfast.base.errors import LayoutError, UsageError, need
 from holdfast.live.sources import Framework, Group, Master, Source, flat_cut
 from holdfast.live.state.deepspeed_parts import expert_names, tied_copies
 from holdfast.live.state.placed import parts_in
@@ -106,9 +106,10 @@ class Zero(Source):
         """Make the model's own weights from the masters, as DeepSpeed does after a step.  Collective."""
         wrapper = self.engine.optimizer
         if _kind(wrapper) == "DeepSpeedZeroOptimizer_Stage3":
+            (gather,) = need("deepspeed", wrapper, "_reassign_or_swap_out_partitioned_parameters")
             wrapper.checkpoint_event_prologue()
             for number in range(len(wrapper.fp16_groups)):
-                wrapper._reassign_or_swap_out_partitioned_parameters(number)
+                gather(number)
         elif _kind(wrapper) in ("DeepSpeedZeroOptimizer", "BF16_Optimizer"):
             wrapper.update_lp_params()
         elif _kind(wrapper) in ("FP16_Optimizer", "FP16_UnfusedOptimizer"):
@@ -127,10 +128,12 @@ class Zero(Source):
     def _link(self) -> None:
         """Let DeepSpeed's own access by parameter find the states that there are now."""
         wrapper = self.engine.optimizer
-        if hasattr(wrapper, "_lazy_init_hp_params_optimizer_state"):
+        if _kind(wrapper) in ("DeepSpeedZeroOptimizer", "BF16_Optimizer"):
+            names = "_lazy_init_hp_params_optimizer_state", "_hp_optimizer_states_linked"
+            link, _ = need("deepspeed", wrapper, *names)
             wrapper._hp_optimizer_states_linked = False
             if self.inner is not None and self.inner.state:
-                wrapper._lazy_init_hp_params_optimizer_state()
+                link()
 
     def poison(self) -> None:
         """Fill the model's own weights with NaN, here: a half-loaded model must not train."""
@@ -263,10 +266,10 @@ def _kind(wrapper: Any) -> str:
 
 def _refuse(engine: Any) -> None:
     """UsageError for features whose values `zero_of` would not find, or that differ under one name."""
-    wrapper = engine.optimizer
+    wrapper, (config,) = engine.optimizer, need("deepspeed", engine, "_config")
     shapes = {
         "experts that DeepSpeed fuses (AutoEP)": getattr(
-            engine._config.expert_parallel_config, "enabled", False
+            getattr(config, "expert_parallel_config", None), "enabled", False
         ),
         "tensor parallelism": _tensor_parallel(engine) > 1,
         "ZenFlow": getattr(wrapper, "zenflow", False),
@@ -290,7 +293,7 @@ def _refuse(engine: Any) -> None:
 
 def _tensor_parallel(engine: Any) -> int:
     """Number of ranks that a weight is cut over; of a pipeline, its grid's `model` axis alone."""
-    grid = engine.module._grid if engine.pipeline_parallelism else None
+    grid = need("deepspeed", engine.module, "_grid")[0] if engine.pipeline_parallelism else None
     size = engine.mp_world_size if grid is None else grid.get_slice_parallel_world_size()
     return max(int(size), engine.autotp_size())
 

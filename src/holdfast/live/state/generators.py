@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from holdfast.base.errors import need
 from holdfast.live.state.customised import named_entries
 from holdfast.live.state.recognising import State, is_loader, is_optimizer, is_stateful, stages
 
@@ -99,8 +100,9 @@ class OwnGenerators:
 
 def _is_default(generator: Any) -> bool:
     """True for the generators of this process, which `Rng` has."""
-    known = (torch.default_generator, random._inst, np.random.mtrand._rand)
-    return any(generator is one for one in (*known, *torch.cuda.default_generators))
+    of_python, of_numpy = need("Python", random, "_inst"), need("numpy", np.random.mtrand, "_rand")
+    known = (torch.default_generator, *of_python, *of_numpy, *torch.cuda.default_generators)
+    return any(generator is one for one in known)
 
 
 def _seed_of(generator: Any) -> int | None:

@@ -37,7 +37,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from holdfast.base.errors import UsageError, warn_user
+from holdfast.base.errors import UsageError, need, warn_user
 from holdfast.base.text import listed
 from holdfast.live.state.recognising import State, is_of_framework, modules_in
 from holdfast.live.state.several import (
@@ -77,7 +77,7 @@ def _communication_hooks(module: nn.Module) -> Iterator[tuple[Any, Any]]:
     """The communication hooks in a module, with what they were registered with."""
     for part in module.modules():
         if isinstance(part, DistributedDataParallel):
-            yield from part._comm_hooks
+            yield from need("torch", part, "_comm_hooks")[0]
 
 
 def _carries_over(kept: Any) -> bool:

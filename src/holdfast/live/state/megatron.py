@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from holdfast.base.errors import UsageError
+from holdfast.base.errors import UsageError, need
 from holdfast.core.layout import Box
 from holdfast.live.sources import Cut, Framework, Group, Master, Source
 from holdfast.live.state.modules import unwrap
@@ -139,8 +139,9 @@ class Megatron(Source):
         for optimizer in self.optimizers:
             if getattr(optimizer, "is_stub_optimizer", False):
                 continue
-            if hasattr(optimizer, "_copy_main_params_to_model_params"):
-                optimizer._copy_main_params_to_model_params()
+            if type(optimizer).__name__ != "FP32Optimizer":  # its weights are the masters
+                (copy,) = need("megatron-core", optimizer, "_copy_main_params_to_model_params")
+                copy()
         for chunk in self._gathered():
             chunk.start_param_sync(force_sync=True)
 
@@ -302,8 +303,9 @@ def _distributed(optimizer: Any) -> tuple[list[Group], dict[int, Updated]]:
         )
         params = [p for models, _ in pairs for p in models[number]]
         shards = [s for _, mains in pairs for s in mains[number]]
+        (range_of,) = need("megatron-core", optimizer, "_get_model_param_range_map")
         for p, shard in zip(params, shards):
-            own = optimizer._get_model_param_range_map(p)["param"]
+            own = range_of(p)["param"]
             updated[id(p)] = Updated(inner, shard, own.start, own.end)
         groups.append((group, params))
     return groups, updated

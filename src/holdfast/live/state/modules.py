@@ -8,9 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from holdfast.base.errors import need
 from holdfast.live.sources import frameworks
 from holdfast.live.state.tensor_kinds import check_unit
 from holdfast.live.state.wrappers import Wrappers, parts
+
+need(
+    "torch", nn.Module,
+    "_load_from_state_dict", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
 
 
 def unwrap(module: nn.Module) -> nn.Module:

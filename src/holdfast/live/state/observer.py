@@ -49,12 +49,18 @@ import msgspec
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
-    _global_optimizer_pre_hooks,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
+from holdfast.base.errors import need
 from holdfast.live.state.graphs import is_capturing
+
+need("torch", Optimizer, "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+(_global_optimizer_pre_hooks,) = need(
+    "torch", "torch.optim.optimizer", "_global_optimizer_pre_hooks"
+)
+(_current_graph_task_id,) = need("torch", "torch._C", "_current_graph_task_id")
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -255,7 +261,7 @@ class StepCounts:
             self.found[id(optimizer)] = known[0], known[1] + 1
         else:
             self.found[id(optimizer)] = weakref.ref(optimizer), 1
-        if torch._C._current_graph_task_id() != NO_BACKWARD:
+        if _current_graph_task_id() != NO_BACKWARD:
             self._in_backward[id(optimizer)] = self.found[id(optimizer)][0]
         self._also(optimizer)
 

@@ -25,16 +25,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _IncompatibleKeys
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-from holdfast.base.errors import HoldfastError, StateMismatch, warn_user
+from holdfast.base.errors import HoldfastError, StateMismatch, need, warn_user
 from holdfast.base.text import listed
 from holdfast.live.state.customised import OwnEntries, form, named_entries
 from holdfast.live.state.own_state_dicts import SavedTensors, asks_whole, entries_of, is_same
 from holdfast.live.state.quantised import has_quant_states, put_quant_states
 from holdfast.live.state.wrappers import Names
+
+need("torch", nn.Module, "_version")
+(_IncompatibleKeys,) = need("torch", "torch.nn.modules.module", "_IncompatibleKeys")
+tree_leaves, tree_map_only = need("torch", "torch.utils._pytree", "tree_leaves", "tree_map_only")
 
 
 def tell_loaded(name: str, part: nn.Module) -> None:

@@ -25,8 +25,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
+from holdfast.base.errors import need
 from holdfast.live.state.modules import has_extra_state, submodules
 from holdfast.live.state.wrappers import parts
+
+need("torch", nn.Module, "_save_to_state_dict", "_state_dict_hooks", "_state_dict_pre_hooks")
 
 # -- asking ------------------------------------------------------------------------------------------
 

@@ -15,10 +15,12 @@ import msgspec
 import torch
 from torch.distributed.tensor import DTensor
 
-from holdfast.base.errors import FormatError, LayoutError
+from holdfast.base.errors import FormatError, LayoutError, need
 from holdfast.core.layout import Axis, Box, chunk, whole
 from holdfast.live.sources import Master
 from holdfast.live.state.tensor_kinds import check_kind, is_plain_type
+
+need("torch", DTensor, "_local_tensor")
 
 AxisCut = tuple[int, Axis]
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.base.errors import FormatError
+from holdfast.base.errors import FormatError, need
 from holdfast.core.format.extras import Unsaved
 
 # -- torch's own -------------------------------------------------------------------------------------
@@ -58,8 +58,10 @@ def quantised(parts: Any) -> torch.Tensor:
         raise FormatError("malformed extras: $quantized: no values and scales")
     values, scale, zero = parts["values"], parts["scale"], parts["zero_point"]
     if "axis" in parts:
-        return torch._make_per_channel_quantized_tensor(values, scale, zero, parts["axis"])
-    return torch._make_per_tensor_quantized_tensor(values, scale, zero)
+        (make,) = need("torch", torch, "_make_per_channel_quantized_tensor")
+        return make(values, scale, zero, parts["axis"])
+    (make,) = need("torch", torch, "_make_per_tensor_quantized_tensor")
+    return make(values, scale, zero)
 
 
 # -- bitsandbytes' -----------------------------------------------------------------------------------

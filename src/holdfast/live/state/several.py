@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from holdfast.base.errors import UsageError
+from holdfast.base.errors import UsageError, need
 from holdfast.base.text import listed
 from holdfast.live.state.wrapped import is_zero1, stepping
 
@@ -180,7 +180,8 @@ def _inside(key: str, label: str, optimizer: Any, state: State) -> dict[str, Opt
     UsageError for one around others where neither is right and the state does not have the others, too.
     """
     if is_zero1(optimizer):
-        if optimizer._overlap_with_ddp:
+        overlaps, _ = need("torch", optimizer, "_overlap_with_ddp", "_param_to_rank")
+        if overlaps:
             raise UsageError(
                 f"{key + label!r}: ZeroRedundancyOptimizer(overlap_with_ddp=True) is not supported",
                 hint="build it with overlap_with_ddp=False",

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from holdfast.base.errors import HoldfastError
+from holdfast.base.errors import HoldfastError, need
 from holdfast.base.events import span
 from holdfast.base.text import listed
 from holdfast.base.threads import in_threads
@@ -59,6 +59,8 @@ from holdfast.live.state.writes import address_and_strides, corner
 
 if TYPE_CHECKING:
     from holdfast.live.state.carrying import CarriedCopies, CarryBuffer
+
+need("torch", torch, "_foreach_copy_")
 
 PROGRESS_BYTES = 4 << 20
 TOUCH_PAGES = 1 << 12

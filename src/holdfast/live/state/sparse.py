@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from holdfast.base.errors import FormatError
+from holdfast.base.errors import FormatError, need
 from holdfast.core.format.extras import MADE_OF
 from holdfast.live.state.named import NamedTensors
 from holdfast.live.state.tensor_kinds import writing
+
+need("torch", torch.Tensor, "_indices", "_values", "_coalesced_")
 
 COMPRESSED = {
     torch.sparse_csr: ("crow_indices", "col_indices"),

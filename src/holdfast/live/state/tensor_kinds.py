@@ -24,8 +24,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from holdfast.base.errors import HoldfastError, LayoutError, UsageError
+from holdfast.base.errors import HoldfastError, LayoutError, UsageError, need
 from holdfast.core.format.dtypes import DTYPES
+
+need("torch", torch.Tensor, "_is_zerotensor")
 
 PLAIN_TENSORS = frozenset([torch.Tensor, torch.nn.Parameter])
 """Types of plain tensors."""

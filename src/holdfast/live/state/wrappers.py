@@ -22,7 +22,9 @@ from collections.abc import Collection, Iterator
 
 from torch import nn
 
-from holdfast.base.errors import UsageError
+from holdfast.base.errors import UsageError, need
+
+need("torch", nn.Module, "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 _FABRIC = ("lightning.fabric.wrappers", "lightning_fabric.wrappers")
 _ELSEWHERE = (

@@ -36,9 +36,12 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 from torch.distributed.tensor import DTensor
 
+from holdfast.base.errors import need
 from holdfast.live.state.arrays import raw_array
 from holdfast.live.state.placed import local_of, memory_of
 from holdfast.live.state.tensor_kinds import PLAIN_TENSORS
+
+need("torch", torch.Tensor, "_version")
 
 SAMPLES = 1 << 10
 """Number of elements in a sample, about."""

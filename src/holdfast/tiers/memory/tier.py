@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 
 import msgspec
 
-from holdfast.base.errors import Deadline, HoldfastError, RankErrors
+from holdfast.base.errors import Deadline, HoldfastError, RankErrors, need
 from holdfast.base.events import emit, span
 from holdfast.base.storage_deadlines import slowest
 from holdfast.base.threads import Worker
@@ -509,5 +509,6 @@ def _at_exit() -> None:
 
 # a forked child that ends must not end its parent's tiers
 os.register_at_fork(after_in_child=_tiers.clear)
+(_register_atexit,) = need("Python", threading, "_register_atexit")
 with suppress(RuntimeError):  # imported when Python is ending already
-    threading._register_atexit(_at_exit)  # type: ignore[attr-defined]
+    _register_atexit(_at_exit)

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from holdfast.base.errors import HoldfastError
+from holdfast.base.errors import HoldfastError, need
 from holdfast.live.state.blockwise import Blockwise
 from holdfast.live.state.devices import Moment, after, devices_of, on, on_streams, page_locks
 from holdfast.live.state.gradient_copies import Lender, Lent, only_reads
@@ -230,5 +230,5 @@ def _host_memory(like: torch.Tensor) -> torch.Tensor:
 def _defaults(optimizer: Any) -> dict[str, Any]:
     """Return the arguments that an optimizer of the same kind needs; each group overrides them."""
     if stepping(optimizer) is not optimizer:
-        return dict(optimizer._optim_defaults)
+        return dict(*need("torch", optimizer, "_optim_defaults"))
     return {"lr": optimizer.defaults["lr"]} if "lr" in optimizer.defaults else {}
