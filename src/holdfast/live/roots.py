@@ -56,16 +56,16 @@ def patience_s(group: Group) -> float:
     return group.deadline_s * (PATIENT_SHARE if group.size > 1 else 1.0)
 
 
-def claim_root(store: Store, group: Group) -> tuple[Claim, bool, str]:
+def claim_root(store: Store, group: Group, best: tuple[str, str] | None) -> tuple[Claim, bool, str]:
     """Rank 0 takes the root for all, and deletes what dead runs left.  Also: whether the run before did
-    not end by closing; and which steps there are, in words.
+    not end by closing; and which steps there are, in words.  `best`: as in `Claim`.
 
     A run on another host may be dead or not: what it left stays until this one has committed a step.
     """
 
     def take() -> bytes:
         with RootKeys(store, below=CLAIMED_PARTS) as keys:
-            mine, held = claiming.take_root(store, keys)
+            mine, held = claiming.take_root(store, keys, best=best)
             if held is None or held.is_over():
                 sweep(store, mine, 0, keys)
         crashed = held is not None and held.started != "closed"

@@ -52,6 +52,12 @@ class TierOptions:
     memory: Memory | None
     delta: Delta | None
 
+    @property
+    def best(self) -> tuple[str, str] | None:
+        """The metric, and `min` or `max`, by which a rule keeps the best steps; None without one."""
+        rules = [k.best for k in (self.keep, self.upload_keep) if k is not None and k.best]
+        return (rules[0][0], rules[0][-1]) if rules else None  # type: ignore[return-value]
+
     def checked(self) -> TierOptions:
         """Return the options with `upload` as a URL.  UsageError for wrong types or combinations."""
         for name, kind, module in (
@@ -101,6 +107,7 @@ class Tiers:
         self.homes = [open_shared(home, group) for home in homes]
         """The root, and the home behind it if there is one."""
         self.store = self.homes[0]
+        self._best = options.best
         self.claim, self.crashed, self.there = self._take()
         """`crashed`: the previous run did not close; `there`: the steps in the root, in words."""
         self._check_homes()
@@ -143,11 +150,11 @@ class Tiers:
     def _take(self) -> tuple[Claim, bool, str]:
         """Claim the homes of the run.  Collective."""
         if len(self.homes) == 1:
-            return claim_root(self.store, self.group)
+            return claim_root(self.store, self.group, self._best)
         from holdfast.tiers.mirror.claims import claim_both
 
         root, behind = self.homes
-        return claim_both(root, behind, self.group)
+        return claim_both(root, behind, self.group, self._best)
 
     def _check_homes(self) -> None:
         """UsageError unless all ranks have the homes that rank 0 has claimed.  Collective."""

@@ -28,7 +28,7 @@ from holdfast.core.store import Store, get_small
 _CLAIM = re.compile(r"claims/(\d{10})\.json")
 
 
-class Claim(msgspec.Struct, frozen=True):
+class Claim(msgspec.Struct, frozen=True, omit_defaults=True):
     """The process that took a root, with facts by which to tell whether it still runs."""
 
     run: int
@@ -38,12 +38,18 @@ class Claim(msgspec.Struct, frozen=True):
     started: str
     job: str
     created: str
+    best: tuple[str, str] | None = None
+    """The metric, and `min` or `max`, that the run's `Keep(best=...)` goes by; None without such a rule."""
 
     def alive_elsewhere(self) -> bool:
         """True if the claimant is known to run now, and is neither this process nor a rank of an earlier
         attempt of this run, whose process may still serve as another rank."""
         is_of_this_run = int(os.environ.get("HOLDFAST_ATTEMPT", "1")) > 1 and is_sibling(self.pid)
         return self._fate() == "runs" and self.pid != os.getpid() and not is_of_this_run
+
+    def is_of_this_process(self) -> bool:
+        """True if this very process has claimed it."""
+        return (self.boot, self.pid) == (host_id(), os.getpid()) and self._fate() == "runs"
 
     def is_over(self) -> bool:
         """True if the claimant has closed, or is known to be gone."""
@@ -65,9 +71,11 @@ def claim(store: Store) -> Claim:
     return take_root(store, RootKeys(store, below=CLAIMED_PARTS))[0]
 
 
-def take_root(store: Store, keys: RootKeys, above: int = 0) -> tuple[Claim, Claim | None]:
+def take_root(
+    store: Store, keys: RootKeys, above: int = 0, best: tuple[str, str] | None = None
+) -> tuple[Claim, Claim | None]:
     """Take a root for this process, with the next run number above `above`.  Return the new claim and the
-    newest one before it.  `keys`: a listing of the root's `CLAIMED_PARTS`.
+    newest one before it.  `keys`: a listing of the root's `CLAIMED_PARTS`.  `best`: as in `Claim`.
 
     The listing may be old.  Another run that has claimed since has taken the next number, or deleted the
     newest claim, which is read here; then claims are listed again.
@@ -93,6 +101,7 @@ def take_root(store: Store, keys: RootKeys, above: int = 0) -> tuple[Claim, Clai
             started=start_time(os.getpid()) or "",
             job=os.environ.get("TORCHELASTIC_RUN_ID", ""),
             created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            best=best,
         )
         try:
             store.put(claim_key(run), msgspec.json.encode(mine), if_absent=True)
@@ -162,6 +171,13 @@ def check_claim(store: Store, mine: Claim) -> None:
             f"{store.url} has no claim: the root was moved, emptied or deleted.  Run {mine.run} stops "
             "committing",
             hint="start the run again with the present place of the root",
+        )
+    if held.run != mine.run and held.is_of_this_process():
+        raise UsageError(
+            f"{store.url} was taken over by run {held.run}, another Checkpointer of this process, while the "
+            f"first one was open; its run {mine.run} stops committing",
+            hint="call close() on the first one before you make another, also in a notebook's cell that is "
+            "run again",
         )
     if held.run != mine.run:
         raise UsageError(

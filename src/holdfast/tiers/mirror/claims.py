@@ -18,7 +18,9 @@ from holdfast.core.store import Store
 from holdfast.live.roots import steps_in
 
 
-def claim_both(root: Store, upload: Store, group: Group) -> tuple[Claim, bool, str]:
+def claim_both(
+    root: Store, upload: Store, group: Group, best: tuple[str, str] | None
+) -> tuple[Claim, bool, str]:
     """Claim two homes, as `roots.claim_root` claims one.  Collective.
 
     UsageError if either is in use: two runs must not upload to one place, even from different roots.  Files
@@ -28,9 +30,9 @@ def claim_both(root: Store, upload: Store, group: Group) -> tuple[Claim, bool, s
     def take_both() -> bytes:
         keys = RootKeys(root, below=CLAIMED_PARTS)
         their_keys = RootKeys(upload, below=CLAIMED_PARTS)
-        theirs, held_behind = take_root(upload, their_keys, greatest_run(root, keys))
+        theirs, held_behind = take_root(upload, their_keys, greatest_run(root, keys), best)
         try:
-            mine, held = take_root(root, keys, theirs.run - 1)
+            mine, held = take_root(root, keys, theirs.run - 1, best)
             if theirs.run != mine.run:
                 raise UsageError(
                     f"{root.url} was taken by another run while run {theirs.run} took it",
