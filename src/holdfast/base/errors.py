@@ -165,14 +165,17 @@ _PACKAGES = (os.path.join(_PYTHON, "site-packages"), os.path.join(_PYTHON, "dist
 
 def _caller(frame: FrameType | None) -> FrameType | None:
     """Return the innermost frame of a user's code, from `frame` outwards; None if there is none."""
-    while frame is not None and not _is_users(frame):
+    while frame is not None and not is_users(frame):
         frame = frame.f_back
     return frame
 
 
-def _is_users(frame: FrameType) -> bool:
+def is_users(frame: FrameType) -> bool:
     path, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__"))
-    if path.startswith((_HOLDFAST, "<frozen")) or module.split(".")[0] == "torch":
+    is_ours = (
+        path.startswith(_HOLDFAST) or module.split(".")[0] == "holdfast"
+    )  # and what is generated
+    if is_ours or path.startswith("<frozen") or module.split(".")[0] == "torch":
         return False
     return not path.startswith(_PYTHON) or path.startswith(_PACKAGES)
 

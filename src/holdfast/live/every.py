@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast.base.arguments import MAX_STEP, count_of
+from holdfast.base.entry import public
 from holdfast.base.errors import UsageError
 
 
@@ -16,6 +17,7 @@ class Every:
     memory: int | None = None
     delta: int | None = None
 
+    @public
     def __post_init__(self) -> None:
         for tier in ("durable", "memory", "delta"):
             n = getattr(self, tier)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 from holdfast.base.arguments import number_of
+from holdfast.base.entry import public
 from holdfast.base.errors import UsageError
 from holdfast.base.suggest import did_you_mean
 from holdfast.policy.wasted import (
@@ -64,6 +65,7 @@ class Auto:
     gain: float = 0.1
     rarest_hours: float = 24.0
 
+    @public
     def __post_init__(self) -> None:
         for name in ("mtbf_hours", "rarest_hours"):
             if name != "mtbf_hours" or self.mtbf_hours is not None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from holdfast.base.arguments import MAX_STEP, count_of
+from holdfast.base.entry import public
 from holdfast.base.errors import HoldfastError, NotFound
 from holdfast.core.checkpoint.claiming import Claim, is_abandoned
 from holdfast.core.checkpoint.names import (
@@ -51,6 +52,7 @@ class Keep:
     best: tuple[str, int] | tuple[str, int, str] | None = None
     newer: str | None = None
 
+    @public
     def __post_init__(self) -> None:
         for name in ("last", "every"):
             n = getattr(self, name)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.base.arguments import text_of, unfit
+from holdfast.base.entry import public
 from holdfast.base.errors import UsageError
 from holdfast.base.suggest import did_you_mean
 from holdfast.base.text import listed
@@ -27,6 +28,7 @@ trainable_marks: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDic
 """Modules of which only what is trained is saved; see `holdfast.live.state.trainable`."""
 
 
+@public
 def ignore(obj: T, *patterns: str) -> T:
     """Neither save nor restore what the `state_dict()` of a module or optimizer has under these names.
 

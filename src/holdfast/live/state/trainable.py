@@ -12,6 +12,7 @@ from typing import TypeVar
 from torch import nn
 
 from holdfast.base.arguments import instance_of
+from holdfast.base.entry import public
 from holdfast.base.errors import UsageError, warn_user
 from holdfast.core.format.extras import FROZEN
 from holdfast.live.sources import Source
@@ -22,6 +23,7 @@ from holdfast.live.state.named import Collected, Prepared
 M = TypeVar("M", bound=nn.Module)
 
 
+@public
 def trainable_only(model: M) -> M:
     """Neither save nor restore parameters of a model that need no gradient.  Returns the model.
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from holdfast.base.arguments import choice_of, count_of, flag_of, seconds_of, text_of
+from holdfast.base.entry import public
 from holdfast.base.errors import UsageError
 from holdfast.base.sizes import size_of
 from holdfast.policy.redundancy import RECOMPUTE, parse
@@ -42,6 +43,7 @@ class Memory:
     prove_every: int = 1
     tls: bool = False
 
+    @public
     def __post_init__(self) -> None:
         parse(text_of(self.redundancy, "Memory", "redundancy"))
         choice_of(self.feed, ("state", "gradient"), "Memory", "feed")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from holdfast.base.arguments import choice_of, count_of, seconds_of
+from holdfast.base.entry import public
 from holdfast.base.sizes import size_of
 
 MAX_SLOTS = 1 << 20
@@ -35,6 +36,7 @@ class Delta:
     upload_every_s: float = 10.0
     device_bytes: int | str = 0
 
+    @public
     def __post_init__(self) -> None:
         for name in ("batch", "queue"):
             n = count_of(getattr(self, name), "Delta", name, most=MAX_SLOTS)
