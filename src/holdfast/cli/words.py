@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import calendar
 import os
 import re
 import time
 from collections.abc import Sequence
 
 from holdfast.base.sizes import size_text as size
+from holdfast.base.text import ago, time_of
 
 __all__ = [
     "age",
@@ -64,21 +64,14 @@ def and_more(count: int, *, how: str = " (--all lists them)") -> str:
 
 def age_s(created: str) -> float | None:
     """Return the seconds since the time in a manifest; None if it has none."""
-    try:
-        return max(time.time() - calendar.timegm(time.strptime(created, "%Y-%m-%dT%H:%M:%SZ")), 0)
-    except ValueError:
-        return None
+    since = time_of(created)
+    return None if since is None else max(time.time() - since, 0)
 
 
 def age(created: str) -> str:
     """Return an age as a text: `3 h ago`."""
     seconds = age_s(created)
-    if seconds is None:
-        return "?"
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length or (unit == "min" and seconds >= length):
-            return f"{int(seconds // length)} {unit} ago"
-    return "just now" if seconds < 10 else f"{int(seconds)} s ago"
+    return "?" if seconds is None else ago(seconds)
 
 
 def shape_text(shape: Sequence[int]) -> str:

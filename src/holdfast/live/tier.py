@@ -34,6 +34,7 @@ from holdfast.live.state.named import Collected
 if TYPE_CHECKING:
     from holdfast.live.restore.candidates import Candidate, Identity
     from holdfast.live.saving.attaching import Attached
+    from holdfast.live.saving.progress import TierStatus
     from holdfast.live.shelves import Shelf, Trail
 
 Collect = Callable[[], Collected]
@@ -172,6 +173,14 @@ class Tier(Protocol):
 
     def wait(self, limit_s: float | None) -> None:
         """Wait until what was made outlives this process.  Deadline or TimeoutError."""
+        return
+
+    def status(self) -> TierStatus | None:
+        """Return how far it has come, at once, without asking anybody; None if it has nothing to tell."""
+        return None
+
+    def found(self, step: int, since: float | None) -> None:
+        """Note that a restart went on from a step that it holds, since that time; None if unknown."""
         return
 
     def unheard(self) -> list[str]:

@@ -8,6 +8,7 @@ from holdfast.core.checkpoint.claiming import Claim
 from holdfast.live.every import Every
 from holdfast.live.saving import Save
 from holdfast.live.saving.durable import Durable
+from holdfast.live.saving.progress import TierProgress, TierStatus
 from holdfast.live.tier import Asked, Collect, Tier
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ class RootTier(Tier):
     def __init__(self, durable: Durable) -> None:
         self.news = durable.news
         self._durable = durable
+        self._progress = TierProgress()
 
     def prepare(self, collect: Collect, every: Every) -> Save | None:
         return None if every.durable is None else self._durable.prepare(collect)
@@ -37,6 +39,15 @@ class RootTier(Tier):
             yields=asked.yields,
             attached=asked.attached,
         )
+
+    def saving(self, save: Save) -> None:
+        self._progress.watch(save)
+
+    def status(self) -> TierStatus:
+        return self._progress.status
+
+    def found(self, step: int, since: float | None) -> None:
+        self._progress.found(step, since)
 
     def shelf(self) -> Shelf:
         from holdfast.live.shelves import StoredShelf

@@ -7,8 +7,11 @@ from concurrent.futures import Future
 
 from holdfast.base.arguments import function_of, timeout_of
 from holdfast.base.calls import result_of
+from holdfast.base.entry import public
 from holdfast.base.errors import Deadline
+from holdfast.base.sizes import size_text
 from holdfast.base.storage_deadlines import slowest
+from holdfast.base.text import one_line
 from holdfast.live.state.window import resting
 
 
@@ -26,7 +29,23 @@ class Save:
         """True once the step is also in the home behind the root (`Checkpointer(upload=)`)."""
         self.image_bytes = 0
         """Bytes of this rank's image; 0 until that is known."""
+        self.seconds: float | None = None
+        """Seconds from the call to the commit; None until then."""
         self._future: Future[bool] = Future()
+
+    def __repr__(self) -> str:
+        kind = "snapshot" if self.kind == "snapshot" else "save"
+        return f"<Save: {kind} of step {self.step}, {self._fate}>"
+
+    @property
+    def _fate(self) -> str:
+        if not self.done():
+            return "under way"
+        if self.error is not None:
+            return f"failed with {one_line(error_text(self.error))}"
+        if self.skipped or self.seconds is None:
+            return "left out"
+        return f"committed: {size_text(self.image_bytes)} of this rank in {self.seconds:.3g} s"
 
     def done(self) -> bool:
         """True if the save is committed, failed or skipped."""
@@ -39,6 +58,7 @@ class Save:
         checked = function_of(call, "Save.add_done_callback", "call", "that takes the Save", 1)
         self._future.add_done_callback(lambda _: checked(self))
 
+    @public
     def wait(self, timeout: float | None = None) -> None:
         """Block until the step is committed, or the save was left out.  Raises the failure, or Deadline
         after `timeout` seconds.

@@ -391,6 +391,11 @@ class SaveOperation:
             self._is_released = True
             self.keeper.release(self)
 
+    @property
+    def took_s(self) -> float:
+        """Seconds since the call."""
+        return time.perf_counter() - self.request.made
+
     def end(self, error: BaseException | None = None) -> None:
         """End the operation: it has succeeded, or failed with `error`."""
         if (
@@ -404,7 +409,7 @@ class SaveOperation:
             kind = "prepare" if self.request.is_rehearsal else self.kind
             emit(f"{kind}.failed", step=self.step, error=error_text(error))
         elif not self.request.is_rehearsal:
-            took = time.perf_counter() - self.request.made
+            self.save.seconds = took = self.took_s
             emit(f"{self.kind}.committed", step=self.step, seconds=round(took, 3))
         self.moment = StateView.of(Collected(), {})
         self.save._conclude(error)

@@ -55,6 +55,7 @@ from holdfast.core.format.manifest import Manifest, decode_manifest
 from holdfast.core.group import Group
 from holdfast.core.store import Store
 from holdfast.live.saving import Save
+from holdfast.live.saving.progress import TierProgress, TierStatus
 from holdfast.live.tier import Tier
 from holdfast.tiers.mirror.behind import HomeBehind
 from holdfast.tiers.mirror.news import UploadNews
@@ -127,6 +128,9 @@ class Upload(Tier):
         """The steps behind the root, as a restart has found them."""
         steps.also_noted = self.renew_notes
         self._records: RecordUpload | None = None
+        self._progress = TierProgress()
+        self._copied_bytes = 0
+        """Bytes that this rank has copied in the last round."""
         self._num_rounds = 0
         self._is_closing = False
         self._has_ended = False
@@ -167,6 +171,9 @@ class Upload(Tier):
         records = [] if self._records is None else self._records.left()
         return [*self.news, *self._left(), *records]
 
+    def status(self) -> TierStatus:
+        return self._progress.status
+
     def renew_notes(self) -> None:
         """Carry labels and metrics that have changed to the home behind, without an upload.  On rank 0."""
         self.home.notes_lag = True
@@ -181,6 +188,9 @@ class Upload(Tier):
 
         self._shelf = StoredShelf(self.home.store, self.group, tier=self.name, records=True)
         return self._shelf
+
+    def found(self, step: int, since: float | None) -> None:
+        self._progress.found(step, since)
 
     def lacks(self, taken: Candidate, root: Shelf, *, num_replayed: int) -> bool:
         """See `needs_another_save`."""
@@ -225,6 +235,7 @@ class Upload(Tier):
     def _done(self, number: int, save: Save) -> None:
         """Note that a save has ended, and upload it if it is committed."""
         if save.error is None and not save.skipped:
+            self._progress.begin(save.step)
             self._waiting.add(number, save)
             self._begin()
 
@@ -299,7 +310,7 @@ class Upload(Tier):
                 data = self.home.root.get(key)
                 manifest = decode_manifest(data, key)
                 self._check_attempt(manifest, choice)
-                fields["bytes"] = self._copy(manifest)
+                fields["bytes"] = self._copied_bytes = self._copy(manifest)
             except Exception as failed:
                 error = WireError.of(failed)
             answer = self.group.ask(
@@ -351,6 +362,7 @@ class Upload(Tier):
         """Settle this save, and those before it, which are left out."""
         self._retry.shorten()
         for number, save in self._waiting.settle(choice.number).items():
+            self._progress.leave(save.step)
             if number == choice.number and outcome.verdict == "uploaded":
                 save.uploaded = True
             elif number != choice.number:
@@ -362,6 +374,7 @@ class Upload(Tier):
         error, step = outcome.error, choice.step
         if outcome.verdict == "uploaded":
             emit("upload.committed", step=step, seconds=round(took_s, 3))
+            self._progress.keep(step, took_s, self._copied_bytes)
             self._news.recovered(step)
             return
         if error is None:
@@ -372,6 +385,7 @@ class Upload(Tier):
             emit("upload.skipped", step=step)
             return
         emit("upload.failed", step=step, error=error.text)
+        self._progress.failed(error.text)
         trouble = self._news.failed(step, outcome.verdict, error)
         if trouble is not None and not self._is_closing:
             self.news.append(trouble)

@@ -31,6 +31,7 @@ from holdfast.base.storage_deadlines import slowest
 from holdfast.core.group import Group
 from holdfast.core.layout import Mesh
 from holdfast.core.store import Store
+from holdfast.live.saving.progress import TierProgress
 from holdfast.live.state.devices import devices_of, lock_pages
 from holdfast.live.state.gradient_copies import is_torchs
 from holdfast.live.state.observer import hooks_after
@@ -114,6 +115,8 @@ class RecordCapture:
         self.batch = options.batch
         """Records per file, from the next `reopen` on."""
         self.space = Space(options.bound, group.size)
+        self.progress = TierProgress()
+        """The records in storage, and those on their way there."""
         self._options = options
         self._deadline_s = deadline_s
         self._memory_bytes = memory_bytes() // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
@@ -346,7 +349,7 @@ class RecordCapture:
         self.way.queue = self._new_queue()
 
     def _new_queue(self) -> Queue:
-        return Queue(self.store, self._deadline_s)
+        return Queue(self.store, self._deadline_s, self.progress)
 
     def close(self, limit_s: float) -> None:
         """Drop the record under way, wait until the writer has the others, and end it."""

@@ -25,6 +25,7 @@ from holdfast.base.background import ending, spawn
 from holdfast.base.errors import AgentError, Deadline, HoldfastError
 from holdfast.base.events import emit, span
 from holdfast.core.store import Store
+from holdfast.live.saving.progress import TierProgress
 from holdfast.tiers.records import messages as w
 from holdfast.tiers.records.ring import Ring
 from holdfast.tiers.records.segment import Record, SegmentHeader
@@ -154,10 +155,14 @@ def hang_up_former(pids: Iterable[int]) -> None:
 class Queue:
     """Records on their way to storage.  Thread-safe."""
 
-    def __init__(self, store: Store, deadline_s: float) -> None:
+    def __init__(
+        self, store: Store, deadline_s: float, progress: TierProgress | None = None
+    ) -> None:
+        """`progress`: told what is written."""
         self.deadline_s = deadline_s
         self.error: HoldfastError | None = None
         """Why no record is written any more."""
+        self._progress = progress or TierProgress()
         self._store = store
         self._changed = threading.Condition()
         self._writer: WriterProcess | None = None
@@ -221,6 +226,7 @@ class Queue:
         has taken it.  `leave_bytes`: room that records leave on a local disk."""
         with self._changed:
             self._unwritten[slot] = put = w.Put(slot, record, leave_bytes)
+            self._progress.begin(record.step)
             self._tell(put)
             writer = self._writer
         if writer is not None:
@@ -316,8 +322,10 @@ class Queue:
             return
         self._restarts = 0
         for slot in message.slots:
-            self._unwritten.pop(slot, None)
+            if (put := self._unwritten.pop(slot, None)) is not None:
+                self._progress.leave(put.record.step)
             self._free.append(slot)
+        self._progress.keep(message.last, message.seconds, message.bytes)
         emit(
             "delta.wrote", step=message.last, bytes=message.bytes, records=len(message.slots),
             seconds=round(message.seconds, 6), fixed_s=round(message.fixed_s, 6),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch.optim import Optimizer
@@ -30,7 +31,9 @@ from holdfast.live.collecting import collect_step
 from holdfast.live.every import Every
 from holdfast.live.restore.targets import RestoreOptions
 from holdfast.live.saving import Save
+from holdfast.live.saving.handle import error_text
 from holdfast.live.saving.messages import digests
+from holdfast.live.saving.progress import TierStatus
 from holdfast.live.saving.steps import RootSteps
 from holdfast.live.shelves import Shelf
 from holdfast.live.state.customised import asked_once
@@ -210,6 +213,15 @@ class DeltaTier(Tier):
             self.ready()
         elif replaces and self.parent != state:
             self.begin_from(state, save)
+
+    def status(self) -> TierStatus:
+        """Records that are under way outlive this process as soon as their writer has them."""
+        failed = self.error
+        last = self._capture.progress.status
+        return last if failed is None else replace(last, error=error_text(failed))
+
+    def found(self, step: int, since: float | None) -> None:
+        self._capture.progress.found(step, since)
 
     def unheard(self) -> list[str]:
         failed, loss = self.error, self._loss()
