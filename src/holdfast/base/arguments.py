@@ -34,6 +34,8 @@ _T = TypeVar("_T")
 MAX_STEP = 10**15 - 1
 """The format writes steps with 10 to 15 digits: enough to count tokens, and exact in a float, which some
 JSON readers use for every number."""
+MAX_LABEL_CHARS = 100
+"""Most characters of a label, and of the name of a metric."""
 _MAX_COUNT = 10**9
 """Upper bound for counts of steps, records and files; a larger number is a mistake."""
 _MAX_S = 366 * 86400.0
@@ -77,6 +79,31 @@ def step_of(value: Any, call: str, name: str = "step") -> int:
     if type(value) is int and 0 <= value <= MAX_STEP:  # at every step of a training
         return value
     return count_of(value, call, name, least=0, most=MAX_STEP)
+
+
+def named_step_of(value: Any, call: str, name: str = "step") -> int | str:
+    """Check the number of a step, or a word that names one: `newest`, `best`, or a label."""
+    expected = f"an integer from 0 to {MAX_STEP}, or a label such as 'best'"
+    if isinstance(value, str):
+        if names_step(value):
+            return str(value)
+        is_number = value.isascii() and value.isdecimal() and len(value) <= len(str(MAX_STEP))
+        hint = f"{name}={int(value)}" if is_number else None
+        raise unfit(call, name, value, expected, typed=False, hint=hint)
+    number = _integer(value)
+    if number is None or not 0 <= number <= MAX_STEP:
+        raise unfit(call, name, value, expected, typed=number is None)
+    return number
+
+
+def names_step(text: str) -> bool:
+    """True if a text can name a step as a label: it must not look like a number."""
+    return is_label(text) and not text.lstrip("+-").replace(".", "", 1).isdigit()
+
+
+def is_label(text: str) -> bool:
+    """True if a text can be a label: one short line, not blank."""
+    return text.strip() != "" and len(text) <= MAX_LABEL_CHARS and text.isprintable()
 
 
 def count_of(

@@ -60,7 +60,7 @@ def test_a_save_that_ends_during_a_look_back_is_called_for_at_the_next() -> None
 
 def test_close_calls_before_it_ends_anything(tmp_path) -> None:
     with holdfast.Checkpointer(str(tmp_path), {"x": torch.ones(3)}) as ckpt:
-        ckpt.on_commit(lambda step: ckpt.pin(step, "newest"))
+        ckpt.on_commit(lambda step: ckpt.pin(step, "last"))
         ckpt.save(1)
         ckpt.save(2)
     assert [*read_notes(LocalStore(str(tmp_path))).pinned] == [2]

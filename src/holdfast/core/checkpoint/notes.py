@@ -26,7 +26,15 @@ from typing import Annotated, Any
 
 import msgspec
 
-from holdfast.base.arguments import MAX_STEP, number_of, shown, text_of, unfit
+from holdfast.base.arguments import (
+    MAX_LABEL_CHARS,
+    MAX_STEP,
+    is_label,
+    number_of,
+    shown,
+    text_of,
+    unfit,
+)
 from holdfast.base.errors import Corrupt, Exists, FormatError, NotFound, Unavailable
 from holdfast.base.wire import decode_json
 from holdfast.core.checkpoint.names import (
@@ -43,8 +51,8 @@ from holdfast.core.format.sealing import with_seal, without_seal
 from holdfast.core.store import Store, get_small
 from holdfast.core.store.contract import SMALL_FILE_BYTES
 
-_MOST_CHARS = 100
-"""Most characters of a label, and of the name of a metric."""
+NEWEST = "newest"
+"""The word for the newest step, which no label may be."""
 _TRIES = 100
 """Attempts to replace the notes before a writer gives up."""
 SECOND_LOOK_S = 1.0
@@ -157,16 +165,19 @@ def change(store: Store, edit: Callable[[Notes], Notes]) -> None:
 
 
 def label_of(value: Any, call: str) -> str:
-    """Return a label.  UsageError unless it is a short text of one line."""
-    return _short_text(value, call, "label", "a label such as 'best'")
+    """Return a label.  UsageError unless it is a short text of one line, and not `newest`."""
+    label = _short_text(value, call, "label", "a label such as 'best'")
+    if label == NEWEST:
+        said = "a label such as 'best'; this word always names the newest step"
+        raise unfit(call, "label", label, said, typed=False)
+    return label
 
 
 def _short_text(value: Any, call: str, name: str, what: str) -> str:
     text = text_of(value, call, name, what)
-    if len(text) > _MOST_CHARS or not text.isprintable() or not text.strip():
-        raise unfit(
-            call, name, value, f"{what}: one line of at most {_MOST_CHARS} characters", typed=False
-        )
+    if not is_label(text):
+        what = f"{what}: one line of at most {MAX_LABEL_CHARS} characters"
+        raise unfit(call, name, value, what, typed=False)
     return text
 
 

@@ -7,7 +7,6 @@ for a rule.
 
 from __future__ import annotations
 
-import calendar
 import math
 import re
 import time
@@ -20,6 +19,7 @@ import msgspec
 from holdfast.base.arguments import choice_of, count_of, text_of, unfit
 from holdfast.base.errors import FormatError, HoldfastError, NotFound, UnsupportedVersion
 from holdfast.base.events import emit
+from holdfast.base.text import time_of
 from holdfast.base.threads import in_threads
 from holdfast.base.wire import decode_json
 from holdfast.core.checkpoint.committing import check_lengths
@@ -123,19 +123,30 @@ def _kept_as_best(keys: RootKeys, notes: Notes, keep: Keep, good: list[Saved]) -
     if keep.best is None:
         return set()
     (name, number), way = keep.best[:2], keep.best[2:]
-    sign = -1.0 if way == ("max",) else 1.0
-    stay, measured = set[int](), list[tuple[float, int, int]]()
     is_only_rule = (keep.last, keep.every, keep.newer) == (None, None, None)
-    stated = _all_stated(keys, good)
-    for order, saved in enumerate(good):
-        facts = stated[saved.step]
-        values = {**(facts.metrics if facts else {}), **notes.values(saved.run, saved.step)}
-        value = values.get(name)
-        if facts is None or (name not in values and is_only_rule):
-            stay.add(saved.step)
+    best, unknown = best_first(keys, notes, name, "".join(way), good)
+    stay = {step for step, is_readable in unknown.items() if is_only_rule or not is_readable}
+    return stay | {*best[:number]}
+
+
+def best_first(
+    keys: RootKeys, notes: Notes, metric: str, way: str, saved: list[Saved]
+) -> tuple[list[int], dict[int, bool]]:
+    """The steps with a finite value of a metric, the best first: the lowest, or with the `way` "max" the
+    highest; of equal values the newer step.  Also the steps without the metric, and whether the manifest of
+    each can be read."""
+    sign = -1.0 if way == "max" else 1.0
+    measured, unknown = list[tuple[float, int, int]](), dict[int, bool]()
+    stated = _all_stated(keys, saved)
+    for order, one in enumerate(saved):
+        facts = stated[one.step]
+        values = {**(facts.metrics if facts else {}), **notes.values(one.run, one.step)}
+        value = values.get(metric)
+        if facts is None or metric not in values:
+            unknown[one.step] = facts is not None
         elif value is not None and math.isfinite(value):
-            measured.append((sign * value, -order, saved.step))
-    return stay | {step for _, _, step in sorted(measured)[:number]}
+            measured.append((sign * value, -order, one.step))
+    return [step for _, _, step in sorted(measured)], unknown
 
 
 def _kept_as_newer(keys: RootKeys, keep: Keep, doubtful: list[Saved]) -> set[int]:
@@ -180,10 +191,8 @@ def _stated(keys: RootKeys, saved: Saved) -> Stated | None:
 
 def _time_of(facts: Stated | None) -> float:
     """Return the time of a save in seconds since the epoch; infinite if unknown."""
-    try:
-        return calendar.timegm(time.strptime(facts.created if facts else "", "%Y-%m-%dT%H:%M:%SZ"))
-    except ValueError:
-        return math.inf
+    created = time_of(facts.created) if facts else None
+    return math.inf if created is None else created
 
 
 def _sound(keys: RootKeys, step: int) -> bool:

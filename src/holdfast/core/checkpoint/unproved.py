@@ -59,18 +59,22 @@ def tell_passed_over(url: str, saved: Iterable[Saved], taken: int) -> None:
         )
 
 
-def tell_unreadable(store: Store, saved: Iterable[Saved]) -> None:
-    """HoldfastWarning about steps that are not proved, and the newest step if its manifest is damaged."""
-    steps = list(saved)
-    unproved = [s for s in steps if not s.is_proved]
-    if len(unproved) < len(steps):
-        newest = max(steps)
+def tell_unreadable(store: Store, saved: Iterable[Saved]) -> int | None:
+    """Return the newest step whose manifest can be read; None if there is none.  HoldfastWarning about
+    steps that are not proved, and newer ones whose manifest is damaged."""
+    steps = sorted(saved)
+    unproved, found = [s for s in steps if not s.is_proved], None
+    for one in reversed([s for s in steps if s.is_proved]):
         try:
-            read_manifest(store, newest.step)
+            found = read_manifest(store, one.step).step
+            break
+        except NotFound:  # a run has deleted it since
+            continue
         except HoldfastError as error:
-            unproved.append(Saved(newest.run, newest.step, problem=error.message))
+            unproved.append(Saved(one.run, one.step, problem=error.message))
     if unproved:
         _warn(store.url, unproved, "restore() passes over such a step")
+    return found
 
 
 def _warn(url: str, unproved: list[Saved], so: str) -> None:
