@@ -20,7 +20,6 @@ MANY_DIGITS = "9" * 5000
 LONG = "x" * 300
 PATHS = ("", "s3://", "fiel://x", "dpc:run", "a\udc00\ud800b")
 STEPS = (
-    "run@x",
     "run@",
     "run@-1",
     "run@1.5",

@@ -9,30 +9,22 @@ A parameter `keep_last` is the option `--keep-last`.  A bool is a flag; a list i
 given several times, or an argument of one or more words.  A parameter without a default must be given.
 Every verb also has `--json` and `--help`.
 
-A target is a root, a step of it, or the checkpoint of another system.  `runs/gpt@1000` is step 1000 of
-`runs/gpt`.  But the name of a folder may contain `@` too (`gpt@2`): the meaning that exists is taken, and
-if both exist, the target is refused.
-
-    verify run@5        step 5 of run, or the folder run@5: whichever exists
-    verify run/@5       step 5 of run
-    verify run@5/       the folder run@5
+A target is a root, a step of it, or the checkpoint of another system: `formats.read.addresses`.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
-import os
 import textwrap
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args, get_origin, get_type_hints
 
-from holdfast.base.arguments import shown, step_of
-from holdfast.base.errors import HoldfastError, UsageError
+from holdfast.base.arguments import shown
+from holdfast.base.errors import UsageError
 from holdfast.base.suggest import did_you_mean
 
 if TYPE_CHECKING:
@@ -212,45 +204,18 @@ def _number(make: Callable[[str], float], what: str, text: str) -> float:
 # -- targets --------------------------------------------------------------------------------------
 
 
-_MAX_DIGITS = 40
-"""Largest number of digits of a step that is typed; 15 are enough."""
-
-
 def split_target(text: str) -> tuple[str, int | None]:
-    """`runs/gpt@1000` -> ("runs/gpt", 1000); no step: None.  UsageError if it can mean two things."""
-    if "://" in text and "?" in text:
-        return _split_url(text)
-    url, at, step = text.rpartition("@")
-    if not at or not url:
-        return text, None
-    if step.isascii() and step.isdigit() and len(step) <= _MAX_DIGITS:
-        number = step_of(int(step), "", "step")
-        return (text, None) if _is_folder(text, url, number) else (url, number)
-    if os.path.isdir(url) and not os.path.lexists(text):
-        raise UsageError(
-            f"{text[:200]}: {shown(step)} is not the number of a step",
-            hint=f"URL@STEP, such as {url[:200]}@1000; `holdfast ls` lists steps",
-        )
-    return text, None
+    """`runs/gpt@1000` -> ("runs/gpt", 1000), also of a label; no step: None.  As `addresses.located`."""
+    from holdfast.formats.read.addresses import located
 
-
-def _split_url(text: str) -> tuple[str, int | None]:
-    """Split a URL with options: the step stands before or after these, `s3://bucket/run@5?region=x`."""
-    place, _, query = text.partition("?")
-    for part, other in ((place, f"?{query}"), (query, "")):
-        rest, at, step = part.rpartition("@")
-        if at and step.isascii() and step.isdigit() and len(step) <= _MAX_DIGITS:
-            url = f"{rest}{other}" if other else f"{place}?{rest}"
-            return url, step_of(int(step), "", "step")
-    return text, None
+    return located(text)
 
 
 def open_target(target: str) -> Checkpoint:
     """Open the step that a target names, ours or foreign."""
     from holdfast.formats.looking import open
 
-    url, step = split_target(target)
-    return open(url, step=step)
+    return open(target)
 
 
 def own_root(url: str, why: str, hint: str | None = None) -> Store:
@@ -262,45 +227,3 @@ def own_root(url: str, why: str, hint: str | None = None) -> Store:
     if foreign is not None:
         raise UsageError(f"{url} is a {foreign} checkpoint, which {why}", hint=hint)
     return open_store(url)
-
-
-def _is_folder(text: str, url: str, step: int) -> bool:
-    """Tell whether `text`, which is `url@step`, names a folder or a file instead of a step.  UsageError if
-    both exist."""
-    if not _is_there(text):
-        return False
-    a_step = _is_there(url) and step in _steps(url)
-    a_folder = bool(_steps(text))
-    if a_step and a_folder:
-        raise UsageError(
-            f"{text!r} can mean two things: step {step} of {url!r}, and the checkpoint {text!r}",
-            hint=f"write {f'{url}/@{step}'!r} for the step, {f'{text}/'!r} for the other",
-        )
-    return not a_step
-
-
-def _is_there(url: str) -> bool:
-    """Tell whether anything exists at a path, or in a store of that name."""
-    from holdfast.core.store import LocalStore
-    from holdfast.formats.read.detect import split_format
-    from holdfast.formats.read.folder import OneFile, open_place
-
-    try:
-        store = open_place(split_format(url)[1])
-    except HoldfastError:
-        return False
-    if isinstance(store, OneFile):
-        return True
-    return os.path.lexists(store.root) if isinstance(store, LocalStore) else bool(store.list())
-
-
-def _steps(url: str) -> list[int]:
-    """Return the steps at a path; none if there is no checkpoint."""
-    from holdfast.formats.looking import steps
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the verb itself warns
-        try:
-            return steps(url)
-        except HoldfastError:
-            return []

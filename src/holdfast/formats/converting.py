@@ -28,12 +28,13 @@ from holdfast.base.arguments import (
     count_of,
     flag_of,
     function_of,
+    named_step_of,
     path_of,
     shown,
-    step_of,
     text_of,
     unfit,
 )
+from holdfast.base.entry import public
 from holdfast.base.errors import Corrupt, HoldfastError, NotFound, OutOfSpace, UsageError, warn_user
 from holdfast.base.host import boot_id
 from holdfast.base.sizes import MAX_SIZE_BYTES
@@ -103,12 +104,13 @@ class Converted:
     left_out: tuple[str, ...]
 
 
+@public
 def convert(
     source: str | os.PathLike[str] | Checkpoint,
     target: str | os.PathLike[str],
     *,
     to: str = "universal",
-    step: int | None = None,
+    step: int | str | None = None,
     key: str = "model",
     dtype: str | None = None,
     rename: Renaming | None = None,
@@ -118,6 +120,7 @@ def convert(
     progress: _Told | None = None,
 ) -> Converted:
     """Rewrite one step of `source` (a URL, also with a prefix) as format `to`, at the path or URL `target`.
+    The step is named as in `holdfast.open`.
 
     `universal`: a root of holdfast's, each tensor whole; an existing root gets one more step.
     `deepspeed`: its universal format.  `dcp`: torch.distributed.checkpoint.  `huggingface`, `torch`: the
@@ -136,7 +139,7 @@ def convert(
             hint=f"give the path {path!r}, and the format as to={prefix!r}",
         )
     choice_of(to, TARGET_FORMATS, call, "to")
-    step = None if step is None else step_of(step, call)
+    step = None if step is None else named_step_of(step, call)
     memory_bytes = count_of(memory_bytes, call, "memory_bytes", most=MAX_SIZE_BYTES)
     flag_of(verify, call, "verify")
     if progress is not None:

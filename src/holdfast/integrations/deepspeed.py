@@ -597,8 +597,9 @@ class AttachedEngine:
     def _pointed(self, folder: str, tag: str | None) -> Pointed | None:
         """Return the step to which the folder of a tag points; warn and return None without a tag."""
         if tag is None:
-            newest = holdfast.steps(self.root)[-1:]
-            beside = f"; {self.root} has step {newest[0]}: load from there" if newest else ""
+            newest = holdfast.steps(self.root).newest
+            beside = f"; {self.root} has step {newest}: load from there"
+            beside = "" if newest is None else beside
             errors.warn_user(f"{folder} has no file `{_LATEST}`, so nothing is loaded{beside}")
             return None
         try:

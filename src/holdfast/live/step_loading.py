@@ -38,6 +38,24 @@ from holdfast.live.state.recognising import State
 from holdfast.live.transaction import restore
 
 
+def located(address: str, step: int | str | None, group: Group) -> tuple[str, int | None]:
+    """The root in an address such as `runs/gpt@best`, and the number of the step that it or `step` names,
+    as rank 0 sees it; None: the newest.  Collective if a word or an address names it.  NotFound."""
+    if "@" not in address and not isinstance(step, str):
+        return address, step
+    from holdfast.formats.read import addresses
+
+    def look() -> bytes:
+        url, number = bounded(
+            lambda: addresses.located(address, step), "look at", address, patience_s(group)
+        )
+        return msgspec.json.encode((url != address, number))
+
+    is_split, number = decode_json(group.from_rank0(look), tuple[bool, int | None])
+    parts = addresses.parts_of(address) if is_split else None  # ranks may have other paths to it
+    return (parts[0] if parts else address), number
+
+
 def load_from(
     url: str,
     group: Group,

@@ -11,12 +11,14 @@ import msgspec
 from holdfast.base.arguments import (
     choice_of,
     flag_of,
+    named_step_of,
     path_of,
     patterns_of,
     rules_of,
     seconds_of,
     step_of,
 )
+from holdfast.base.entry import public
 from holdfast.base.errors import HoldfastError, UsageError
 from holdfast.base.events import emit
 from holdfast.core.checkpoint.claiming import newest_claim, once_attempt, runs_of_steps
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from holdfast.live.saving.attaching import Attached, FileSource
 
 
+@public
 def save(
     path: str | os.PathLike[str],
     state: State,
@@ -135,11 +138,12 @@ def _records_lead_on(keys: RootKeys, step: int) -> bool:
     return leads_on(keys.store, step, there.run if there and there.is_proved else None)
 
 
+@public
 def load(
     path: str | os.PathLike[str],
     state: State,
     *,
-    step: int | None = None,
+    step: int | str | None = None,
     only: str | Sequence[str] | None = None,
     cast: bool = False,
     strict: bool = True,
@@ -147,19 +151,22 @@ def load(
     verify: bool = True,
     deadline_s: float = 600.0,
 ) -> int:
-    """Load step `step` (or the newest) into the live objects of `state`, in place; return its number.
+    """Load a step (by default the newest) into the live objects of `state`, in place; return its number.
 
-    `path`: a root, or a foreign checkpoint, as in `holdfast.open`.  Only the keys of `state` are loaded:
-    `{"model": model}` loads weights alone.  `only`: patterns of tensor names (`model.h.0.*`), each of which
-    must match some.  `cast`: convert dtypes.  `strict=False`: values that the checkpoint lacks stay as they
-    are.  `on_resize`: as in `Checkpointer`.  `verify=False`: digests are not compared.  Collective; blocks,
-    for other ranks and for an operation of storage at most `deadline_s`.  NotRecoverable if there is no
-    step; StateMismatch before anything is touched.
+    `path`: a root, or a foreign checkpoint; it and `step` name the step as in `holdfast.open`: a number, a
+    label, `"best"`, `"newest"`, or `runs/gpt@1000`.  If the newest is deleted meanwhile, the one that is
+    newer is loaded.  Only the keys of `state` are loaded: `{"model": model}` loads weights alone.  `only`:
+    patterns of tensor names (`model.h.0.*`), each of which must match some.  `cast`: convert dtypes.
+    `strict=False`: values that the checkpoint lacks stay as they are.  `on_resize`: as in `Checkpointer`.
+    `verify=False`: digests are not compared.  Collective; blocks, for other ranks and for an operation of
+    storage at most `deadline_s`.  NotRecoverable if there is no step; NotFound if there is no such step or
+    label; StateMismatch before anything is touched.
     """
     from holdfast.live.restore.targets import RestoreOptions
-    from holdfast.live.step_loading import load_from
+    from holdfast.live.step_loading import load_from, located
 
-    url, step = path_of(path, "load", "path"), None if step is None else step_of(step, "load")
+    url = path_of(path, "load", "path")
+    named = None if step is None else named_step_of(step, "load")
     check_keys(state)
     patterns = None if only is None else patterns_of(only, "load", "only")
     for name, flag in (("cast", cast), ("strict", strict), ("verify", verify)):
@@ -168,6 +175,7 @@ def load(
     options = RestoreOptions(patterns, cast, strict, rules)
     group = Group(seconds_of(deadline_s, "load", "deadline_s"), "load()")
     try:
-        return load_from(url, group, state, step, options, verify=verify)
+        url, number = located(url, named, group)
+        return load_from(url, group, state, number, options, verify=verify)
     finally:
         group.close()

@@ -19,7 +19,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from holdfast.base.arguments import count_of, flag_of, path_of, step_of, unfit
+from holdfast.base.arguments import count_of, flag_of, named_step_of, path_of, unfit
+from holdfast.base.entry import public
 from holdfast.base.errors import FormatError, UsageError
 from holdfast.base.suggest import did_you_mean
 from holdfast.base.wire import decode_json
@@ -66,17 +67,23 @@ class Checkpoint:
         """By key of a foreign checkpoint that cannot be read: the reason and what to do."""
 
     @staticmethod
+    @public
     def open(
-        url: str | os.PathLike[str], step: int | None = None, *, verify: bool = True
+        url: str | os.PathLike[str], step: int | str | None = None, *, verify: bool = True
     ) -> Checkpoint:
-        """Open step `step`, or the newest.  NotFound or NotRecoverable if there is none.
+        """Open a step by its number or label, or the newest.  NotFound or NotRecoverable if there is none.
 
         HoldfastWarning if another step, with a damaged manifest, may be the newest.
         """
         call = "Checkpoint.open"
-        step = None if step is None else step_of(step, call)
+        step = None if step is None else named_step_of(step, call)
         flag_of(verify, call, "verify")
         store = open_store(path_of(url, call, "url"))
+        if isinstance(step, str):
+            from holdfast.core.checkpoint.naming import step_named
+            from holdfast.core.checkpoint.notes import NEWEST
+
+            step = None if step == NEWEST else step_named(store, step)
         manifest = newest_manifest(store) if step is None else read_manifest(store, step)
         return Checkpoint(store, manifest, verify=verify)
 
@@ -127,6 +134,7 @@ class Checkpoint:
         """Names of all tensors in the order of the save, then aliases of tied ones."""
         return [t.name for t in self.manifest.tensors] + list(self.manifest.aliases)
 
+    @public
     def index(self, name: str) -> int:
         """Number of a tensor in the manifest; UsageError with near misses for an unknown name."""
         if not isinstance(name, str) or not name:
@@ -140,6 +148,7 @@ class Checkpoint:
             )
         return found
 
+    @public
     def info(self, name: str) -> TensorInfo:
         """Shape, dtype and sharding of a tensor."""
         index = self.index(name)
@@ -148,6 +157,7 @@ class Checkpoint:
         size = whole(t.shape).size * DTYPES[t.dtype].bytes
         return TensorInfo(name, t.dtype, t.shape, t.state, t.replica, sharding, size)
 
+    @public
     def read(self, name: str, box: Sequence[_Range] | Box | None = None) -> Array:
         """Read and verify a tensor, or its part `box`, as a new array of the tensor's dtype.  Blocks.
 
