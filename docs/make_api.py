@@ -38,6 +38,7 @@ SECTIONS = (
             "Found",
             "Restored",
             "Save",
+            "RunStatus",
             "save",
             "load",
             "Rng",
@@ -51,7 +52,12 @@ SECTIONS = (
     ),
     ("compression", "Compressed gradients", "holdfast.compression", ("TopK", "sparse", "rounded")),
     ("converting", "Converting", "holdfast", ("convert", "Converted")),
-    ("looking", "Looking", "holdfast", ("open", "steps", "Checkpoint", "TensorInfo", "Box")),
+    (
+        "looking",
+        "Looking",
+        "holdfast",
+        ("open", "steps", "wait_newer", "Checkpoint", "TensorInfo", "Box"),
+    ),
     ("events", "Events", "holdfast.events", ("Event", "subscribe", "listen", "counters")),
     (
         "stores",

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from holdfast.core.checkpoint.tidying import Keep
     from holdfast.core.layout import Box
     from holdfast.formats.converting import Converted, convert
-    from holdfast.formats.looking import open, steps
+    from holdfast.formats.looking import open, steps, wait_newer
     from holdfast.integrations import dcp
     from holdfast.launch.recovery import kept, recoverable
     from holdfast.live import gradient_compression as compression
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from holdfast.policy.tuning import Auto
     from holdfast.session.checkpointer import Checkpointer
     from holdfast.session.save_and_load import load, save
+    from holdfast.session.status import RunStatus
     from holdfast.tiers.memory.options import Memory
     from holdfast.tiers.records.options import Delta
 
@@ -63,6 +64,7 @@ _HOME = {
     "Memory": "holdfast.tiers.memory.options",
     "Restored": "holdfast.live.restore.result",
     "Rng": "holdfast.live.state.rng",
+    "RunStatus": "holdfast.session.status",
     "Save": "holdfast.live.saving",
     "convert": "holdfast.formats.converting",
     "ignore": "holdfast.live.state.ignoring",
@@ -74,6 +76,7 @@ _HOME = {
     "silence": "holdfast.base.errors",
     "steps": "holdfast.formats.looking",
     "trainable_only": "holdfast.live.state.trainable",
+    "wait_newer": "holdfast.formats.looking",
 }
 
 _ELSEWHERE = {
@@ -111,6 +114,9 @@ _FORMER = {
 }
 """Former names of modules, for scripts that still import them; holdfast itself does not use them."""
 
+_OF_A_RUN = ("close", "find", "metrics", "pin", "restore", "status", "step", "unpin", "wait")
+"""Methods of a Checkpointer that are looked for in the package."""
+
 __all__ = [
     "Auto",
     "Box",
@@ -126,6 +132,7 @@ __all__ = [
     "Memory",
     "Restored",
     "Rng",
+    "RunStatus",
     "Save",
     "__version__",
     "compression",
@@ -147,6 +154,7 @@ __all__ = [
     "store",
     "testing",
     "trainable_only",
+    "wait_newer",
 ]
 
 
@@ -155,7 +163,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"holdfast.{name}")
     home = _HOME.get(name)
     if home is None:
-        raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
+        raise AttributeError(f"module 'holdfast' has no attribute {name!r}{_instead(name)}")
     try:
         return getattr(importlib.import_module(home), name)
     except ModuleNotFoundError as error:
@@ -164,6 +172,18 @@ def __getattr__(name: str) -> Any:
                 f"holdfast.{name} needs PyTorch: pip install 'torch-holdfast[torch]'", name="torch"
             ) from error
         raise
+
+
+def _instead(name: str) -> str:
+    """What else a user may mean by a name that does not exist, in words; empty if nothing."""
+    if name.startswith("_"):
+        return ""
+    if name in _OF_A_RUN:
+        return f": it is a method, holdfast.Checkpointer(path, state).{name}(); load and save do it once"
+    from holdfast.base.suggest import did_you_mean
+
+    close = did_you_mean(name, __all__) or did_you_mean(name.capitalize(), __all__)
+    return f"; {close}" if close else ""
 
 
 def __dir__() -> list[str]:

@@ -222,6 +222,15 @@ CALLS: dict[str, tuple[Callable[[Made], Call], dict[str, Values]]] = {
         {"path": (*PATHS, "dpc:x"), "step": STEPS_OR_NONE, "verify": FLAGS},
     ),
     "steps": (lambda m: holdfast.steps, {"path": (*PATHS, "dpc:x")}),
+    "wait_newer": (
+        lambda m: lambda **a: holdfast.wait_newer(**{"path": m.root, "timeout": 0, **a}),
+        {
+            "path": (*PATHS, "dpc:x"),
+            "than": STEPS_OR_NONE,
+            "timeout": LENGTHS,
+            "poll_s": SECONDS,
+        },
+    ),
     "convert": (
         lambda m: m.convert,
         {
@@ -576,6 +585,7 @@ RESULTS = {
     "Checkpoint",
     "Converted",
     "Found",
+    "RunStatus",
     "Save",
     "compression.rounded_to",
     "events.Event",
@@ -905,7 +915,7 @@ def test_a_path_that_leads_into_a_root_is_told_the_root(made: Made) -> None:
                 call(f"{made.root}/{inside}")
             assert caught.value.hint == f"it lies in a root: give {made.root}{more}"
     with pytest.raises(HoldfastError) as caught:
-        holdfast.load(f"{made.root}@7", made.state)
+        holdfast.steps(f"{made.root}@7")
     assert "for step 7 of 'run' give the step by itself" in str(caught.value.hint)
 
 

@@ -31,7 +31,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
             "text",
             "version",
         ),
-        ("arguments", "wire"),
+        ("arguments", "entry", "wire"),
         ("events", "notices", "sizes", "storage_deadlines"),
         ("threads",),
     ),
@@ -54,7 +54,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "tiers": (("memory", "records"), ("mirror",)),
     "session": (
-        ("schedule", "root"),
+        ("schedule", "root", "status"),
         ("tuning_store", "tiers"),
         ("added_state", "frozen_numbers", "restart_candidates"),
         ("beginning", "ending", "restart", "save_and_load", "sigterm", "steering"),
@@ -471,6 +471,7 @@ def test_public_names_are_pinned() -> None:
         "Memory",
         "Restored",
         "Rng",
+        "RunStatus",
         "Save",
         "__version__",
         "compression",
@@ -492,6 +493,7 @@ def test_public_names_are_pinned() -> None:
         "store",
         "testing",
         "trainable_only",
+        "wait_newer",
     ]
     for name in holdfast.__all__:
         assert getattr(holdfast, name) is not None

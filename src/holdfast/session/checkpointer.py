@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +20,7 @@ from holdfast.base.arguments import (
     choice_of,
     flag_of,
     function_of,
+    named_step_of,
     path_of,
     patterns_of,
     rules_of,
@@ -27,6 +29,7 @@ from holdfast.base.arguments import (
     timeout_of,
     unfit,
 )
+from holdfast.base.entry import public
 from holdfast.base.errors import HoldfastError, UsageError
 from holdfast.base.events import emit, span
 from holdfast.base.notices import Notices
@@ -58,6 +61,7 @@ if TYPE_CHECKING:
     from holdfast.policy.tuning import Auto
     from holdfast.session.restart import Restart
     from holdfast.session.sigterm import SigtermStop
+    from holdfast.session.status import RunStatus
     from holdfast.session.steering import Steering
     from holdfast.tiers.memory.options import Memory
     from holdfast.tiers.records.options import Delta
@@ -96,6 +100,7 @@ class Checkpointer:
     this host uses the root.
     """
 
+    @public
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -136,6 +141,8 @@ class Checkpointer:
         self._state, self._notices = RunState(state, on_resize), Notices(on_error)
         self._pid, self._prepared = os.getpid(), False
         self._restored: Restored | None = None
+        self._metrics: dict[int, Mapping[str, float]] = {}
+        """The metrics that the last `step` was given, by its number."""
         group = Group(deadline_s, "Checkpointer()")
         self._saves = Saves(group, self._notices)
         self._tiers = Tiers(
@@ -191,9 +198,15 @@ class Checkpointer:
 
     # -- saving -----------------------------------------------------------------------------------
 
+    @public
     def step(self, step: int, *, metrics: Mapping[str, float] | None = None) -> None:
-        """Call after each optimizer step, with its number: begins the saves that are due, with these
-        `metrics`, and reports failures of earlier ones (`on_error`).
+        """Call after each optimizer step, with its number: begins the saves that are due, and reports
+        failures of earlier ones (`on_error`).
+
+        `metrics`: numbers by name, for `Keep(best=)`; those of rank 0 count.  They are stored with the step
+        if this call saves it durably, also as the last one at SIGTERM, or if `save(step)` does before the
+        next `step`.  A step that is not saved has no metrics, and a snapshot in memory has none, unless a
+        durable save goes through it.
 
         A save copies buffers and plain values, then returns.  Blocks also for a full queue of records, with
         `Auto` at each tenth step for rank 0, and for the whole copy if steps are in a CUDA graph.
@@ -202,6 +215,7 @@ class Checkpointer:
         step = step_of(step, "Checkpointer.step")
         if metrics is not None:
             _check_metrics(metrics, "Checkpointer.step")
+        self._metrics = {} if metrics is None else {step: metrics}
         self._check_ready()
         self._beginning.check_decided()
         self._saves.in_vain.at(step)
@@ -226,13 +240,11 @@ class Checkpointer:
         if is_base and not due:
             self._beginning.look_for_late()
         if is_base or due:
-            added = None if metrics is None else self._attached(metrics)
             self._begin(
                 step,
                 must=is_base or self.when_busy != "skip",
                 yields=self.when_busy is None and not is_base,
                 live=is_base,
-                added=added,
             )
             own = [tier for tier in own if tier is not self._tiers.carrier]
         for tier in own:
@@ -277,6 +289,7 @@ class Checkpointer:
             self._saves.rehearsed(rehearsal)
             self._beginning.refuse(rehearsal)
 
+    @public
     def save(
         self,
         step: int,
@@ -287,18 +300,21 @@ class Checkpointer:
         """Begin a durable save now, whether due or not; return its handle.  It follows a save in flight.
         Blocks as `step`.
 
-        `metrics`: numbers by name, for `Keep(best=)`; `files`: more files for this step, which take
-        precedence over `Checkpointer.files`.  Those of rank 0 count.
+        `metrics`: numbers by name, for `Keep(best=)`, which are added to those that `step` was given for
+        this number; `files`: more files for this step, which take precedence over `Checkpointer.files`.
+        Those of rank 0 count.
         """
         step = step_of(step, "Checkpointer.save")
+        if metrics is not None:
+            _check_metrics(metrics, "Checkpointer.save")
         self._check_ready()
         self._check_newer(step)
         self._report()
-        added = self._attached(metrics, files)
-        return self._begin(step, must=True, added=added)
+        return self._begin(step, must=True, added=self._attached(step, metrics, files))
 
-    def _attached(self, metrics: Any = None, files: Any = None) -> Attached | None:
+    def _attached(self, step: int, metrics: Any = None, files: Any = None) -> Attached | None:
         """Return what a durable save that begins now adds to its step."""
+        metrics = {**self._metrics.get(step, {}), **(metrics or {})} or None
         if not self._files and metrics is None and files is None:
             return None
         from holdfast.live.saving.attaching import attached
@@ -323,7 +339,9 @@ class Checkpointer:
         `live`: copy the live state, not a replica, which could be lost meanwhile."""
         self._check_open()
         self._noticing.saving(step)
-        asked = Asked(step, must=must, yields=yields, live=live, attached=added or self._attached())
+        asked = Asked(
+            step, must=must, yields=yields, live=live, attached=added or self._attached(step)
+        )
         for tier in self._tiers:
             tier.check_save(step)
         with span("save.call", step=step):
@@ -373,6 +391,7 @@ class Checkpointer:
 
     # -- committed steps --------------------------------------------------------------------------
 
+    @public
     def on_commit(self, call: Callable[[int], object]) -> None:
         """Call `call(step)` for each step that is saved durably: on every rank, in the training thread, at
         the next `step`, `save`, `wait` or `close` after its commit.
@@ -384,8 +403,10 @@ class Checkpointer:
         self._check_open()
         self._saves.calls.append(function_of(call, "Checkpointer.on_commit", "call", what, 1))
 
-    def pin(self, step: int, label: str) -> None:
+    @public
+    def pin(self, step: int | str, label: str) -> None:
         """Let `label` name this step, and no other.  A step with a label is never deleted automatically.
+        `step` may be a label, `"best"` or `"newest"`, too, of the steps that are committed.
 
         If the step is still being saved, the label moves at its commit; if that save fails, or the process
         is killed first, the label stays where it was.  An error of storage, or a save that has failed
@@ -395,13 +416,16 @@ class Checkpointer:
         with self._saves.in_vain.told(lambda: f"the label {label!r} names no step {step}", step):
             self._noting().pin(step, label)
 
+    @public
     def unpin(self, label: str) -> None:
         """Remove a label, if there is one of that name.  Collective; blocks as `pin`."""
         with self._saves.in_vain.told(lambda: f"the label {label!r} is not removed"):
             self._noting().unpin(label)
 
-    def metrics(self, step: int, **values: float) -> None:
+    @public
+    def metrics(self, step: int | str, **values: float) -> None:
         """Note metrics of a step after an evaluation, `metrics(100, loss=0.3)`, for `Keep(best=)`.
+        `step` as in `pin`.
 
         They are added to the step's metrics, and replace those of the same name.  Fails and blocks as
         `pin`. Collective; the values of rank 0 count.
@@ -417,22 +441,42 @@ class Checkpointer:
         tiers, steps = self._tiers, self._tiers.durable.steps
         return Noting(tiers.group, steps, dict.fromkeys(saving, tiers.run), steps.also_noted)
 
+    # -- how it stands ----------------------------------------------------------------------------
+
+    def status(self) -> RunStatus:
+        """Return how far each tier has come, as this rank knows it: `print(ckpt.status())`, or fields of
+        `RunStatus`.  Asks neither storage nor other ranks, and does not wait; from any thread, also after
+        `close`."""
+        from holdfast.session.status import RunStatus
+
+        told = {tier.name: status for tier in self._tiers if (status := tier.status()) is not None}
+        last = self._saves.in_vain.last
+        is_open = not self._ending.is_closed
+        return RunStatus(self._tiers.store.url, self._tiers.run, last, is_open, told)
+
+    def __repr__(self) -> str:
+        if "_noticing" not in vars(self):
+            return "<Checkpointer that is not made yet>"
+        return f"<Checkpointer of {str(self.status()).splitlines()[0]}>"
+
     # -- restoring --------------------------------------------------------------------------------
 
-    def find(self, step: int | None = None) -> Found | None:
+    @public
+    def find(self, step: int | str | None = None) -> Found | None:
         """Return the step that `restore()`, or `restore(step)`, would reach, with its tier and plain
         values; None if the run has saved nothing.  The state may still be empty.
 
         Looks at all tiers, but reads no tensors: damage is only found in manifests, headers of records and
         lengths of files; such steps are passed over with a warning.  Collective; blocks.
         """
-        step = None if step is None else step_of(step, "Checkpointer.find")
+        step = None if step is None else named_step_of(step, "Checkpointer.find")
         self._check_open()
         return self._restart("find()").find(step)
 
+    @public
     def restore(
         self,
-        step: int | Found | None = None,
+        step: int | str | Found | None = None,
         *,
         source: str | os.PathLike[str] | None = None,
         keep_source: bool = False,
@@ -442,7 +486,8 @@ class Checkpointer:
         verify: bool = True,
     ) -> Restored:
         """Put the newest good step (or step `step`) into the live state, in place and on any layout; return
-        its number, 0 if there is none.  `Restored`, an int, also has the tier and other facts.
+        its number, 0 if there is none.  `Restored`, an int, also has the tier and other facts.  `step`: a
+        number, a label, or `"best"`: the step with that label, else the best by `Keep(best=)`; NotFound.
 
         A damaged step is passed over with a warning; if all are damaged, NotRecoverable gives the reasons.
         With a result of `find`, exactly that state is restored, whatever was saved since: NotRecoverable if
@@ -460,7 +505,7 @@ class Checkpointer:
 
         call = "Checkpointer.restore"
         found, step = (step, None) if isinstance(step, Found) else (None, step)
-        step = None if step is None else step_of(step, call)
+        step = None if step is None else named_step_of(step, call)
         source = None if source is None else path_of(source, call, "source")
         patterns = None if only is None else patterns_of(only, call, "only")
         if patterns is not None and source is None:
@@ -471,7 +516,7 @@ class Checkpointer:
         for name, flag in flags.items():
             flag_of(flag, call, name)
         self._check_ready()
-        self._restored = None
+        self._restored, self._metrics = None, {}
         self._beginning.forget()
         restart = self._restart("restore()", cast=cast, strict=strict, verify=verify)
         origin = None
@@ -488,12 +533,13 @@ class Checkpointer:
             fields["step"] = int(restored)
             loaded_states.ask()
             self._go_on_from(restart, restored, must_save=keep_source and origin is not None)
-        is_asked = step is not None if found is None else restart.is_back
+        is_asked = step not in (None, "newest") if found is None else restart.is_back
         is_elsewhere = origin is not None and not keep_source
         self._beginning.went_on(restored, restart.origin(), is_asked=is_asked or is_elsewhere)
         self._restored = restored
         return restored
 
+    @public
     def restore_rng(self) -> None:
         """Restore the random number generators once more to their state in the restored step.
 
@@ -529,6 +575,8 @@ class Checkpointer:
         self._noticing.begin(int(restored))
         if restart.leaves_behind():
             self._tiers.leave_behind(None if restart.taken is None else restart.taken.step)
+        for name, step, since in restart.standing():
+            self._tiers.get(name).found(step, since)
         restart.take_line()
         reached = restart.summary()
         leading = [tier for tier in self._tiers if tier.go_on(reached, self.every)]
@@ -539,7 +587,8 @@ class Checkpointer:
         is_lasting = self.every.durable is not None or bool(leading)
         generators = Rng().state_dict()
         if must_save or (is_lasting and restart.is_unsaved(is_recording=bool(leading))):
-            added = restart.attached(self._attached, self._files or (), self._notices.warn)
+            make = partial(self._attached, int(restored))
+            added = restart.attached(make, self._files or (), self._notices.warn)
             self._begin(int(restored), must=True, added=added)
         elif (unprotected := restart.unprotected()) is not None:
             self._begin_own(unprotected, int(restored))
@@ -549,6 +598,7 @@ class Checkpointer:
 
     # -- ending -----------------------------------------------------------------------------------
 
+    @public
     def wait(self, timeout: float | None = None) -> None:
         """Block until every save under way has ended, and records are with their writer, which outlives
         this process.  Failures are reported as `on_error` says.
@@ -564,6 +614,7 @@ class Checkpointer:
             tier.wait(None if until is None else max(until - time.monotonic(), 0.0))
         self._report()
 
+    @public
     def close(self, timeout: float | None = None) -> None:
         """Block until all saves have ended, and release the root.  Safe to call twice.  Deadline after
         `timeout` seconds (default: `deadline_s`) and up to half a minute to inform other ranks.  Snapshots
@@ -597,7 +648,7 @@ class Checkpointer:
         except BaseException:
             self._look_back()
             self._notices.only_warn()
-            self._notices.tell()  # beside the error: there is no next call
+            self._notices.tell_all()  # beside the error: there is no next call
             raise
         self._look_back()
         self._notices.tell_all()

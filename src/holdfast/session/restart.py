@@ -15,6 +15,7 @@ from holdfast.base.errors import (
     warn_user,
 )
 from holdfast.base.events import emit, span
+from holdfast.base.text import time_of
 from holdfast.core.checkpoint.lineage import line_from
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.checkpoint.peers import raise_on_all
@@ -31,6 +32,7 @@ from holdfast.live.state.rng import Rng
 from holdfast.live.step_loading import (
     detected,
     load_from,
+    located,
     shared_manifest,
     tell_exactness,
     tell_unused_records,
@@ -78,12 +80,13 @@ class Restart:
 
     # -- the choice -------------------------------------------------------------------------------
 
-    def to(self, target: int | Found | None) -> Restored:
-        """Restore the newest state, a step of that number, or what `find` returned."""
+    def to(self, target: int | str | Found | None) -> Restored:
+        """Restore the newest state, a step of that number or label, or what `find` returned."""
         self._forget_generators()
         if isinstance(target, Found):
             return self.result(self.to_found(target))
-        return self.result(self.to_newest() if target is None else self.to_step(target))
+        step = self.survey.number_of(target)
+        return self.result(self.to_newest() if step is None else self.to_step(step))
 
     def to_newest(self) -> int:
         """Restore the newest sound state; return its step, 0 if there is none.  Warns of candidates that
@@ -97,9 +100,10 @@ class Restart:
             raise self._unreached(step, f"the live state is now that of step {reached}")
         return reached
 
-    def find(self, step: int | None) -> Found | None:
+    def find(self, named: int | str | None) -> Found | None:
         """Return the state that `to_newest` or `to_step` would reach, without reading tensors; None if
         there is none.  Warns of candidates that are passed over."""
+        step = self.survey.number_of(named)
         reached = self._newest(self._look) if step is None else self._step(step, self._look)
         if step is not None and reached != step:
             raise self._unreached(step, f"the records lead to step {reached}: find({reached})")
@@ -215,10 +219,13 @@ class Restart:
             if isinstance(value, Rng):
                 value.restored = None
 
-    def from_source(self, url: str, step: int | None, only: tuple[str, ...] | None) -> Restored:
+    def from_source(
+        self, source: str, named: int | str | None, only: tuple[str, ...] | None
+    ) -> Restored:
         """Restore a step of another root, or foreign files."""
         self._forget_generators()
         group, options = self.tiers.group, replace(self.options, only=only)
+        url, step = located(source, named, group)
         found = load_from(url, group, self.state, step, options, verify=self.verify)
         if step is None:
             tell_unused_records(url, group, found)
@@ -338,6 +345,17 @@ class Restart:
         m = self.manifest
         names = (*m.by_name, *m.aliases, *m.extras, *m.per_rank)
         return frozenset(name.partition(".")[0] for name in names)
+
+    def standing(self) -> list[tuple[str, int, float | None]]:
+        """Return the tiers that hold what was restored: the name of each, the step, and the time of its
+        save, if that is known."""
+        taken, m = self.taken, self.manifest
+        if taken is None or m is None or self.reached is None:
+            return []
+        copies = self.survey.copies(taken.run, taken.step)
+        found = [(one.tier, taken.step, time_of(m.created)) for one in copies]
+        recorders = [tier for tier in self.tiers if tier.follows_steps and self.num_replayed]
+        return found + [(tier.name, self.reached[1], None) for tier in recorders]
 
     @property
     def is_back(self) -> bool:

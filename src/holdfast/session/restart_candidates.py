@@ -7,6 +7,7 @@ states that cannot be restored: records that lead nowhere, steps with damaged ma
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ from holdfast.base.errors import NotFound, NotRecoverable, warn_user
 from holdfast.base.wire import decode_json
 from holdfast.core.checkpoint.listing import came_later, stated_attempt
 from holdfast.core.checkpoint.names import Saved, steps_text
+from holdfast.core.checkpoint.naming import step_named
+from holdfast.core.checkpoint.notes import NEWEST
 from holdfast.core.checkpoint.recorded import last_recorded
 from holdfast.core.checkpoint.unproved import tell_passed_over
 from holdfast.core.group import Group
@@ -97,6 +100,23 @@ class Survey:
             states.insert(0, state)
             state = parent
         return states
+
+    def number_of(self, step: int | str | None) -> int | None:
+        """Return the number of the step that a label names, in the root, or else in the home behind it;
+        None: the newest.  NotFound.  Collective for a label."""
+        if not isinstance(step, str):
+            return step
+        if step == NEWEST:
+            return None
+        stores = [one.store for one in reversed(self.shelves.values()) if one.store is not None]
+
+        def look() -> bytes:
+            for store in stores[:-1]:
+                with suppress(NotFound):
+                    return str(step_named(store, step)).encode()
+            return str(step_named(stores[-1], step)).encode()
+
+        return int(self._group.from_rank0(look))
 
     def leading_to(self, step: int) -> Candidate:
         """Return the candidate with the fewest records to the newest state of this number.  NotFound."""

@@ -360,6 +360,7 @@ BETWEEN = "is one rank's part between `begin` and `commit` of extend.PlannedSave
 ALONE: dict[str, str] = {
     "open": READS,
     "steps": READS,
+    "wait_newer": READS,
     "Checkpoint.open": READS,
     "Checkpoint.read": READS,
     "Checkpoint.rank_extras": READS,
@@ -370,6 +371,7 @@ ALONE: dict[str, str] = {
     "Checkpoint.names": LOOKS,
     "Box.within": LOOKS,
     "Save.done": LOOKS,
+    "Checkpointer.status": LOOKS,
     "Save.add_done_callback": MARKS,
     "Checkpointer.restore_rng": "sets this process's generators, from what `restore` has read",
     "Rng.state_dict": LOOKS,

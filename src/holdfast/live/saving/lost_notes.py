@@ -16,13 +16,18 @@ class NotesInVain:
         self._notices = notices
         self._begun: set[int] = set()
         """Steps of which a durable save has begun."""
-        self._first = self._last = -1
-        """The first and the last step that the script has come to."""
+        self._first = self._last = self._now = -1
+        """The lowest and the highest step that the script has come to, and the last one."""
+
+    @property
+    def last(self) -> int | None:
+        """The last step that the script has come to; None before the first."""
+        return None if self._now < 0 else self._now
 
     def at(self, step: int) -> None:
         """Note that the script was at a step."""
         self._first = step if self._first < 0 else min(step, self._first)
-        self._last = max(step, self._last)
+        self._last, self._now = max(step, self._last), step
 
     def begun(self, step: int) -> None:
         """Note that a save of a step has begun."""
@@ -30,16 +35,19 @@ class NotesInVain:
         self._begun.add(step)
 
     @contextmanager
-    def told(self, what: Callable[[], str], step: int | None = None) -> Iterator[None]:
-        """A block that writes a label or metrics of a step.  `what()`: the text that this was not done.
+    def told(self, what: Callable[[], str], step: int | str | None = None) -> Iterator[None]:
+        """A block that writes a label or metrics of a step, named by its number or a label.  `what()`: the
+        text that this was not done.
 
         Reports StoreError and FormatError; once, for a step at which no save was due.  Raises NotFound for
-        a step that the script has never come to.
+        a step that the script has never come to, or a label that does not exist.
         """
         try:
             yield
         except (StoreError, FormatError) as error:
-            is_known = step is None or self._first <= step <= self._last
+            is_known = step is None or (
+                not isinstance(step, str) and self._first <= step <= self._last
+            )
             if isinstance(error, NotFound) and not is_known:
                 raise
             if isinstance(error, NotFound) and step is not None and step not in self._begun:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from holdfast.base.arguments import step_of
-from holdfast.base.errors import HoldfastError
+from holdfast.base.arguments import named_step_of
+from holdfast.base.errors import HoldfastError, NotFound
 from holdfast.core.checkpoint import notes
 from holdfast.core.checkpoint.names import manifest_key, parse_attempt, read_head
 from holdfast.core.group import Group
@@ -34,8 +34,9 @@ class Noting:
         self._changed = changed
 
     def pin(self, step: Any, label: Any) -> None:
-        step, label = step_of(step, "Checkpointer.pin"), notes.label_of(label, "Checkpointer.pin")
-        self._on_rank0(lambda: self._pin(step, label))
+        call = "Checkpointer.pin"
+        named, label = named_step_of(step, call), notes.label_of(label, call)
+        self._on_rank0(lambda: self._pin(self._number(named), label))
 
     def _pin(self, step: int, label: str) -> None:
         steps = self._steps
@@ -44,6 +45,14 @@ class Noting:
             with steps.committing:  # so that the step is not deleted meanwhile
                 notes.pin(steps.store, step, label)
                 steps.labels.forget(label)
+
+    def _number(self, named: int | str) -> int:
+        """Return the number of a committed step that a word names.  On rank 0."""
+        if isinstance(named, int):
+            return named
+        from holdfast.core.checkpoint.naming import step_named
+
+        return step_named(self._steps.store, named)
 
     def _is_saved(self, step: int) -> bool:
         """True if this run has already committed a step of this number."""
@@ -63,10 +72,19 @@ class Noting:
             notes.unpin(self._steps.store, label)
 
     def measure(self, step: Any, values: Mapping[str, Any]) -> None:
-        step = step_of(step, "Checkpointer.metrics")
+        named = named_step_of(step, "Checkpointer.metrics")
         checked = notes.metrics_of(values, "Checkpointer.metrics", "values")
         store, coming = self._steps.store, self._coming
-        self._on_rank0(lambda: notes.measure(store, step, checked, coming=coming))
+
+        def work() -> None:
+            step = self._number(named)
+            try:
+                notes.measure(store, step, checked, coming=coming)
+            except NotFound as error:
+                error.hint = f"{error.hint}; `step({step}, metrics={{...}})` is for one to come"
+                raise
+
+        self._on_rank0(work)
 
     def _on_rank0(self, work: Callable[[], object]) -> None:
         def done() -> bytes:

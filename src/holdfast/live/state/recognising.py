@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -106,7 +107,13 @@ def check_keys(
         )
     for key in state:
         if not isinstance(key, str) or not key or "." in key or "/" in key or key[0] == "$":
-            raise UsageError(f"key {key!r} of the state must be a name without '.', '/' or '$'")
+            is_state_dict = isinstance(key, str) and all(torch.is_tensor(v) for v in state.values())
+            raise UsageError(
+                f"key {key!r} of the state must be a name without '.', '/' or '$'",
+                hint="this looks like a state_dict(): hand over the module itself, {'model': model}"
+                if is_state_dict
+                else None,
+            )
         if type(key) is not str and f"{key}" != str.__str__(
             key
         ):  # as of an enum: names begin with it
