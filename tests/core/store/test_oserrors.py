@@ -90,7 +90,10 @@ def test_what_is_only_missing_is_no_obstacle(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     for path in ("none", "none/below", "link", "link/none"):
         assert obstacle(str(tmp_path / path)) is None
-        assert holdfast.steps(tmp_path / path) == []
+    for path in ("none", "none/below", "link/none"):
+        with pytest.raises(NotFound, match="no root at"):
+            holdfast.steps(tmp_path / path)
+    assert holdfast.steps(tmp_path / "link") == []
     holdfast.save(tmp_path / "link" / "run", state(), step=1)
     assert holdfast.steps(tmp_path / "run") == [1]
     assert obstacle("/") is None

@@ -212,7 +212,7 @@ def an_engine_is_handed_over_in_the_right_form(root: Path) -> None:
             holdfast.load(root.parent / "zero1-bf16", state)
         with pytest.raises(HoldfastError, match=message):
             holdfast.save(root / "none", state, step=1)
-    assert holdfast.steps(str(root / "none")) == []
+    assert not [*root.glob("none/steps/*/manifest.json")]
 
 
 def what_modules_say_besides_is_refused(root: Path) -> None:

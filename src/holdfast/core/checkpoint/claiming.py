@@ -174,8 +174,8 @@ def check_claim(store: Store, mine: Claim) -> None:
         )
     if held.run != mine.run and held.is_of_this_process():
         raise UsageError(
-            f"{store.url} was taken over by run {held.run}, another Checkpointer of this process, while the "
-            f"first one was open; its run {mine.run} stops committing",
+            f"{store.url} was taken over by run {held.run}, another Checkpointer of this process, while "
+            f"the first one was open; its run {mine.run} stops committing",
             hint="call close() on the first one before you make another, also in a notebook's cell that is "
             "run again",
         )
