@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import holdfast
 from builders import FSDP_TP, Tensor, build, transformer
 from cli.calling import call, call_json
 from holdfast.base.sizes import parse_size
@@ -18,6 +19,7 @@ from holdfast.cli.main import VERBS
 from holdfast.cli.options import split_target
 from holdfast.cli.words import ranks_text, size
 from holdfast.core.checkpoint.names import committed
+from holdfast.core.checkpoint.notes import measure
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.layout import Cut, Mesh, Sharding
 from holdfast.store import LocalStore
@@ -92,12 +94,73 @@ def test_ls_of_nothing(tmp_path: Path) -> None:
 
 
 def test_a_path_that_leads_into_a_root_is_told_the_root(root: Path) -> None:
-    inside = f"{root}/steps/0000000020"
-    told = f"it lies in a root: give {root}, and step 20 by itself"
+    inside = f"{root}/steps"
+    told = f"it lies in a root: give {root}"
     assert call("ls", inside) == (1, f"no steps in file://{inside} ({told})\n", "")
     for verb in ("inspect", "verify"):
         code, _, said = call(verb, inside)
         assert code == 1 and f" hint: {told}\n" in said
+    assert call_json("verify", f"{inside}/0000000020")[1]["step"] == 20
+
+
+def test_ls_of_what_is_no_root_says_what_lies_below(root: Path) -> None:
+    above = root.parent
+    (above / "old/step_6").mkdir(parents=True)
+    (above / "old/empty").mkdir()
+    assert call("convert", f"{root}@20", above / "old/step_6", "--to", "dcp")[0] == 0
+    code, out, _ = call("ls", above)
+    assert code == 1 and out.startswith(f"no steps in file://{above}\n")
+    rows = [line.split() for line in out.split("Below it\n")[1].splitlines()]
+    assert rows == [
+        ["path", "format", "steps", "highest"],
+        ["old/step_6", "dcp", "1", "0"],
+        ["run", "holdfast", "3", "30"],
+    ]
+    _, found = call_json("ls", above)
+    assert found["below"] == [
+        {"path": "old/step_6", "format": "dcp", "steps": [0]},
+        {"path": "run", "format": "holdfast", "steps": [10, 20, 30]},
+    ]
+    code, _, err = call("inspect", above)
+    assert code == 1 and f"below it lie {above}/old/step_6, {above}/run" in err
+
+
+def test_ls_is_readable_on_80_columns(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the many metrics of a trainer: those that are not asked for are named below."""
+    names = ("eval_loss", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
+    for step in (10, 20, 30):
+        measure(LocalStore(root), step, dict.fromkeys(names, 1.25 * step), coming={})
+    code, out, _ = call("ls", root)
+    assert code == 0
+    _, head, *lines = out.splitlines()
+    assert head.split() == ["step", "size", "age", "run", "mesh", "state"]
+    assert max(map(len, lines)) <= 80
+    (total,) = [line for line in lines if line.startswith("3 steps, ")]
+    _, found = call_json("ls", root)
+    assert total == f"3 steps, {size(sum(s['bytes'] for s in found['steps']))}"
+    assert found["steps"][0]["metrics"] == dict.fromkeys(names, 12.5)
+    others = f"metrics: {', '.join(names)} (--columns NAME,... shows them)"
+    assert others in out.replace("\n  ", " ")
+    code, out, _ = call("ls", root, "--columns", "eval_loss,files")
+    head, row = out.splitlines()[1:3]
+    assert head.split()[-3:] == ["eval_loss", "files", "state"]
+    assert row.split()[-3:] == ["12.5", "4", "complete"]
+    code, _, err = call("ls", root, "--columns", "eval_los")
+    assert code == 2 and "did you mean 'eval_loss'" in err
+
+
+def test_ls_shows_the_metric_that_the_run_keeps_the_best_by(tmp_path: Path) -> None:
+    keep = holdfast.Keep(last=1, best=("accuracy", 2, "max"))
+    state = {"x": {"n": 1}}
+    with holdfast.Checkpointer(tmp_path / "run", state, every=1, keep=keep) as ckpt:
+        for step, accuracy in ((1, 0.5), (2, 0.75), (3, 0.25)):
+            ckpt.save(step, metrics={"loss": 2.0, "accuracy": accuracy}).wait()
+    _, head, *rows = call("ls", tmp_path / "run")[1].splitlines()
+    assert head.split()[-2:] == ["accuracy", "state"]
+    assert [row.replace("→", " ").split()[0] for row in rows[:3]] == ["1", "2", "3"]
+    assert ["0.5" in rows[0], "0.75" in rows[1], "0.25" in rows[2]] == [True] * 3
+    assert "metrics: loss (--columns NAME,... shows them)" in rows
+    assert call_json("ls", tmp_path / "run")[1]["best_by"] == "accuracy"
 
 
 # -- inspect --------------------------------------------------------------------------------------
@@ -170,6 +233,43 @@ def test_inspect_a_pattern(root: Path) -> None:
     assert names == ["model.h.0.norm.weight", "model.h.1.norm.weight"]
 
 
+def test_inspect_statistics(root: Path) -> None:
+    code, out, _ = call("inspect", root, "model.*norm.weight", "--stats")
+    assert code == 0
+    head, *rows = [line.split() for line in out.splitlines()]
+    assert head == ["name", "mean", "deviation", "least", "most", "NaN", "Inf"]
+    tensors = transformer(seed=30)
+    assert [row[0] for row in rows] == [
+        n for n in tensors if n.endswith("norm.weight") and n[0] == "m"
+    ]
+    for name, *numbers, nan, inf in rows:
+        v = tensors[name].values.astype("f8")
+        assert numbers == [f"{x:.4g}" for x in (v.mean(), v.std(), v.min(), v.max())]
+        assert (nan, inf) == ("0", "0")
+    out = call("inspect", root, "--stats")[1]
+    assert out.splitlines()[-1] == "and 36 tensors of optimizer state: --all reads them"
+    assert len(call_json("inspect", root, "--stats", "--all")[1]["tensors"]) == len(tensors)
+    assert call("inspect", root, "modle.*", "--stats")[0] == 2
+    assert "did you mean" in call("inspect", root, "model.wte.wieght", "--stats")[2]
+
+
+def test_inspect_prints_an_extra_by_its_path(tmp_path: Path) -> None:
+    extras = {"meta": {"wandb_id": "3kf9", "tags": [*range(100)]}, "epoch": 3, **EXTRAS}
+    build(LocalStore(tmp_path), FSDP_TP, transformer(), extras=extras, per_rank=PER_RANK)  # type: ignore[arg-type]
+    for path, text in (
+        ("meta.wandb_id", "3kf9"), ("epoch", "3"), ("meta.tags[99]", "99"),
+        ("optim.param_groups[0].lr", "0.1"), ("rank1.rng", "b'b'"),
+        ("meta", f"{{wandb_id: '3kf9', tags: {[*range(100)]}}}"),
+    ):  # fmt: skip
+        assert call("inspect", tmp_path, path) == (0, f"{text}\n", "")
+    assert call_json("inspect", tmp_path, "epoch")[1] == {"path": "epoch", "value": 3}
+    code, _, err = call("inspect", tmp_path, "meta.wandb_ic")
+    assert code == 2 and "no tensor and no extra" in err and "did you mean 'meta.wandb_id'" in err
+    assert "3, 4, " in (short := call("inspect", tmp_path)[1]) and "98, 99]" not in short
+    whole = call("inspect", tmp_path, "--all")[1]
+    assert ", 97, 98, 99]" in whole and "…" not in whole and "in all" not in whole
+
+
 # -- verify ---------------------------------------------------------------------------------------
 
 
@@ -223,7 +323,16 @@ def test_diff(root: Path) -> None:
     assert "no difference" in out
     code, out, _ = call("diff", f"{root}@20", root)
     assert code == 1
-    assert "max relative" in out
+    parts = [out.index(p) for p in ("Weights: 12 tensors differ", "Optimizer states: 24 tensors")]
+    assert parts == sorted(parts)
+    assert "relative L2" in out and "max relative" not in out and "NaN" not in out
+    weights = out[parts[0] : parts[1]].splitlines()[2:-1]
+    shown = [float(line.split()[1]) for line in weights]
+    assert len(shown) == 12 and shown == sorted(shown, reverse=True)
+    a, b = (transformer(seed=s)["model.norm.weight"].values.astype("f8") for s in (20, 30))
+    expected = np.linalg.norm(a - b) / max(np.linalg.norm(a), np.linalg.norm(b))
+    (row,) = [line.split() for line in weights if line.split()[0] == "model.norm.weight"]
+    assert row[1] == f"{expected:.3g}"
     code, found = call_json("diff", f"{root}@20", root, "--only", "*.step")
     assert (code, found["identical"]) == (0, True)
 
@@ -234,6 +343,15 @@ def test_diff_over_layouts(root: Path, tmp_path: Path) -> None:
     code, out, _ = call("diff", root, tmp_path / "b")
     assert code == 0, out
     assert "were not compared: 4 and 3 ranks" in out
+
+
+def test_diff_against_another_system_says_why_extras_of_ranks_are_not_compared(
+    root: Path, tmp_path: Path
+) -> None:
+    assert call("convert", root, tmp_path / "dcp", "--to", "dcp")[0] == 0
+    out = call("diff", root, tmp_path / "dcp")[1]
+    told = "extras of single ranks (rng) were not compared: b is a dcp checkpoint, which has none"
+    assert told in out.splitlines()
 
 
 # -- prune ----------------------------------------------------------------------------------------
@@ -335,6 +453,18 @@ def test_agent_actions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "stopped" in call("agent", "stop")[1]
     code, _, err = call("agent", "stat")
     assert code == 2 and "status" in err
+
+
+def test_the_agent_is_not_started_by_looking(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_MEMORY_DIR", str(tmp_path / "node"))
+    assert call("agent", "status")[0] == 1
+    assert call("agent", "clean") == (0, "0 jobs freed\n", "")
+    code, _, err = call("agent", "clean", "--job", "j")
+    assert code == 2 and "job j is not known here" in err
+    assert call_json("ls", root)[1]["snapshots"] == []
+    assert not (tmp_path / "node").exists()
 
 
 def test_a_memory_directory_whose_socket_has_no_name(

@@ -27,13 +27,16 @@ STEPS = (
     "run@٣",
     f"run@{10**15}",
     f"run@{MANY_DIGITS}",
+    f"run@{LONG}",
 )
+NO_STEPS = ("run@x",)
+"""Words that could be labels, and are none."""
 INTEGERS = ("", "x", "1.5", MANY_DIGITS)
 NUMBERS = ("", "x", "nan")
 SIZES = ("x", "-1", "1e9", "nan", "0")
 
 CASES: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
-    "ls": (("URL",), {"URL": PATHS}),
+    "ls": (("URL",), {"URL": PATHS, "--columns": ("", "loss", "tensors,los")}),
     "inspect": (("TARGET",), {"TARGET": (*PATHS, *STEPS), "NAME": ("", "modle.weight", "x*", "[", LONG)}),
     "verify": (("TARGET",), {"TARGET": (*PATHS, *STEPS)}),
     "diff": (("A", "B"), {"A": (*PATHS, *STEPS), "B": (*PATHS, *STEPS), "--only": ("", "modle.*")}),
@@ -94,6 +97,7 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
             "--seed": (*INTEGERS, "-1"),
         },
     ),
+    "completion": (("bash",), {"bash": ("", "bsh")}),
     "agent": (
         ("status",),
         {
@@ -132,6 +136,18 @@ def test_a_value_that_cannot_be_meant_is_refused(
         code, _, err = call(verb, *_command(words, option, value))
         assert code == 2, f"{verb} {option} {value!r:.60}: exit {code}: {err[:500]}"
         assert "rror: " in err or "required" in err, err
+        assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize("verb", ["inspect", "verify", "diff", "plan", "convert", "copy"])
+def test_a_label_that_does_not_exist_is_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    monkeypatch.chdir(folder)
+    for value in NO_STEPS:
+        words = _command(CASES[verb][0], "A" if verb == "diff" else "TARGET", value)
+        code, _, err = call(verb, *words)
+        assert code == 1 and f"has the label {value[4:]!r}" in err and "steps there: 1, 2" in err
         assert not (folder / "out").exists()
 
 

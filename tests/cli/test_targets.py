@@ -10,6 +10,7 @@ import pytest
 from builders import FSDP_TP, build, transformer
 from cli.calling import call, call_json
 from holdfast.cli.options import split_target
+from holdfast.core.checkpoint.notes import pin
 from holdfast.store import LocalStore, MemoryStore
 
 
@@ -85,3 +86,19 @@ def test_urls_and_files(here: Path) -> None:
     assert split_target("memory://somebody@3") == ("memory://somebody@3", None)
     (here / "w@7").write_bytes(b"x")
     assert split_target("w@7") == ("w@7", None)
+
+
+def test_a_label_is_an_address_for_every_verb(here: Path) -> None:
+    saved(here / "run", 5, 7)
+    pin(LocalStore(here / "run"), 5, "best")
+    assert verified("run@best") == ("run", 5)
+    assert verified("run@newest") == ("run", 7)
+    assert call_json("inspect", "run@best")[1]["step"] == 5
+    assert call_json("plan", "run@best", "--mesh", "dp=2")[1]["step"] == 5
+    assert call_json("diff", "run@best", "run@5")[1]["identical"]
+    assert call_json("convert", "run@best", "w.safetensors", "--to", "safetensors")[1]["step"] == 5
+    assert [s["step"] for s in call_json("copy", "run@best", "other")[1]["steps"]] == [5]
+    (here / "run/steps/0000000005").rename(here / "only")
+    assert verified("only@5") == ("only", 5)
+    code, _, err = call("verify", "run@bset")
+    assert code == 1 and "has the label 'bset'" in err

@@ -5,24 +5,34 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from holdfast.base.errors import UsageError
 from holdfast.base.sizes import parse_size
 from holdfast.cli.options import Argument, Option, TargetArgument, split_target
 from holdfast.cli.screen import Result, phases, say
 from holdfast.cli.words import good, many, size
-from holdfast.formats.converting import TARGET_FORMATS, Converted, convert
+
+if TYPE_CHECKING:
+    from holdfast.formats.converting import Converted
+
+EXAMPLES = (
+    "holdfast convert runs/gpt@1000 out/weights --to huggingface --dtype bfloat16",
+    "holdfast convert runs/gpt weights.safetensors --to safetensors",
+    "holdfast convert deepspeed:runs/old runs/new",
+)
+FORMATS = "universal, deepspeed, dcp, huggingface, safetensors, torch"
+"""`TARGET_FORMATS` of `formats.converting`, which the help does not import."""
 
 
 def run(
     source: TargetArgument,
     target: Annotated[str, Argument("DST", "A new folder, or a root that gets one more step.")],
-    to: Annotated[str, Option(f"One of {', '.join(TARGET_FORMATS)}.", "FORMAT")] = "universal",
+    to: Annotated[str, Option(f"One of {FORMATS}.", "FORMAT")] = "universal",
     from_: Annotated[
         str | None, Option("Format of the source, if not recognised: dcp, ...", "FORMAT", "--from")
     ] = None,
-    key: Annotated[str, Option("For huggingface, torch: the model's key.", "KEY")] = "model",
+    key: Annotated[str, Option("Of weights alone: the model's key.", "KEY")] = "model",
     dtype: Annotated[str | None, Option("Cast these weights: bfloat16, ...", "DTYPE")] = None,
     rules: Annotated[str | None, Option("Rules that rename the weights.", "FILE")] = None,
     max_file: Annotated[str, Option("Largest size of one file.", "SIZE")] = "5GB",
@@ -30,13 +40,15 @@ def run(
     no_verify: Annotated[bool, Option("No CRC-32 of the source, no reading back.")] = False,
 ) -> Result:
     """Rewrite a checkpoint in another format.  After an interruption, run the same command again: it goes
-    on.
+    on where it was, or in a bucket with the files that are not written yet.
 
     universal: holdfast's own format with whole tensors, which Hugging Face's loaders read too.
     deepspeed: DeepSpeed's universal format.  dcp: torch.distributed.checkpoint.
-    huggingface, torch: weights alone, as safetensors or one file of torch.save.
-    Under torchrun the ranks share the work.
+    huggingface: weights alone, as safetensors in the folder DST; safetensors, torch: weights alone, in the
+    one file DST.  Under torchrun the ranks share the work.
     """
+    from holdfast.formats.converting import convert
+
     url, step = split_target(source)
     url = f"{from_}:{url}" if from_ else url
     rename = _renaming(url, step, key, rules) if rules is not None else None

@@ -1,8 +1,9 @@
 """`holdfast VERB ...`: finds the verb, runs it, and turns errors into messages and exit codes.
 
-A verb is a module of this package with a function `run`, which returns a `Result`.  It is imported when it
-is called, so that no verb waits for the imports of another.  Exit codes: 0 fine, 1 a problem was found, 2
-wrong usage.
+A verb is a module of this package that says how it is called: a function `run`, which returns a `Result`,
+and `EXAMPLES`.  `run` imports what it needs (`cli.work`) when it is called, so that help waits for nothing
+and no verb for the imports of another.  Exit codes: 0 fine, 1 a problem was found, 2 wrong usage, 130
+interrupted.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from holdfast.base.errors import (
 )
 from holdfast.base.suggest import did_you_mean
 from holdfast.base.version import __version__
-from holdfast.cli.options import Parser, wrapped
+from holdfast.cli.options import Parser, shown_examples, wrapped
 from holdfast.cli.screen import deliver, say, say_lines
 from holdfast.cli.words import style
 
 VERBS = ("ls", "inspect", "verify", "diff", "plan", "convert", "copy", "prune", "pin", "log", "replay",
-         "simulate", "agent")  # fmt: skip
+         "simulate", "agent", "completion")  # fmt: skip
 LAUNCH = "run"
 """The verb that takes torchrun's options, and starts the processes of a training."""
 ABOUT = """\
@@ -41,7 +42,13 @@ URL is a folder of checkpoints; URL@STEP is one step of it, URL alone the newest
 other systems are recognised by their files, or named by a prefix: dcp:PATH, deepspeed:PATH, \
 megatron:PATH, huggingface:PATH, torch:PATH.
 
-Exit codes: 0 fine, 1 a problem was found, 2 wrong usage. All verbs but run take --json."""
+Exit codes: 0 fine, 1 a problem was found, 2 wrong usage, 130 interrupted by Ctrl-C. All verbs but run \
+take --json."""
+EXAMPLES = (
+    "holdfast ls runs/gpt",
+    "holdfast inspect runs/gpt@1000",
+    "holdfast help convert",
+)
 _CALL = re.compile(r"^[a-z_.]*\((.*?=.*?)\): must be ", re.DOTALL)
 """Start of an error for an argument: a user of the command line knows the argument, not the Python call."""
 
@@ -54,6 +61,9 @@ def main(*verb: str) -> None:
     except BrokenPipeError:  # the reader of our output has closed it
         sys.stderr.close()
         sys.exit(141)
+    except KeyboardInterrupt:
+        say(f"interrupted{_later(words)}", file=sys.stderr)
+        sys.exit(130)
 
 
 def run(words: Sequence[str]) -> int:
@@ -69,10 +79,12 @@ def run(words: Sequence[str]) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
+    if words[:1] == ["help"]:
+        words = [*words[1:2], "--help"]
     if not words or words[0] in ("-h", "--help"):
         say_lines(overview())
         return 0 if words else 2
-    if words[0] == "--version":
+    if words[0] in ("--version", "version"):
         say(f"holdfast {__version__}{_beside()}")
         return 0
     verb = words[0]
@@ -86,14 +98,22 @@ def _run(words: Sequence[str]) -> int:
             f"there is no verb {verb!r}; there are {', '.join((*VERBS, LAUNCH))}",
             hint=did_you_mean(verb, (*VERBS, LAUNCH)),
         )
-    function = _function(verb)
-    parser = Parser(verb, function)
+    parser = parser_of(verb)
     if parser.asks_for_help(words[1:]):
         say_lines(parser.help())
         return 2 if len(words) == 1 else 0
     options = parser.parse(words[1:])
     as_json = options.pop("as_json")
-    return deliver(function(**options), as_json)
+    return deliver(_module(verb).run(**options), as_json)
+
+
+def _later(words: Sequence[str]) -> str:
+    """Return what is spared if a command that was interrupted is called again."""
+    if words[:1] == ["convert"] and not any("://" in word for word in words):
+        return "; the same command goes on where it was"
+    if words[:1] in (["convert"], ["copy"]):
+        return "; the same command goes on with the files that are not written yet"
+    return ""
 
 
 def _beside() -> str:
@@ -115,9 +135,14 @@ def _launch(words: Sequence[str]) -> int:
     return status
 
 
-def _function(verb: str) -> Callable[..., Any]:
-    function: Callable[..., Any] = importlib.import_module(f"holdfast.cli.{verb}").run
-    return function
+def _module(verb: str) -> Any:
+    return importlib.import_module(f"holdfast.cli.{verb}")
+
+
+def parser_of(verb: str) -> Parser:
+    """Return the parser of one of `VERBS`."""
+    module = _module(verb)
+    return Parser(verb, module.run, module.EXAMPLES)
 
 
 def overview() -> str:
@@ -125,14 +150,15 @@ def overview() -> str:
     width = max(map(len, VERBS)) + 4
     verbs = []
     for verb in (*VERBS, LAUNCH):
-        function = _launch if verb == LAUNCH else _function(verb)
+        function = _launch if verb == LAUNCH else _module(verb).run
         about = " ".join((inspect.getdoc(function) or "").split())
         first = about.partition(". ")[0].rstrip(".") + "."
         verbs.append(wrapped(first, f"  {verb:<{width - 2}}", " " * width))
     options = "  --version   Show the version.\n  -h, --help  Show this message and exit."
     return "\n".join(
         ["Usage: holdfast [OPTIONS] VERB [ARGS]...", "", wrapped(ABOUT), "", "Options:", options, "",
-         "Verbs:", *verbs, "", wrapped("`holdfast VERB --help` shows what a verb takes.")]
+         "Verbs:", *verbs, "", wrapped("`holdfast help VERB` shows what a verb takes."),
+         *shown_examples(EXAMPLES)]
     )  # fmt: skip
 
 

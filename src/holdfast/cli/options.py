@@ -61,8 +61,10 @@ class Parser:
     `--` are never options.
     """
 
-    def __init__(self, verb: str, run: Callable[..., object]) -> None:
+    def __init__(self, verb: str, run: Callable[..., object], examples: Sequence[str] = ()) -> None:
+        """`examples`: command lines that the help ends with."""
         self.prog = f"holdfast {verb}"
+        self.examples = examples
         self.options, self.arguments = _Strict(self.prog), _Strict(self.prog)
         self.words: list[str] = []
         self.names = ["--json", "--help"]
@@ -125,7 +127,7 @@ class Parser:
             parents=[self.arguments, self.options],
             add_help=False,
         )
-        return both.format_help().rstrip()
+        return "\n".join([both.format_help().rstrip(), *shown_examples(self.examples)])
 
     def parse(self, words: Sequence[str]) -> dict[str, Any]:
         """Return the arguments for the verb's function, and `as_json`."""
@@ -169,6 +171,11 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         self, usage: Any, actions: Iterable[Any], groups: Iterable[Any], prefix: Any = None
     ) -> None:
         super().add_usage(usage, actions, groups, "Usage: ")
+
+
+def shown_examples(examples: Sequence[str]) -> list[str]:
+    """Return the lines that a help text ends with; none if there are no examples."""
+    return ["", "Examples:", *(f"  {line}" for line in examples)] if examples else []
 
 
 def wrapped(text: str, first: str = "  ", indent: str = "  ") -> str:
@@ -220,10 +227,10 @@ def open_target(target: str) -> Checkpoint:
 
 def own_root(url: str, why: str, hint: str | None = None) -> Store:
     """Open a root of our own; UsageError for a foreign checkpoint, with `why` as the reason."""
-    from holdfast.core.store import open_store
+    from holdfast.core.checkpoint.lone import root_at
     from holdfast.formats.read.detect import detect
 
     foreign = detect(url)
     if foreign is not None:
         raise UsageError(f"{url} is a {foreign} checkpoint, which {why}", hint=hint)
-    return open_store(url)
+    return root_at(url)

@@ -8,8 +8,11 @@ from holdfast.base.arguments import step_of
 from holdfast.base.errors import NotFound, UsageError
 from holdfast.cli.options import Argument, Option, RootArgument, own_root
 from holdfast.cli.screen import Result, say
-from holdfast.core.checkpoint import notes
 
+EXAMPLES = (
+    "holdfast pin runs/gpt 1000 best",
+    "holdfast pin runs/gpt best --remove",
+)
 STEP_AND_LABEL = "The step, and a label for it; with --remove the label alone."
 
 
@@ -22,6 +25,8 @@ def run(
 
     A label names one step: if it named another, it moves. `holdfast ls` shows labels.
     """
+    from holdfast.core.checkpoint import notes
+
     if len(words) != (1 if remove else 2):
         takes = "--remove LABEL" if remove else "STEP LABEL"
         raise UsageError(f"holdfast pin takes URL {takes}, not {len(words)} words after URL")

@@ -8,7 +8,11 @@ from holdfast.base.errors import Exists
 from holdfast.cli.options import Argument, Option, RootArgument, own_root
 from holdfast.cli.screen import Result, say
 from holdfast.cli.words import many
-from holdfast.core.store import open_store
+
+EXAMPLES = (
+    "holdfast replay runs/gpt runs/gpt-at-1234 --to 1234",
+    "holdfast log runs/gpt  # which steps are recorded",
+)
 
 
 def run(
@@ -21,6 +25,7 @@ def run(
     On the CPU, with the whole state in memory.  Optimizers of torch only.
     """
     from holdfast.core.checkpoint.names import committed
+    from holdfast.core.store import open_store
     from holdfast.live.roots import require_native_root
     from holdfast.session.save_and_load import save
     from holdfast.tiers.records.offline import replay_to

@@ -12,6 +12,11 @@ from holdfast.cli.screen import Result, say
 if TYPE_CHECKING:
     from holdfast.policy.cluster import Cluster
 
+EXAMPLES = (
+    "holdfast simulate 64 1024 16384 --days 30",
+    "holdfast simulate 1024 --device-mtbf-hours 20000 --state 4GB --plot job.png",
+)
+
 
 def run(
     devices: Annotated[list[int], Argument("DEVICES...", "Sizes of the job: 10 1000 100000.")],
@@ -81,7 +86,7 @@ def _check(*, days: float | None, shape: float, seed: int) -> None:
 
 def _simulated(clusters: list[Cluster], asked: dict[str, Any], plot: str | None) -> Result:
     """Simulate every cluster with the options in `asked`, and draw the chart if a file is given."""
-    from holdfast.cli import simulated
+    from holdfast.cli.work import simulated
 
     if plot is not None:
         simulated.figure()  # fail before the long work

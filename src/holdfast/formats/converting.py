@@ -5,7 +5,8 @@
 The output is planned first (`holdfast.formats.write`); then files are written from the source to
 `<target>.partial`, read back, and moved into place by one rename, so a target is complete or absent.  In a
 bucket, which has no renames, the file that makes it a checkpoint is put last (`write.bucket`).  A killed
-conversion continues with the missing files when it is called again with the same arguments.
+conversion continues when it is called again with the same arguments: on a file system with the missing
+blocks (`write.begun`), in a bucket with the missing files.
 Under torchrun the ranks share the files evenly.
 """
 
@@ -69,9 +70,11 @@ from holdfast.formats.read.detect import split_format
 from holdfast.formats.read.folder import MARK, ListedFolder, OneFile, last_name
 from holdfast.formats.read.foreign import file_key
 from holdfast.formats.read.sections import Sections
+from holdfast.formats.write.begun import BEGUN, BLOCKS, BegunFiles
 from holdfast.formats.write.bucket import CONVERSION_PREFIX, BucketTarget, bucket_for
 from holdfast.formats.write.converting_ranks import Ranks, converting_ranks
 from holdfast.formats.write.file_plans import (
+    ONE_FILE,
     Planned,
     Renaming,
     WriteOptions,
@@ -82,9 +85,9 @@ from holdfast.formats.write.file_plans import (
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-TARGET_FORMATS = ("universal", "deepspeed", "dcp", "huggingface", "torch")
+TARGET_FORMATS = ("universal", "deepspeed", "dcp", "huggingface", "safetensors", "torch")
 _PARTIAL = ".partial"
-_WEIGHTS_ONLY = ("huggingface", "torch")
+_WEIGHTS_ONLY = ("huggingface", "safetensors", "torch")
 
 _Told = Callable[[str, int, int], object]
 """Called with a phase ("check", "write", "verify"), the bytes just done, and the phase's total."""
@@ -123,8 +126,9 @@ def convert(
     The step is named as in `holdfast.open`.
 
     `universal`: a root of holdfast's, each tensor whole; an existing root gets one more step.
-    `deepspeed`: its universal format.  `dcp`: torch.distributed.checkpoint.  `huggingface`, `torch`: the
-    weights under `key`, cast to `dtype`, renamed by `rename`; safetensors, or one file of torch.save.
+    `deepspeed`: its universal format.  `dcp`: torch.distributed.checkpoint.  `huggingface`, `safetensors`,
+    `torch`: the weights under `key`, cast to `dtype`, renamed by `rename`; a folder of safetensors, or
+    `target` itself as one file of safetensors or torch.save, however large.
     Any other target must not exist.  Blocks; `memory_bytes` bounds buffers; `verify` checks the CRC-32 of
     foreign files first, and reads everything back.  UsageError, FormatError, StoreError, Corrupt: then
     there is no target.
@@ -139,6 +143,7 @@ def convert(
             hint=f"give the path {path!r}, and the format as to={prefix!r}",
         )
     choice_of(to, TARGET_FORMATS, call, "to")
+    _check_name(target, to)
     step = None if step is None else named_step_of(step, call)
     memory_bytes = count_of(memory_bytes, call, "memory_bytes", most=MAX_SIZE_BYTES)
     flag_of(verify, call, "verify")
@@ -174,6 +179,26 @@ def _options(
     return WriteOptions(max_file_bytes, dtype, rename, text_of(key, call, "key"))
 
 
+def _check_name(target: str, to: str) -> None:
+    """UsageError if the target's name is that of a file and `to` writes a folder, or of another kind of
+    file."""
+    place = target.partition("?")[0] if "://" in target else target
+    endings = {ending: kind for kind, some in ONE_FILE.items() for ending in some}
+    named = endings.get(os.path.splitext(place)[1])
+    if to == "safetensors" and named != to:
+        raise UsageError(
+            f"{target} does not end in .safetensors, and safetensors is one file",
+            hint="name the file, such as weights.safetensors; to='huggingface' writes a folder",
+        )
+    is_folder = to not in ONE_FILE and place.endswith((*ONE_FILE["safetensors"], ".pt", ".pth"))
+    if is_folder or (to == "torch" and named == "safetensors"):
+        kind = "a folder" if is_folder else "a file of torch.save"
+        raise UsageError(
+            f"{target} is the name of a {named} file, and {to} writes {kind}",
+            hint=f"to={named!r} writes that file; or give another name",
+        )
+
+
 def _check(to: str, options: WriteOptions) -> None:
     if to not in _WEIGHTS_ONLY and (options.dtype or options.rename):
         what = "dtype" if options.dtype else "rename"
@@ -203,7 +228,7 @@ class _Conversion:
             return
         self.partial = LocalStore(self.target + _PARTIAL)
         """The mark and the folder of unfinished output."""
-        self.work = LocalStore(os.path.join(self.partial.root, "files"), durable=False)
+        self.work = BegunFiles(os.path.join(self.partial.root, "files"), durable=False)
 
     def _identity_now(self, *, is_stamped: bool = True) -> str:
         return _identity(self.source, self.target, self.to, self.options, is_stamped=is_stamped)
@@ -259,11 +284,12 @@ class _Conversion:
                 from holdfast.formats.write.weights import plan_huggingface
 
                 return plan_huggingface(self.source, self.options)
-            case "torch":
-                from holdfast.formats.write.weights import plan_torch
+            case "safetensors" | "torch":
+                from holdfast.formats.write.weights import plan_safetensors, plan_torch
 
                 name = last_name(self.target) if self.bucket else os.path.basename(self.target)
-                return plan_torch(self.source, self.options, name)
+                plan = plan_torch if self.to == "torch" else plan_safetensors
+                return plan(self.source, self.options, name)
         target, most = open_store(self.target), self.options.max_file_bytes
         return plan_consolidation(self.source, target, _attempt_name(self.identity), most)
 
@@ -330,7 +356,7 @@ class _Conversion:
             return self._attempt() == _attempt_name(self.identity)
         if not os.path.lexists(self.target):
             return False
-        root = os.path.dirname(self.target) if self.to == "torch" else self.target
+        root = os.path.dirname(self.target) if self.to in ONE_FILE else self.target
         return all(_has(LocalStore(root), f) for f in files)
 
     def _attempt(self) -> str | None:
@@ -347,7 +373,7 @@ class _Conversion:
         if not os.path.lexists(self.target):
             return
         entries = os.listdir(self.target) if os.path.isdir(self.target) else None
-        if entries == [] and self.to != "torch":
+        if entries == [] and self.to not in ONE_FILE:
             return
         if self.to != "universal":
             raise UsageError(f"{self.target} exists", hint="give a path that is not there yet")
@@ -359,7 +385,8 @@ class _Conversion:
             raise UsageError(what, hint="nothing is overwritten: give another root")
 
     def _check_space(self, files: Sequence[Outfile], same: bool) -> None:
-        wanted = sum(f.bytes for f in files if not _has(self.work, f))
+        lacking = [f for f in files if not _has(self.work, f)]
+        wanted = sum(max(f.bytes - self.work.begun_bytes(f.path), 0) for f in lacking)
         free = shutil.disk_usage(self.partial.root).free
         if wanted > free:
             if not same:
@@ -370,7 +397,10 @@ class _Conversion:
 
     def _clear(self, files: Sequence[Outfile]) -> None:
         """Delete all other files: leftovers of a killed process or another conversion."""
-        mine = {os.path.join(self.work.root, f.path) for f in files}
+        mine = set()
+        for f in files:
+            name = os.path.join(self.work.root, f.path)
+            mine |= {name} if _has(self.work, f) else {name, name + BEGUN, name + BLOCKS}
         for path in list(walk(self.partial.root)):
             if path not in mine:
                 unlink_below(path, self.partial.root)
@@ -464,7 +494,7 @@ class _Conversion:
         for path, data in plan.last:
             self.work.put(path, data)
         self.work.sync([path for path, _ in plan.last])
-        if self.to == "torch":
+        if self.to in ONE_FILE:
             os.rename(os.path.join(self.work.root, os.path.basename(self.target)), self.target)
         else:
             if os.path.isdir(self.target):

@@ -10,6 +10,7 @@ from holdfast.base.arguments import flag_of, named_step_of, path_of, seconds_of,
 from holdfast.base.entry import public
 from holdfast.base.errors import Deadline, NotFound, NotRecoverable, Unavailable, UsageError
 from holdfast.base.storage_deadlines import bounded
+from holdfast.core.checkpoint.lone import root_at
 from holdfast.core.checkpoint.names import Known, Saved, committed, seen, steps_text
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.checkpoint.unproved import tell_unreadable
@@ -23,6 +24,7 @@ def open(
     path: str | os.PathLike[str], *, step: int | str | None = None, verify: bool = True
 ) -> Checkpoint:
     """Open a step of a root for reading: the newest, `step`, or the one in `path`, as in `runs/gpt@1000`.
+    Or the one step whose folder lies at `path` by itself (`steps/0000000025`, copied from a root).
 
     `step`: a number, a label, `"best"` (the step with that label, else the best by the `Keep(best=)` of the
     last run), or `"newest"`.  `verify=False` leaves digests unchecked.  NotFound or NotRecoverable if there
@@ -128,7 +130,7 @@ def _steps(url: str) -> Steps:
             with suppress(NotFound):  # it names no last one
                 found.newest = open_as(foreign, url).step
         return found
-    store = open_store(url)
+    store = root_at(url)
     saved = committed(store)
     if not saved and isinstance(store, LocalStore) and not os.path.isdir(store.root):
         raise NotFound(f"no root at {store.url}", hint=near_path(url))

@@ -58,9 +58,28 @@ HANG = """Kill and recover ranks that do no step for S seconds, evaluations incl
 ranks that do nothing for S seconds or half an hour, whichever is longer. By default, from the first step
 on, ranks that do nothing for 20 times the longest pause between steps so far, and at least a minute."""
 
+ABOUT = "Run a script on several ranks, as torchrun does, and recover it in place."
+USAGE = "%(prog)s [OPTIONS] SCRIPT [ARGUMENTS OF THE SCRIPT]"
+TORCHRUNS = """
+It takes torchrun's options, too (`torchrun --help`), such as:
+  --nproc-per-node N        Ranks of this node.
+  --nnodes N                Nodes, each with the same command.
+  --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT --rdzv-id=NAME
+                            Where several nodes meet.
+  --max-restarts N          Attempts, at most.  [default: 100]
+  -m                        SCRIPT is the name of a module.
+"""
+EXAMPLES = (
+    "holdfast run --nproc-per-node 8 train.py --lr 1e-3",
+    "holdfast run --nproc-per-node 8 --spares 1 --hang-s 300 -m my.training",
+)
+
 
 def main(words: Sequence[str]) -> int:
     """Run a script on several ranks; return the exit status, 1 if the run failed."""
+    if [*words[:1]] in (["-h"], ["--help"]):
+        print(help_text())
+        return 0
     _limit_threads(words)
     try:
         given = _checked(parser().parse_args(words))
@@ -210,18 +229,36 @@ def parser() -> argparse.ArgumentParser:
 
     found: argparse.ArgumentParser = get_args_parser()
     found.prog = "holdfast run"
-    found.usage = "%(prog)s [OPTIONS] SCRIPT [ARGUMENTS OF THE SCRIPT]"
+    found.usage = USAGE
     found.error = partial(_refuse, found)  # type: ignore[method-assign]
-    found.description = "Run a script on several ranks, as torchrun does, and recover it in place."
+    found.description = ABOUT
     for name, value in (("max_restarts", RESTARTS), ("monitor_interval", 0.02)):
         if f"PET_{name.upper()}" not in os.environ:  # else torch has read that variable
             found.set_defaults(**{name: value})
+    _add_ours(found)
+    return found
+
+
+def help_text() -> str:
+    """Return what `--help` shows: our own options, without importing torch for its parser."""
+    found = argparse.ArgumentParser(
+        prog="holdfast run",
+        usage=USAGE,
+        description=ABOUT,
+        epilog=TORCHRUNS.strip() + "\n\nExamples:\n" + "\n".join(f"  {e}" for e in EXAMPLES),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_ours(found)
+    return found.format_help().rstrip()
+
+
+def _add_ours(found: argparse.ArgumentParser) -> None:
+    """Add the options that torchrun does not have."""
     ours = found.add_argument_group("holdfast")
     ours.add_argument("--spares", type=int, default=0, metavar="N", help=SPARES)
     ours.add_argument("--nproc-min", type=int, metavar="M", help=NPROC_MIN)
     ours.add_argument("--preload", action="append", default=[], metavar="MODULE", help=PRELOADED)
     ours.add_argument("--hang-s", type=float, metavar="S", help=HANG)
-    return found
 
 
 def _refuse(found: argparse.ArgumentParser, message: str) -> NoReturn:

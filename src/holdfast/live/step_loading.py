@@ -10,6 +10,7 @@ from holdfast.base.errors import FormatError, NotFound, NotRecoverable, warn_use
 from holdfast.base.events import emit
 from holdfast.base.storage_deadlines import bounded, opening
 from holdfast.base.wire import decode_json
+from holdfast.core.checkpoint.lone import as_root
 from holdfast.core.checkpoint.names import (
     AND_LOG,
     MOST_TRIES,
@@ -74,7 +75,7 @@ def load_from(
             foreign = open_as(found, url, step)
         restore(foreign, state, group, options)
         return foreign.step
-    store = open_shared(url, group)
+    store = as_root(open_shared(url, group))
     if group.size > 1:
         from holdfast.live.saving.same_root import check_listed
 

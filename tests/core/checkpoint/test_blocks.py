@@ -15,8 +15,9 @@ from holdfast.core.checkpoint.names import read_manifest, step_prefix
 from holdfast.core.checkpoint.verifying import verify
 from holdfast.errors import UsageError
 from holdfast.formats.converting import convert
+from holdfast.formats.write.begun import BegunFiles
 from holdfast.live.saving.writing import WRITE_BYTES
-from holdfast.store import LocalStore, Store, Writer
+from holdfast.store import Store, Writer
 
 MIB = 1 << 20
 
@@ -69,9 +70,9 @@ def test_a_save(block_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_who_cannot_choose_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     holdfast.save(tmp_path / "a", {"data": {"x": torch.ones(8)}}, step=1)
-    create = LocalStore.create
+    create = BegunFiles.create
     monkeypatch.setattr(
-        LocalStore,
+        BegunFiles,
         "create",
         lambda self, key, size: CoarseWriter(
             Coarse(self, 64 * MIB), create(self, key, size), size

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import holdfast
 from builders import FSDP_TP, Tensor, build, memory, transformer
+from holdfast.core.checkpoint import diffing
 from holdfast.core.checkpoint.diffing import Difference, batches, blocks, compare_checkpoints
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.format.dtypes import numpy_dtype
@@ -51,7 +52,10 @@ def test_names_kinds_and_values() -> None:
     assert found.kinds == [("m.b", "float32 [3, 4]", "float32 [4, 3]")]
     (v,) = found.values
     assert (v.name, v.size, v.num_differing, v.num_nan) == ("m.a", 12, 2, 0)
-    assert (v.max_abs, v.max_rel) == (22.0, 2.0)
+    assert v.max_abs == 22.0
+    p, q = f.astype("f8"), g.astype("f8")
+    larger = max(np.linalg.norm(p), np.linalg.norm(q))
+    assert math.isclose(v.rel_l2, np.linalg.norm(p - q) / larger, rel_tol=1e-12)
     assert not found.identical
 
 
@@ -60,9 +64,9 @@ def test_nan_and_infinity() -> None:
     a = np.array([nan, nan, 1.0, inf, inf, 0.0], "f4")
     b = np.array([nan, 1.0, 1.0, inf, 2.0, -0.0], "f4")
     (v,) = two({"m": Tensor(a)}, {"m": Tensor(b)}).values
-    assert (v.num_differing, v.num_nan, v.max_abs, v.max_rel) == (3, 1, inf, inf)
+    assert (v.num_differing, v.num_nan, v.max_abs, v.rel_l2) == (3, 1, inf, inf)
     (v,) = two({"m": Tensor(a[-1:])}, {"m": Tensor(b[-1:])}).values
-    assert (v.num_differing, v.max_abs, v.max_rel) == (1, 0.0, 0.0)
+    assert (v.num_differing, v.max_abs, v.rel_l2) == (1, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +77,20 @@ def test_every_kind_of_element(dtype: str) -> None:
     a = np.array([0, 1, 1], kind)
     b = np.array([0, 1, 0], kind)
     (v,) = two({"m": Tensor(a)}, {"m": Tensor(b)}).values
-    assert (v.num_differing, v.max_abs, v.max_rel) == (1, 1.0, 1.0)
+    assert (v.num_differing, v.max_abs) == (1, 1.0)
+    assert math.isclose(v.rel_l2, math.sqrt(0.5))
+
+
+def test_equal_blocks_count_in_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large tensor is compared in blocks, most of which may be equal."""
+    monkeypatch.setattr(diffing, "SLICE", 3)
+    monkeypatch.setattr(diffing, "batches", lambda tensors: batches(tensors, 40))
+    a = np.arange(1, 31, dtype="f4").reshape(5, 6)
+    b = a.copy()
+    b[4, 5] += 3
+    (v,) = two({"m": Tensor(a)}, {"m": Tensor(b)}).values
+    assert (v.num_differing, v.max_abs) == (1, 3.0)
+    assert math.isclose(v.rel_l2, 3 / np.linalg.norm(b), rel_tol=1e-6)
 
 
 def test_large_integers_do_not_lose_their_last_digit() -> None:

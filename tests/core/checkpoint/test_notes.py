@@ -488,7 +488,9 @@ def test_commands(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["metrics"] for row in rows] == [{"loss": 0.25}, {"loss": 0.5}, {}, {}]
     assert run(["ls", url]) == 0
     shown = capsys.readouterr().out
-    assert "best" in shown and "loss 0.5" in shown
+    (row,) = [line.split() for line in shown.splitlines() if "[best]" in line]
+    assert shown.splitlines()[1].split()[-2:] == ["loss", "state"]
+    assert row[-3:] == ["0.5", "complete", "[best]"]
     assert run(["prune", url, "--keep-last", "1", "--keep-best", "loss:1"]) == 0
     assert holdfast.steps(url) == [1, 2, 4]
     assert run(["pin", url, "--remove", "best"]) == 0

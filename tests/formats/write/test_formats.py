@@ -201,6 +201,40 @@ def test_one_file_of_torch_save(source: str, trained: dict[str, Any], tmp_path: 
         assert torch.equal(fresh.state_dict()[name], value)
 
 
+def test_one_safetensors_file(source: str, trained: dict[str, Any], tmp_path: Path) -> None:
+    """However large: `max_file_bytes` divides folders alone."""
+    from safetensors.torch import load_file
+
+    target = tmp_path / "w.safetensors"
+    made = holdfast.convert(source, target, to="safetensors", max_file_bytes=2000)
+    assert (made.path, made.num_files) == (str(target), 1)
+    assert list(tmp_path.iterdir()) == [target] and target.is_file()
+    found, expected = load_file(target), trained["model"].state_dict()
+    assert found.keys() == expected.keys() - {"out.weight"}
+    assert all(torch.equal(v, expected[k]) for k, v in found.items())
+    with holdfast.open(target) as c:
+        assert c.format == "huggingface"
+    holdfast.convert(source, tmp_path / "half.safetensors", to="safetensors", dtype="float16")
+    half = load_file(tmp_path / "half.safetensors")
+    assert all(torch.equal(v, expected[k].half()) for k, v in half.items() if v.is_floating_point())
+
+
+def test_a_name_that_is_of_another_kind_is_refused(source: str, tmp_path: Path) -> None:
+    for to, name, message, instead in (
+        ("huggingface", "w.safetensors", "huggingface writes a folder", "to='safetensors'"),
+        ("dcp", "w.pt", "dcp writes a folder", "to='torch'"),
+        ("universal", "w.pth", "universal writes a folder", "to='torch'"),
+        ("torch", "w.safetensors", "torch writes a file of torch.save", "to='safetensors'"),
+        ("safetensors", "w.pt", "does not end in .safetensors", "to='huggingface'"),
+        ("safetensors", "weights", "does not end in .safetensors", "to='huggingface'"),
+        ("safetensors", "weights/", "does not end in .safetensors", "to='huggingface'"),
+    ):
+        with pytest.raises(UsageError, match=message) as refused:
+            holdfast.convert(source, f"{tmp_path}/{name}", to=to)
+        assert instead in (refused.value.hint or "")
+        assert not list(tmp_path.iterdir())
+
+
 def test_what_a_format_cannot_do_is_refused(source: str, tmp_path: Path) -> None:
     for options, match in (
         ({"to": "hugingface"}, "huggingface"),

@@ -21,6 +21,7 @@ import holdfast
 from holdfast.core.checkpoint.diffing import compare_checkpoints
 from holdfast.errors import Corrupt, HoldfastError, UsageError
 from holdfast.formats import converting
+from holdfast.formats.write.begun import BLOCKS
 
 FORMATS = ("universal", "dcp", "deepspeed", "huggingface")
 
@@ -101,7 +102,8 @@ def test_finished_files_are_not_written_again(source: Path, tmp_path: Path, to: 
     target = tmp_path / "out"
     interrupted(source, target, to, 1)
     found = [p for p in (tmp_path / "out.partial").rglob("*") if p.is_file()]
-    there = {p: p.stat().st_ino for p in found if p.name != "holdfast-conversion.json"}
+    whole = [p for p in found if p.suffix not in (".begun", ".blocks", ".json")]
+    there = {p: p.stat().st_ino for p in whole}
     assert there
     made = holdfast.convert(source, target, to=to, max_file_bytes=8_000_000)
     assert made.num_resumed == len(there) < made.num_files
@@ -152,6 +154,32 @@ def killed_at(change: int, source: Path, target: Path, to: str) -> bool:
     return status == 9
 
 
+def die_before_blocks_go(source: str, target: str) -> None:
+    unlink = os.unlink
+
+    def dying(path: Any, *args: Any, **kwargs: Any) -> None:
+        if str(path).endswith(BLOCKS):
+            os._exit(9)
+        unlink(path, *args, **kwargs)
+
+    os.unlink = dying
+    holdfast.convert(source, target, to="huggingface")
+
+
+def test_blocks_of_a_file_that_is_whole_are_no_part_of_the_result(
+    source: Path, tmp_path: Path
+) -> None:
+    """A process dies between the last rename of a file and the end of what was noted of its blocks."""
+    module, target = "system.crash.test_converting", tmp_path / "out"
+    call = f"die_before_blocks_go({str(source)!r}, {str(target)!r})"
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", f"from {module} import *; {call}"], env=env)
+    assert done.returncode == 9 and [*tmp_path.rglob(f"*{BLOCKS}")]
+    holdfast.convert(source, target, to="huggingface")
+    holdfast.convert(source, tmp_path / "whole", to="huggingface")
+    assert files(target) == files(tmp_path / "whole")
+
+
 @pytest.mark.soak_except("huggingface")
 @pytest.mark.slow
 @pytest.mark.parametrize("to", [*FORMATS, "torch"])
@@ -184,7 +212,7 @@ def die_at_every_change(place: str, to: str) -> None:
         elif to == "torch":
             assert target.read_bytes() == whole.read_bytes()
         else:
-            assert files(target) == files(whole)
+            assert files(target) == files(whole), change
         if not dead:
             break
     assert change > 10

@@ -29,7 +29,7 @@ from holdfast.core.format.manifest import TensorEntry
 from holdfast.core.layout import Box, flat_range
 
 COMPARED_BYTES = 64 << 20
-_SLICE = 1 << 20
+SLICE = 1 << 20
 """Elements converted at a time, to bound the memory of float64 copies."""
 
 
@@ -37,16 +37,33 @@ _SLICE = 1 << 20
 class ValueDifferences:
     """Differences between the values of one tensor in two checkpoints.
 
-    `num_differing` counts elements whose bits differ; `max_rel` is |a - b| / max(|a|, |b|); elements
-    that are NaN on one side only are counted in `num_nan` and in no maximum.
+    `num_differing` counts elements whose bits differ; `rel_l2` is ||a - b|| / max(||a||, ||b||) over the
+    elements that are finite in both, infinite if an infinity differs; elements that are NaN on one side
+    only are counted in `num_nan` alone.
     """
 
     name: str
+    state: str
+    """As in the manifest: `param`, `buffer`, `tensor`, or the name of an optimizer's state."""
     size: int
     num_differing: int = 0
     num_nan: int = 0
     max_abs: float = 0.0
-    max_rel: float = 0.0
+    rel_l2: float = 0.0
+
+
+@dataclass
+class _Squares:
+    """Sums of squares over the finite elements of a tensor."""
+
+    gap: float = 0.0
+    a: float = 0.0
+    b: float = 0.0
+
+    def relative(self) -> float:
+        norm = max(self.a, self.b)
+        found = math.sqrt(self.gap / norm) if norm and norm < math.inf else self.gap and math.inf
+        return math.inf if math.isnan(found) else found
 
 
 @dataclass
@@ -89,14 +106,17 @@ def compare_checkpoints(
     if only is not None:
         _check_pattern(a, b, only)
     shared = _match_names(a, b, only, found)
-    differing = {t.name: ValueDifferences(t.name, math.prod(t.shape)) for t in shared}
+    differing = {t.name: ValueDifferences(t.name, t.state, math.prod(t.shape)) for t in shared}
+    squares = {t.name: _Squares() for t in shared}
     for batch in batches(shared):
-        for (t, _), x, y in zip(batch, _read(a, batch), _read(b, batch)):
-            _compare_values(differing[t.name], t.dtype, x, y)
+        for (t, _), x, y in zip(batch, read_batch(a, batch), read_batch(b, batch)):
+            _compare_values(differing[t.name], squares[t.name], t.dtype, x, y)
             found.bytes += x.nbytes
             if progress is not None:
                 progress(x.nbytes)
     found.values = [v for v in differing.values() if v.num_differing]
+    for v in found.values:
+        v.rel_l2 = squares[v.name].relative()
     found.num_equal = len(shared) - len(found.values)
     _compare_extras(a, b, only, found)
     return found
@@ -118,22 +138,24 @@ def _check_pattern(a: Checkpoint, b: Checkpoint, only: str) -> None:
 
 def _extras_paths(checkpoint: Checkpoint) -> Iterator[str]:
     """Paths of all extras, of containers and of their items, as in differences."""
-    yield from _paths("", checkpoint.extras)
+    trees = [("", checkpoint.extras)]
     if checkpoint.manifest.per_rank:
         for rank in sorted(checkpoint.manifest.file_of):
             own = {k: decode(v, plain_tensor) for k, v in checkpoint.rank_extras(rank).items()}
-            yield from _paths(f"rank{rank}", own)
+            trees.append((f"rank{rank}", own))
+    for path, value in trees:
+        yield from (inner for inner, _ in values_below(path, value) if inner)
 
 
-def _paths(path: str, value: Any) -> Iterator[str]:
-    if path:
-        yield path
+def values_below(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The value at `path`, and each value in it with its path: `meta.ids[3]`."""
+    yield path, value
     if isinstance(value, dict):
         for key, one in value.items():
-            yield from _paths(f"{path}.{key}" if path else str(key), one)
+            yield from values_below(f"{path}.{key}" if path else str(key), one)
     elif isinstance(value, (list, tuple)):
         for i, one in enumerate(value):
-            yield from _paths(f"{path}[{i}]", one)
+            yield from values_below(f"{path}[{i}]", one)
 
 
 def total_bytes(a: Checkpoint, b: Checkpoint, only: str | None = None) -> int:
@@ -192,7 +214,8 @@ def blocks(shape: tuple[int, ...], most: int) -> Iterator[Box]:
         yield from flat_range(shape, start, min(start + step, size))
 
 
-def _read(checkpoint: Checkpoint, batch: list[_Part]) -> list[Array]:
+def read_batch(checkpoint: Checkpoint, batch: list[_Part]) -> list[Array]:
+    """Read a batch: the raw elements of each part, flat.  Verified."""
     wants, values = [], []
     for t, box in batch:
         array: Array = np.empty(box.shape, RAW[DTYPES[t.dtype].bytes])
@@ -202,34 +225,44 @@ def _read(checkpoint: Checkpoint, batch: list[_Part]) -> list[Array]:
     return values
 
 
-def _compare_values(into: ValueDifferences, dtype: str, a: Array, b: Array) -> None:
-    """Add the differences between two arrays of raw elements."""
-    if np.array_equal(a.view("u1"), b.view("u1")):
+def _compare_values(
+    into: ValueDifferences, squares: _Squares, dtype: str, a: Array, b: Array
+) -> None:
+    """Add the differences between two arrays of raw elements, a tensor or a block of it."""
+    if a.size == into.size and np.array_equal(a.view("u1"), b.view("u1")):
         return
-    for start in range(0, a.size, _SLICE):
-        x, y = a[start : start + _SLICE], b[start : start + _SLICE]
+    for start in range(0, a.size, SLICE):
+        x, y = a[start : start + SLICE], b[start : start + SLICE]
         bits = (x.view("u1") != y.view("u1")).reshape(x.size, -1).any(axis=1)
         into.num_differing += int(bits.sum())
-        if bits.any():
-            _measure(into, _numbers(x[bits], dtype), _numbers(y[bits], dtype))
+        p = as_numbers(x, dtype)
+        q = as_numbers(y, dtype) if bits.any() else p
+        finite = np.isfinite(p) & np.isfinite(q)
+        squares.a += _square(p[finite])
+        squares.b += _square(q[finite])
+        if q is not p:
+            _measure(into, squares, p[bits], q[bits])
 
 
-def _measure(into: ValueDifferences, x: Array, y: Array) -> None:
+def _measure(into: ValueDifferences, squares: _Squares, x: Array, y: Array) -> None:
     lone = np.isnan(x) != np.isnan(y)
     into.num_nan += int(lone.sum())
     differ = (x != y) & ~np.isnan(x) & ~np.isnan(y)
-    if not differ.any():
-        return
-    x, y = x[differ], y[differ]
+    if differ.any():
+        with np.errstate(all="ignore"):
+            gap = np.abs(x[differ] - y[differ])
+        into.max_abs = max(into.max_abs, float(gap.max()))
+        squares.gap += _square(gap)
+
+
+def _square(values: Array) -> float:
+    """Sum of the squares of numbers' magnitudes."""
+    values = np.abs(values) if values.dtype.kind == "c" else values
     with np.errstate(all="ignore"):
-        gap = np.abs(x - y)
-        relative = gap / np.maximum(np.abs(x), np.abs(y))
-    relative[np.isinf(gap)] = np.inf
-    into.max_abs = max(into.max_abs, float(gap.max()))
-    into.max_rel = max(into.max_rel, float(relative.max()))
+        return float(np.dot(values, values))
 
 
-def _numbers(raw: Array, dtype: str) -> Array:
+def as_numbers(raw: Array, dtype: str) -> Array:
     """Raw elements as numbers wide enough to subtract: float64, longdouble or complex128."""
     if dtype == "complex32":
         pairs = raw.view("f2").reshape(-1, 2).astype("f8")
@@ -255,6 +288,12 @@ def _compare_rank_extras(
 ) -> Iterator[tuple[str, str, str]]:
     """Differences of per-rank extras, which are comparable only for equal numbers of ranks."""
     x, y = a.manifest, b.manifest
+    for letter, c in (("a", a), ("b", b)):
+        if c.format != "holdfast":
+            keys = ", ".join(sorted(x.per_rank.keys() | y.per_rank.keys()))
+            why = f"{letter} is a {c.format} checkpoint, which has none"
+            found.notes.append(f"extras of single ranks ({keys}) were not compared: {why}")
+            return
     if x.layout.world != y.layout.world:
         keys = ", ".join(sorted(x.per_rank.keys() | y.per_rank.keys()))
         found.notes.append(

@@ -32,5 +32,18 @@ def format_value(value: Any, width: int = 60) -> str:
     return cut_short(text, width)
 
 
+def full_value(value: Any) -> str:
+    """Format a value on one line with nothing left out."""
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} {value.tolist()}"
+    if isinstance(value, io.BytesIO):
+        return f"BytesIO at {value.tell()} of {value.getvalue()!r}"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k}: {full_value(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(full_value, value)) + "]"
+    return repr(value)
+
+
 def cut_short(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"

@@ -25,6 +25,7 @@ from holdfast.base.errors import FormatError, UsageError
 from holdfast.base.suggest import did_you_mean
 from holdfast.base.wire import decode_json
 from holdfast.core.checkpoint.files import Files
+from holdfast.core.checkpoint.lone import root_at
 from holdfast.core.checkpoint.names import read_manifest, step_prefix, steps_text
 from holdfast.core.checkpoint.reading import read_alone
 from holdfast.core.checkpoint.rows import RAW, Array, ArrayTarget, Want
@@ -34,7 +35,7 @@ from holdfast.core.format.dtypes import DTYPES, numpy_dtype
 from holdfast.core.format.extras import FROZEN, decode
 from holdfast.core.format.manifest import FileEntry, Manifest
 from holdfast.core.layout import Box, Sharding, whole
-from holdfast.core.store import Store, open_store
+from holdfast.core.store import Store
 
 _Range = slice | tuple[int, int] | None
 
@@ -71,14 +72,15 @@ class Checkpoint:
     def open(
         url: str | os.PathLike[str], step: int | str | None = None, *, verify: bool = True
     ) -> Checkpoint:
-        """Open a step by its number or label, or the newest.  NotFound or NotRecoverable if there is none.
+        """Open a step by its number or label, or the newest, of a root; or the step whose folder `url` is.
+        NotFound or NotRecoverable if there is none.
 
         HoldfastWarning if another step, with a damaged manifest, may be the newest.
         """
         call = "Checkpoint.open"
         step = None if step is None else named_step_of(step, call)
         flag_of(verify, call, "verify")
-        store = open_store(path_of(url, call, "url"))
+        store = root_at(path_of(url, call, "url"))
         if isinstance(step, str):
             from holdfast.core.checkpoint.naming import step_named
             from holdfast.core.checkpoint.notes import NEWEST

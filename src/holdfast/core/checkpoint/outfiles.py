@@ -9,7 +9,8 @@ file's *seal*, which gets the blocks of a file in order, each before it is writt
     file = Outfile("model.safetensors", len(header) + 40, (Literal(0, header),), (span,))
     write_files(source, store, [file], memory_bytes=1 << 30)
 
-Each file appears whole or not at all.
+Each file appears whole or not at all.  A store whose writers are `Continuing` goes on with blocks that an
+earlier try has written.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -45,6 +46,15 @@ MIN_MEMORY_BYTES = _MIN_BLOCK_BYTES + _CAST_BYTES + _READ_BYTES
 Progress = Callable[[int], object]
 _Seal = Callable[[int, memoryview], None]
 """Called in order with each block's offset and the block, which it may change."""
+
+
+@runtime_checkable
+class Continuing(Writer, Protocol):
+    """A writer of a file that an earlier try may have begun."""
+
+    def read_back(self, offset: int, into: memoryview) -> bool:
+        """Fill `into` with the part that an earlier try wrote at `offset`, which need not be written again;
+        False if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,18 +223,28 @@ class _UnfinishedFile:
         """Fill, seal and write one block; return its number of bytes.  The last block written finishes the
         file."""
         block = buffer[: min(self._block_bytes, self._file.bytes - start)]
-        self._fill(start, block)
+        writer = self._opened()
+        is_there = isinstance(writer, Continuing) and writer.read_back(start, block)
+        if not is_there:
+            self._fill(start, block)
         with self._in_order(start):
             if self._seal is not None:
-                self._seal(start, block)
+                self._seal(start, block)  # of a block that is there, the same bytes once more
+        self._digests[start // self._block_bytes] = digest(block)
+        if writer is not None:
+            self._put(writer, start, block if not is_there else block[:0])
+        return len(block)
+
+    def _opened(self) -> Writer | None:
+        """Return the writer of the file, which the first block opens; None without a store."""
+        with self._turn:
             if self._store is not None and self._writer is None:
+                if self._failed:
+                    raise _GivenUpError
                 self._writer = self._store.create(self._file.path, self._file.bytes)
                 hint = "write to a file system"
                 check_blocks(self._writer, self._file.path, self._block_bytes, hint)
-        self._digests[start // self._block_bytes] = digest(block)
-        if self._writer is not None:
-            self._put(self._writer, start, block)
-        return len(block)
+            return self._writer
 
     def _put(self, writer: Writer, start: int, block: memoryview) -> None:
         if len(block):

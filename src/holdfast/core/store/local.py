@@ -387,6 +387,9 @@ class LocalWriter:
     def _forget(self) -> None:
         with self._changed:
             self._changed.wait_for(lambda: not self._num_users)
+        self._discard()
+
+    def _discard(self) -> None:
         self._temp.discard()
         if self._temp.is_at(self._final):  # `finish` failed or timed out after the name was made
             with suppress(OSError):

@@ -173,7 +173,7 @@ class TempFile:
         if self.durable:
             os.fsync(self._fd)
         self._identity = os.fstat(self._fd)
-        self._close()  # NFS renames a file that is unlinked while open
+        self.close()  # NFS renames a file that is unlinked while open
         directory = os.path.dirname(final)
         try:
             self._rename(final, replace=replace)
@@ -195,7 +195,7 @@ class TempFile:
     def discard(self) -> None:
         """Close the file and remove its temporary name, if they are still there; never raises."""
         with suppress(OSError):
-            self._close()
+            self.close()
         with suppress(OSError):
             os.unlink(self.path)
 
@@ -206,7 +206,8 @@ class TempFile:
             if not self.is_at(final):
                 raise
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Close the file, under whatever name it has."""
         self._fd = -1
         self._file.close()
 

@@ -16,10 +16,11 @@ import warnings
 
 from holdfast.base.arguments import names_step, shown, step_of
 from holdfast.base.errors import HoldfastError, UsageError
+from holdfast.core.checkpoint.lone import root_at
 from holdfast.core.checkpoint.names import step_numbers
 from holdfast.core.checkpoint.naming import step_named
 from holdfast.core.checkpoint.notes import NEWEST
-from holdfast.core.store import LocalStore, open_store
+from holdfast.core.store import LocalStore
 from holdfast.formats.read.detect import detect, split_format, steps_as
 from holdfast.formats.read.folder import OneFile, open_place
 
@@ -53,7 +54,7 @@ def _number(url: str, step: int | str | None) -> int | None:
             f"{url} is a {foreign} checkpoint, whose steps have no labels: {shown(step)} names none",
             hint="give the number of a step, or 'newest'",
         )
-    return step_named(open_store(url), step)
+    return step_named(root_at(url), step)
 
 
 def split_address(address: str) -> tuple[str, int | str | None]:
@@ -147,6 +148,6 @@ def _steps(url: str) -> list[int]:
         warnings.simplefilter("ignore")  # who asks warns
         try:
             foreign = detect(url)
-            return step_numbers(open_store(url)) if foreign is None else steps_as(foreign, url)
+            return step_numbers(root_at(url)) if foreign is None else steps_as(foreign, url)
         except HoldfastError:
             return []

@@ -11,9 +11,10 @@ from typing import Any
 
 from holdfast.base.errors import FormatError, NotFound, UsageError
 from holdfast.base.suggest import did_you_mean
+from holdfast.core.checkpoint.lone import LoneStep, root_at
 from holdfast.core.checkpoint.names import STEP, step_numbers
 from holdfast.core.checkpoint.opened import Checkpoint
-from holdfast.core.store import SCHEMES, LocalStore, Store, open_store, split_prefix
+from holdfast.core.store import SCHEMES, LocalStore, Store, split_prefix
 from holdfast.core.store.oserrors import obstacle
 from holdfast.formats.read.dcp import is_dcp, open_dcp, steps_of_dcp
 from holdfast.formats.read.deepspeed.tags import is_deepspeed, may_be_deepspeed
@@ -87,7 +88,7 @@ def detect(url: str | os.PathLike[str]) -> str | None:
     """The foreign format by the prefix or the files of a path; None for holdfast's own, or if there is
     none.
 
-    A root with holdfast's steps is holdfast's, whatever other files it has.
+    A root with holdfast's steps is holdfast's, whatever other files it has, and so is a step's folder.
     """
     prefix, path = split_format(os.fspath(url))
     if not prefix and _has_own_steps(path):
@@ -115,8 +116,11 @@ def detect(url: str | os.PathLike[str]) -> str | None:
 
 
 def _has_own_steps(path: str) -> bool:
-    """True if a bucket's folder has holdfast's steps; lists only `steps/`, as a root may be large."""
-    store = open_store(path)
+    """True for the folder of a step by itself, and if a bucket's folder has holdfast's steps; lists only
+    `steps/`, as a root may be large."""
+    store = root_at(path)
+    if isinstance(store, LoneStep):
+        return True
     return not isinstance(store, LocalStore) and bool(step_numbers(store))
 
 
@@ -141,14 +145,17 @@ def _instead(path: str, store: Store) -> str | None:
 
 
 def near_path(path: str) -> str | None:
-    """A hint for a path without a checkpoint: a near miss, or the root that the path leads into."""
+    """A hint for a path without a checkpoint: a near miss, the root that the path leads into, or what lies
+    below it."""
     store = open_place(path)
     folder = store.inner if isinstance(store, OneFile) else store
     if not isinstance(folder, LocalStore):
         return None if store.list() else "there are no files"
     place = os.path.join(folder.root, store.name) if isinstance(store, OneFile) else folder.root
     if os.path.exists(place):
-        return _root_above(place)
+        from holdfast.formats.read.below import below_hint
+
+        return _root_above(place) or below_hint(path)
     in_the_way = obstacle(place, folder=True)
     if in_the_way is not None:
         return in_the_way[0]

@@ -9,7 +9,7 @@ mark beside them identifies the conversion:
 
 The same conversion, started again, writes the missing files; another one first deletes the unfinished
 files that the mark names.  A step of holdfast's own needs no mark: its files are in an attempt of their
-own, and its manifest commits them.  A single file of torch.save appears as a whole.
+own, and its manifest commits them.  A target of one file appears as a whole.
 """
 
 from __future__ import annotations
@@ -26,22 +26,21 @@ from holdfast.core.checkpoint.names import FOLDERS, step_prefix
 from holdfast.core.checkpoint.outfiles import Outfile
 from holdfast.core.store import Store, get_small, open_store
 from holdfast.formats.read.folder import MARK, joined
-from holdfast.formats.write.file_plans import Planned
+from holdfast.formats.write.file_plans import ONE_FILE, Planned
 
 CONVERSION_PREFIX = "convert-"
 """Prefix of the attempts of conversions."""
 
 
 def bucket_for(target: str, to: str, identity: str, step: int) -> BucketTarget:
-    """Return the target at a URL; for a file of torch.save, the folder above it."""
+    """Return the target at a URL; for a format of one file, the folder above it."""
     place, mark, query = target.partition("?")
     above, _, name = place.rstrip("/").rpartition("/")
-    if to != "torch":
+    if to not in ONE_FILE:
         return BucketTarget(open_store(target), to, identity, step)
     if not name or above.endswith("/"):
-        raise UsageError(
-            f"{target} names no file", hint=f"such as {place.rstrip('/')}/weights.pt{mark}{query}"
-        )
+        such = f"{place.rstrip('/')}/weights{ONE_FILE[to][0]}{mark}{query}"
+        raise UsageError(f"{target} names no file", hint=f"such as {such}")
     return BucketTarget(open_store(above + mark + query), to, identity, step)
 
 
@@ -63,7 +62,7 @@ class BucketTarget:
         self._check_outside(source)
         if self.to == "universal":
             return self._begin_step()
-        if self.to == "torch":
+        if self.to in ONE_FILE:
             taken = next((f.path for f in files if self._size(f.path) is not None), None)
             if taken is not None:
                 what = f"{joined(self.store.url, taken)} exists"
@@ -75,7 +74,7 @@ class BucketTarget:
     def missing(self, files: Sequence[Outfile]) -> list[Outfile]:
         """The files that do not exist at their full length."""
         prefix = step_prefix(self.step) if self.to == "universal" else ""
-        if self.to == "torch":  # the folder above may hold anything
+        if self.to in ONE_FILE:  # the folder above may hold anything
             return [f for f in files if self._size(f.path) != f.bytes]
         sizes = dict(self.store.entries(prefix))
         return [f for f in files if sizes.get(f.path) != f.bytes]
@@ -91,7 +90,7 @@ class BucketTarget:
             return
         for path, data in plan.last:
             self.store.put(path, data)
-        if self.to != "torch":
+        if self.to not in ONE_FILE:
             self.store.delete(MARK)
 
     def clear(self, files: Sequence[Outfile]) -> None:

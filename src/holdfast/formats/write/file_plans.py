@@ -21,6 +21,9 @@ from holdfast.core.format.manifest import TensorEntry
 
 Renaming = Callable[[str], str]
 
+ONE_FILE = {"safetensors": (".safetensors",), "torch": (".pt", ".pth", ".bin", ".ckpt")}
+"""Formats whose target is a file, by the usual endings of its name; the others write a folder."""
+
 
 @dataclass(frozen=True, slots=True)
 class WriteOptions:
@@ -46,7 +49,7 @@ def with_attached(plan: Planned, source: Checkpoint, to: str) -> Planned:
     """Add the step's attached files to a plan.  They are left out if the target is a single file, or if the
     format itself uses the name."""
     taken = {f.path for f in plan.files} | {path for path, _ in plan.last}
-    left_out = tuple(n for n in source.files if to == "torch" or n in taken)
+    left_out = tuple(n for n in source.files if to in ONE_FILE or n in taken)
     along = tuple((n, source.files[n]) for n in source.files if n not in left_out)
     return replace(plan, last=(*along, *plan.last), left_out=(*plan.left_out, *left_out))
 

@@ -1,6 +1,7 @@
-"""Only weights: safetensors for Hugging Face's loaders, or one file of torch.save.
+"""Only weights: a folder of safetensors for Hugging Face's loaders, one safetensors file, or one file of
+torch.save.
 
-Safetensors are one file, or shards and an index; torch.save's is as DeepSpeed's `zero_to_fp32` writes it.
+A folder has one file, or shards and an index; torch.save's is as DeepSpeed's `zero_to_fp32` writes it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,11 @@ def plan_huggingface(source: Checkpoint, options: WriteOptions) -> Planned:
         names = [f"{_NAME}.safetensors"]
     files = tuple(safetensors_file(name, some) for name, some in zip(names, shards))
     return Planned(files, _index(names, shards) if count > 1 else ())
+
+
+def plan_safetensors(source: Checkpoint, options: WriteOptions, path: str) -> Planned:
+    """Plan the model's weights in one file."""
+    return Planned((safetensors_file(path, weights(source, options)),))
 
 
 def shard(found: list[Weight], max_file_bytes: int) -> list[list[Weight]]:
