@@ -525,7 +525,36 @@ def a_file_that_is_gone_leaves_every_rank_as_it_was(root: Path) -> None:
     assert not other.state
 
 
+def a_word_names_the_same_step_on_every_rank(root: Path) -> None:
+    """Only rank 0 looks; its error is that of all."""
+    torch.manual_seed(0)
+    live = {"x": torch.zeros(3)}
+    keep = holdfast.Keep(best=("loss", 3))
+    with holdfast.Checkpointer(root, live, keep=keep) as ckpt:
+        for step, loss in ((10, 0.5), (20, 0.1), (30, 0.2)):
+            live["x"].fill_(step)
+            ckpt.step(step, metrics={"loss": loss})
+            ckpt.save(step).wait(60)
+        ckpt.pin("newest", "last")
+        ckpt.pin(10, "first")
+        assert ckpt.status().protected == 30 and ckpt.status().tiers["durable"].step == 30
+    for word, step in (("first", 10), ("best", 20), ("last", 30), ("newest", 30)):
+        for address, named in ((root, word), (f"{root}@{word}", None)):
+            into = {"x": torch.zeros(3)}
+            assert holdfast.load(address, into, step=named) == step
+            assert into["x"].tolist() == [step] * 3
+    with holdfast.Checkpointer(root, into, keep=keep) as ckpt:
+        assert ckpt.restore("best") == 20 and into["x"].tolist() == [20] * 3
+    for call in (
+        lambda: holdfast.load(f"{root}@frist", into),
+        lambda: holdfast.load(root, into, step="frist"),
+    ):
+        with pytest.raises(NotFound, match="has the label 'frist'"):
+            call()
+
+
 CASES = [
+    a_word_names_the_same_step_on_every_rank,
     the_newest_that_is_deleted_gives_way_on_every_rank,
     a_file_that_is_gone_leaves_every_rank_as_it_was,
     a_damaged_newest_manifest_is_told_by_rank_0_alone,
