@@ -4,8 +4,7 @@ A place is a name that begins with an underscore, or lies in a module whose name
 it in any version.  `PLACES` has all of them, one a line; `tests/house/test_private_places.py` compares it
 with the code, and looks for each place in the versions that are installed.  `Class()` stands for an object
 of a class, and `since` for the first version of torch that has a place, if that is newer than the oldest
-one.  The page of the documentation is made
-from it (`make_private.py`).
+one.  The page of the documentation is made from it (`make_private.py`).
 
 Not in it are
 
@@ -455,6 +454,14 @@ without: refused
 since: 2.13
 torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent()._uninterruptible_state_first_seen
 torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent()._uninterruptible_state_timeout
+
+of: torch
+where: launch/workers
+why: the same; torch's agent asks its processes by these calls
+without: refused
+torch.distributed.elastic.multiprocessing.api.PContext._close
+torch.distributed.elastic.multiprocessing.api.PContext._poll
+torch.distributed.elastic.multiprocessing.api.PContext._start
 
 of: torch
 where: launch/torch_rendezvous launch/agent

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import ast
+import json
+import pkgutil
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
 SRC = Path(__file__).parents[2] / "src" / "holdfast"
@@ -124,6 +129,47 @@ def asked_for() -> set[str]:
     return found
 
 
+def overridden() -> set[tuple[str, str]]:
+    """The private members that a class of holdfast has from a class of somebody else's, and replaces: its
+    module and the name.  Imports all modules whose packages are installed."""
+    import holdfast
+
+    for module in pkgutil.walk_packages(holdfast.__path__, "holdfast."):
+        with suppress(ImportError):
+            if not module.name.endswith("__main__"):
+                import_module(module.name)
+    found = set()
+    modules = [module for name, module in sys.modules.items() if name.startswith("holdfast.")]
+    mine = {kind for module in modules for kind in vars(module).values() if _is_ours(kind)}
+    for kind in mine:
+        bases = [*filter(_is_of_a_package, (*kind.__mro__, *_mixed_into(kind)))]
+        names = {*filter(is_private, vars(kind))} - {"_abc_impl"}
+        file = kind.__module__.removeprefix("holdfast.").replace(".", "/")
+        found |= {(file, name) for name in names if any(name in vars(base) for base in bases)}
+    return found
+
+
+def _is_ours(kind: object) -> bool:
+    return isinstance(kind, type) and str(kind.__module__).startswith("holdfast.")
+
+
+def _is_of_a_package(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] not in ("holdfast", *sys.stdlib_module_names)
+
+
+def _mixed_into(kind: type) -> list[type]:
+    """The classes before which a class is put when it is used."""
+    names = {
+        "holdfast.integrations.transformers._Holdfast": ("transformers", "Trainer"),
+        "holdfast.integrations.lightning._Saving": ("lightning.pytorch.strategies", "DDPStrategy"),
+    }.get(f"{kind.__module__}.{kind.__qualname__}")
+    return [] if names is None else list(getattr(import_module(names[0]), names[1]).__mro__)
+
+
 def texts(node: ast.AST) -> set[str]:
     every = (n.value for n in ast.walk(node) if isinstance(n, ast.Constant))
     return {one for one in every if isinstance(one, str)}
+
+
+if __name__ == "__main__":
+    print(json.dumps(sorted(overridden())))

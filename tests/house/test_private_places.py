@@ -93,6 +93,24 @@ def test_what_is_said_to_be_refused_is_asked_for() -> None:
     assert {name for name in asked if is_private(name)} <= refused | {"_weights_only_unpickler"}
 
 
+@pytest.mark.soak
+def test_what_a_class_overrides_of_somebody_else_is_in_the_table() -> None:
+    """Without `super()` no text of the code shows that there is such a method."""
+    done = subprocess.run(
+        [sys.executable, "-m", "house.private_names"],
+        capture_output=True, text=True, check=False, cwd=ROOT / "tests",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert ["launch/workers", "_poll"] in found
+    missing = [
+        f"{file}: {name}"
+        for file, name in found
+        if not any(p.name == name and file.startswith(p.where) for p in PLACES)
+    ]
+    assert not missing, "\n".join(missing)
+
+
 def test_each_place_has_one_line_and_says_why() -> None:
     assert len({(p.package, p.path) for p in PLACES}) == len(PLACES)
     assert all(p.why and p.without and any(map(is_private, p.path.split("."))) for p in PLACES)

@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.api import PContext, RunProcsResu
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from holdfast.base.background import ending
-from holdfast.base.errors import AgentError
+from holdfast.base.errors import AgentError, need
 from holdfast.launch.channel import (
     Beat,
     Done,
@@ -115,6 +115,9 @@ class RankProcess:
         return (
             self.status is None and not self.is_ending and (self.left is not None or self.is_done)
         )
+
+
+need("torch", PContext, "_close", "_poll", "_start")
 
 
 class Workers(PContext):  # type: ignore[misc]
