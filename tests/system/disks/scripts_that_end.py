@@ -129,6 +129,7 @@ def make_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def main(folder: Path, names: list[str]) -> None:
     model = torch.nn.Linear(1000, 1)
     make_step(model, torch.optim.AdamW(model.parameters()))  # what it imports, all have
+    holdfast.errors.silence("held-long")  # which a busy machine makes true
     threads.EXIT_S = 300.0  # what is to be finished has the time on a busy machine, too
     os.environ["MASTER_PORT"] = str(free_port())
     children = {}
