@@ -238,11 +238,10 @@ def _attributes(e: Evidence) -> Finding | None:
         ):
             continue
         if _is_saved(e, one):
-            at_first = _is_at_first(e, one)
-            cause = "begun-anew" if at_first else "overwritten"
-            return _finding(e, cause, one, "it was saved, and " + (
-                "nothing loaded it: it is back at its first value" if at_first else "has another value now"
-            ))  # fmt: skip
+            right = _loaded_right(e, "param", [one])
+            if right is not None:
+                return _finding(e, "overwritten", one, right[1])
+            return _finding(e, "begun-anew", one, "it was saved, and nothing loaded it")
         where = {
             "average": "an average",
             "buffer": "a buffer",

@@ -15,6 +15,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ class Observer:
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Tell everything as the optimizer takes it, and wait for leave to go on."""
-        if os.getpid() != self._pid:
+        if os.getpid() != self._pid or _is_of_dcp():
             return
         self._unseen = {}
         name = self._name(optimizer)
@@ -197,6 +198,16 @@ class Observer:
                     yield key, _state_of(holder)
                 elif isinstance(holder, list) or attribute in holder:
                     yield key, holder[attribute]
+
+
+def _is_of_dcp() -> bool:
+    """Whether DCP steps, without gradients, to have an optimizer make its states."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _item(value: object, sketched: bool) -> Item:
