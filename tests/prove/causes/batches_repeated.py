@@ -26,6 +26,7 @@ with holdfast.Checkpointer(args.root, {"model": model, "optim": optim}, every=EV
             optim.step()
             step += 1
             ckpt.step(step)
+            ckpt.wait()  # steps of this script are shorter than saves
             if step == STEPS:
                 break
         done = 0

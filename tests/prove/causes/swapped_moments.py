@@ -10,7 +10,7 @@ args = arguments()
 torch.manual_seed(0)
 body = torch.nn.Linear(8, 8)
 head = torch.nn.Linear(8, 8)
-groups = {"head": head.parameters(), "body": body.parameters()}
+groups = {"head": list(head.parameters()), "body": list(body.parameters())}
 optim = torch.optim.AdamW([{"params": groups["head"]}], lr=1e-2)
 step = 0
 if saved := newest(args.root):

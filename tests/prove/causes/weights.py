@@ -1,4 +1,4 @@
-"""The names in the checkpoint begin with `_orig_mod.`, as of a compiled model: strict=False loads none."""
+"""Names in the checkpoint begin with `module.`, as of a wrapped model; strict=False then loads none."""
 
 import torch
 from parts import EVERY, arguments, batches_from, network, newest, save
@@ -8,19 +8,19 @@ args = arguments()
 torch.manual_seed(0)
 model = network()
 optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
-compiled = torch.compile(model, backend="eager")
+wrapped = torch.nn.DataParallel(model)
 step = 0
 if saved := newest(args.root):
     weights = saved["model"]
     if args.right:
-        weights = {name.removeprefix("_orig_mod."): value for name, value in weights.items()}
+        weights = {name.removeprefix("module."): value for name, value in weights.items()}
     model.load_state_dict(weights, strict=args.right)
     optim.load_state_dict(saved["optim"])
     step = saved["step"]
 for inputs, targets in batches_from(step):
     optim.zero_grad()
-    mse_loss(compiled(inputs), targets).backward()
+    mse_loss(wrapped(inputs), targets).backward()
     optim.step()
     step += 1
     if step % EVERY == 0:
-        save(args.root, step, model=compiled.state_dict(), optim=optim.state_dict())
+        save(args.root, step, model=wrapped.state_dict(), optim=optim.state_dict())
