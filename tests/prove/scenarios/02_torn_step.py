@@ -1,4 +1,4 @@
-"""A save is copied at once and written later; the optimizer's counters are not copied, being on the host."""
+"""A save is copied at once and written later, but for the optimizer's counters, which are on the host."""
 
 import torch
 from parts import EVERY, arguments, batches_from, network, newest, save

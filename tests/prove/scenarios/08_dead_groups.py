@@ -17,6 +17,9 @@ class Clipping(torch.optim.Optimizer):
         clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
         self.inner.step()
 
+    def state_dict(self):
+        return self.inner.state_dict()
+
     def load_state_dict(self, state):
         self.inner.load_state_dict(state)
         if args.right:
@@ -42,4 +45,4 @@ for inputs, targets in batches_from(step):
     step += 1
     if step % EVERY == 0:
         states = {"model": model.state_dict(), "sched": sched.state_dict()}
-        save(args.root, step, **states, optim=optim.inner.state_dict())
+        save(args.root, step, **states, optim=optim.state_dict())

@@ -6,7 +6,7 @@ from torch.nn.functional import mse_loss
 
 
 class Averaging(torch.optim.Optimizer):
-    """Heavy ball whose momentum grows with the number of its steps."""
+    """Steps along the mean of all gradients so far."""
 
     def __init__(self, parameters, lr):
         super().__init__(parameters, {"lr": lr, "k": 0})

@@ -1,4 +1,4 @@
-"""Experts are DTensors of one name on meshes of one rank each: DCP writes one of them, and loads it twice."""
+"""Experts are DTensors of one name, each on a mesh of its own: DCP writes one of them and loads it twice."""
 
 import torch
 import torch.distributed as dist
