@@ -1,4 +1,4 @@
-"""Experts are DTensors of one name, each on a mesh of its own: DCP writes one of them and loads it twice."""
+"""DTensors of one name lie each on a mesh of its own rank: DCP writes one of them, and loads it on both."""
 
 import torch
 import torch.distributed as dist
