@@ -15,6 +15,8 @@ _WEIGHTS = {
 _WEIGHT_OF_FIRST = 3.0
 """Of parameters that are those of the first step: everything else may have been restored."""
 _NEAR = 2.0
+_SAVE = 0.2
+"""Share of the largest change of files that makes another one a save."""
 
 
 @dataclass
@@ -54,15 +56,22 @@ class Life:
     segments: list[Segment] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     """What `torch.save` and DCP were given."""
-    written: list[int] = field(default_factory=list)
-    """Steps after which files had changed."""
+    written: list[tuple[int, int]] = field(default_factory=list)
+    """Steps after which files had changed, and the bytes of these files."""
     world: int = 1
     status: int | None = None
     """Exit status of the command, where it ended by itself."""
     unseen: dict[str, str] = field(default_factory=dict)
 
-    def ranks(self) -> list[int]:
-        return sorted({s.rank for s in self.segments})
+    def saved(self) -> list[int]:
+        """Return the steps after which something was saved, whatever it was saved with.
+
+        Files that are small beside the largest are not a save: claims, notes, settings.
+        """
+        least = _SAVE * max((size for _, size in self.written), default=0)
+        return sorted(
+            {*(step for step, size in self.written if size >= least), *(s.step for s in self.saves)}
+        )
 
 
 class Gathering:

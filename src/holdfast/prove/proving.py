@@ -170,7 +170,7 @@ class _Proving:
             self.steps = made
         self.proof.steps, self.proof.ranks = self.steps, max(life.world, len(self.course))
         self.proof.unseen = life.unseen
-        self.proof.saved = sorted({*life.written, *(s.step for s in life.saves)})
+        self.proof.saved = [s for s in life.saved() if s > 0]
         self.whole = life
         if not [s for s in self.proof.saved if s < self.steps]:
             raise CannotProve(
@@ -269,7 +269,7 @@ class _Proving:
         """Compare a resumed life with the course; False, and a finding, where it differs."""
         killed = kill_at[min(len(lives) - 2, len(kill_at) - 1)]
         saves = [s for one in lives[:-1] for s in one.saves if s.step <= killed]
-        written = [s for one in lives[:-1] for s in one.written if s <= killed]
+        written = [s for s in self.proof.saved if s <= killed]
         segments = sorted(life.segments, key=lambda s: s.rank)
         finding = of_ranks(life)
         for segment in segments if finding is None else ():

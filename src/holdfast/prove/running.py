@@ -34,7 +34,7 @@ _LOOK_S = 0.05
 _QUIET_S = 0.4
 """Files that did not change for so long are complete."""
 _MOST_QUIET_S = 30.0
-_OTHERS_S = 10.0
+_OTHERS_S = 30.0
 """How long ranks that have stopped wait for those that have not come; some have no optimizer."""
 _LOGS = (".log", ".txt", ".jsonl", ".csv", ".out", ".err")
 
@@ -268,9 +268,10 @@ class Launch:
 
     def _note_files(self, step: int) -> None:
         now = self._look_at_files()
-        if now != self._files:
-            self._files = now
-            self.life.written.append(step)
+        changed = sum(found[2] for path, found in now.items() if self._files.get(path) != found)
+        self._files = now
+        if changed:
+            self.life.written.append((step, changed))
 
 
 def kill_all(mark: str, process: subprocess.Popen[bytes] | None = None) -> None:
