@@ -245,9 +245,9 @@ CASES = (
 )
 
 LEFT_OUT = {
-    "39": "an export: the training goes on exactly",
-    "50": "a hand in the folder: a script cannot show it",
-    "63": "the memory that a load takes: the training goes on exactly",
-    "69": "an export: the training goes on exactly",
+    39: "an export: the training goes on exactly",
+    50: "a hand in the folder: a script cannot show it",
+    63: "the memory that a load takes: the training goes on exactly",
+    69: "an export: the training goes on exactly",
 }
 """Numbers of reports that have no script here, and why."""
