@@ -26,7 +26,10 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 def arm() -> None:
     """Watch this process; called once, as Python starts."""
     channel = Channel()
-    sys.meta_path.insert(0, _Finder(channel))
+    finder = _Finder(channel)
+    sys.meta_path.insert(0, finder)
+    for name in filter(sys.modules.__contains__, _CALLED_AFTER):
+        finder.install(name)
     sys.addaudithook(_Guard(channel))
 
 
@@ -43,10 +46,11 @@ class _Finder:
         self._asked.add(name)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, lambda: self._install(name))
+            spec.loader = _Loader(spec.loader, lambda: self.install(name))
         return spec
 
-    def _install(self, name: str) -> None:
+    def install(self, name: str) -> None:
+        """Observe a module, which has been imported."""
         observer = importlib.import_module("holdfast.prove.inside.observer")
         getattr(observer, _CALLED_AFTER[name])(self._channel)
 
