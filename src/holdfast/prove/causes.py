@@ -377,8 +377,8 @@ def _replicas(e: Evidence) -> Finding | None:
 
 
 _RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
-    _saved_wrong, _weights, _states, _accumulation, _settings, _schedulers, _scaler, _attributes, _batches, _generators,
-    _replicas,
+    _saved_wrong, _weights, _states, _accumulation, _settings, _schedulers, _scaler, _attributes, _batches,
+    _generators, _replicas,
 )  # fmt: skip
 
 
@@ -482,7 +482,8 @@ def _said(one: Difference) -> str:
         one.kind, ""
     )
     if one.found.text or one.expected.text:
-        return f"{kind}{name}: {one.found.text or 'other values'} instead of {one.expected.text or 'a tensor'}"
+        found, expected = one.found.text or "other values", one.expected.text or "a tensor"
+        return f"{kind}{name}: {found} instead of {expected}"
     a, b = one.found.sketch, one.expected.sketch
     if a is not None and b is not None:
         share = distance(a, b) / (distance(b, [0.0] * len(b)) or 1.0)

@@ -65,7 +65,7 @@ class Apart:
 
     @property
     def order(self) -> tuple[int, int]:
-        """What comes first of what is apart: the earliest step, then what does not follow from something."""
+        """What comes first of all ranks: the earliest step, then what follows from nothing else."""
         return self.step, ORDER.index(self.differences[0].kind)
 
     def moves(self, key: str) -> bool:

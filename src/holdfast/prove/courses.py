@@ -11,7 +11,7 @@ _WEIGHTS = {
     "param": 12.0, "state": 4.0, "batch": 4.0, "scheduler": 2.0, "group": 1.0, "average": 1.0,
     "counter": 1.0, "number": 1.0, "loss": 1.0, "scaler": 0.5, "buffer": 0.5,
 }  # fmt: skip
-"""What speaks for the step at which a process goes on.  Generators do not: they begin anew by themselves."""
+"""What speaks for the step at which a process goes on.  Generators do not: they begin anew anyway."""
 _WEIGHT_OF_FIRST = 3.0
 """Of parameters that are those of the first step: everything else may have been restored."""
 _NEAR, _AS_OTHERS = 2.0, 3.0

@@ -1,8 +1,8 @@
 """The runs that prove a resume, one after the other, and what they come to.
 
 whole       up to the last step
-killed      killed at a step behind a save, and started again: up to there it is the whole run *again*, alike,
-            so what differs there is not deterministic by itself
+killed      killed at a step behind a save, and started again: up to there it is the whole run *again*,
+            alike, so what differs there is not deterministic by itself
 twice       killed two times, each after a save
 elsewhere   goes on with other ranks from what the killed run had left
 
@@ -340,8 +340,8 @@ class _Proving:
             elif result.worst > share:
                 finding = Finding(
                     "elsewhere", result.step, 0, result.where.partition(" ")[2],
-                    f"it is {result.worst:.0%} of the way that it came since step {min(begins)} away from where "
-                    f"{self.proof.ranks} ranks brought it; the tolerance is {share:.0%}",
+                    f"it is {result.worst:.0%} of the way that it came since step {min(begins)} away from "
+                    f"where {self.proof.ranks} ranks brought it; the tolerance is {share:.0%}",
                 )  # fmt: skip
             elif result.samples:
                 finding = Finding(
@@ -352,7 +352,7 @@ class _Proving:
 
 
 def _joined(life: Life, course: Mapping[int, list[Tick]]) -> dict[int, list[Tick]]:
-    """The course of a run that is not deterministic: what it went through itself, then that of the whole run."""
+    """The course of a run that is not deterministic: what it went through, then that of the whole run."""
     own = dict(course)
     for one in life.segments:
         ticks = own.get(one.rank, [])

@@ -183,7 +183,7 @@ class Launch:
                 self._tick(channel, message, tick)
 
     def _is_none_of_training(self, rank: int, tick: Tick) -> bool:
-        """Whether a step is one that only has states made: nothing came before it, as it does in training."""
+        """Whether a step only has states made: nothing came before it, as it does in training."""
         if tick.losses or tick.batches or any(s.rank == rank for s in self.life.segments):
             return False
         course = self.course.get(rank, [])

@@ -34,7 +34,9 @@ _OPEN_TORCH = ("torch.nn", "torch.optim", "torch.utils.data", "torch.amp", "torc
 _OF_NO_CONSEQUENCE = {
     # what torch's schedulers and optimizers count for their warnings
     "_step_count", "_get_lr_called_within_step", "_is_initial", "_initial_step", "verbose", "_opt_called",
-    "_need_device_dtype_check_for_fused", "_init_scale", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name", "_init_growth_tracker",
+    "_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name",
+    # what a GradScaler begins with
+    "_init_scale", "_init_growth_tracker",
 }  # fmt: skip
 _SITE = tuple({os.path.dirname(os.path.dirname(torch.__file__)), os.path.dirname(os.__file__)})
 

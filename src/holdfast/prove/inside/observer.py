@@ -1,7 +1,8 @@
 """Observes a training from torch's hooks for all optimizers, and tells `holdfast prove` what it saw.
 
-Everything is looked at as an optimizer is about to step: parameters, gradients, states, settings, buffers,
-generators, averages and numbers.  Nothing is changed, drawn or kept.  What torch has no hook for is wrapped:
+Everything is looked at as an optimizer is about to step: parameters, gradients, states, settings,
+buffers, generators, averages and numbers.  Nothing is changed, drawn or kept.  What torch has no hook for
+is wrapped:
 `autograd.backward` (for the loss), `DataLoader`'s iterators, `torch.save` and DCP's `save`, and
 `load_state_dict` of modules, optimizers and schedulers; each wrapper calls what it wraps.
 """
@@ -153,7 +154,7 @@ class Observer:
     def _name(self, optimizer: Optimizer) -> str:
         """The name of an optimizer; another one of the same name begins an attempt anew.
 
-        Objects are looked for anew at each step of the first optimizer: scripts put new ones in their place.
+        Objects are looked for anew at each step of the first optimizer: scripts replace them.
         """
         known = next((n for n, o in self._stepped.items() if o() is optimizer), None)
         if known is None or known == self._main:
@@ -284,7 +285,8 @@ def _wrap(
 
 def _and_below(kind: type) -> Iterator[type]:
     yield kind
-    for one in kind.__subclasses__():
+    below: list[type] = kind.__subclasses__()
+    for one in below:
         yield from _and_below(one)
 
 
