@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from holdfast.prove.comparing import NOTHING, Apart, Difference
-from holdfast.prove.courses import Life, Save, Segment, Tick, digest_of, kind_of
+from holdfast.prove.comparing import NOTHING, Apart, Deviation
+from holdfast.prove.courses import Life, SeenSave, Segment, TrainingTick, digest_of, kind_of
 from holdfast.prove.messages import Batch, Item, distance
 
 
@@ -33,28 +33,28 @@ class Evidence:
     apart: Apart
     life: Life
     """The life that the resume began."""
-    saves: Sequence[Save]
+    saves: Sequence[SeenSave]
     """What was saved before it."""
     begin: int
-    others: Mapping[int, Sequence[Tick]]
+    others: Mapping[int, Sequence[TrainingTick]]
     """The courses of all ranks."""
 
     @property
-    def loaded(self) -> Tick:
+    def loaded(self) -> TrainingTick:
         """The first tick of the resumed process, which has what was loaded."""
         segment = self._segment()
         return segment.ticks[0] if segment is not None else self.apart.found
 
     @property
     def renamed(self) -> Mapping[str, str]:
-        """Names of parameters in the course, by those in the resumed process, where they are others."""
+        """LoadedNames of parameters in the course, by those in the resumed process, where they are others."""
         segment = self._segment()
         return segment.renamed if segment is not None else {}
 
-    def right(self, kind: str) -> list[Difference]:
+    def right(self, kind: str) -> list[Deviation]:
         """Return what does not differ."""
         return [
-            Difference(k, i, i) for k, i in self.apart.expected.items.items()
+            Deviation(k, i, i) for k, i in self.apart.expected.items.items()
             if kind_of(k) == kind and digest_of(self.apart.found, k) == i.digest
         ]  # fmt: skip
 
@@ -75,7 +75,10 @@ def of_ranks(life: Life) -> Finding | None:
 
 
 def of_begin(
-    segment: Segment, written: Sequence[int], saves: Sequence[Save], course: Sequence[Tick]
+    segment: Segment,
+    written: Sequence[int],
+    saves: Sequence[SeenSave],
+    course: Sequence[TrainingTick],
 ) -> Finding | None:
     """Find a resume that never happened, or one from an older step than the newest that was saved."""
     if segment.begin == 0 and (written or saves):
@@ -94,7 +97,7 @@ def of_begin(
     return None
 
 
-def _step_of(save: Save, course: Sequence[Tick]) -> int:
+def _step_of(save: SeenSave, course: Sequence[TrainingTick]) -> int:
     """The step whose state a save has, by the values in it; 0 if it has none of the training."""
     digests = {leaf.digest for leaf in save.leaves.values()}
     best, most = 0, 0
@@ -206,7 +209,7 @@ def _states(e: Evidence) -> Finding | None:
     )
 
 
-def _swapped(e: Evidence, states: Sequence[Difference]) -> Finding | None:
+def _swapped(e: Evidence, states: Sequence[Deviation]) -> Finding | None:
     owner = {
         i.digest: k
         for k, i in e.apart.expected.items.items()
@@ -367,7 +370,7 @@ def _generators(e: Evidence) -> Finding | None:
 
 
 def _replicas(e: Evidence) -> Finding | None:
-    """After a right first step, ranks whose parameters were equal go apart."""
+    """AfterStep a right first step, ranks whose parameters were equal go apart."""
     params = e.apart.of("param")
     if params and _are_replicas(e, params):
         return _finding(
@@ -382,7 +385,7 @@ _RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
 )  # fmt: skip
 
 
-def _are_replicas(e: Evidence, params: Sequence[Difference]) -> bool:
+def _are_replicas(e: Evidence, params: Sequence[Deviation]) -> bool:
     """Whether other ranks have what this one should have: all had the same, and they still do."""
     if len(e.others) < 2:
         return False
@@ -400,7 +403,7 @@ def _are_replicas(e: Evidence, params: Sequence[Difference]) -> bool:
 
 
 def _loaded_right(
-    e: Evidence, kind: str, differences: Sequence[Difference]
+    e: Evidence, kind: str, differences: Sequence[Deviation]
 ) -> tuple[str, str] | None:
     """Return what became of values that a state_dict did bring: cause and reason; None if none did."""
     expected = {d.expected.digest for d in differences}
@@ -416,13 +419,13 @@ def _loaded_right(
     return None
 
 
-def _is_any_saved(e: Evidence, differences: Sequence[Difference]) -> bool:
+def _is_any_saved(e: Evidence, differences: Sequence[Deviation]) -> bool:
     """Whether a save before has the right values of one of these."""
     digests = {d.expected.digest for d in differences}
     return any(leaf.digest in digests for save in e.saves for leaf in save.leaves.values())
 
 
-def _is_rounded(one: Difference) -> bool:
+def _is_rounded(one: Deviation) -> bool:
     a, b = one.found.sketch, one.expected.sketch
     is_near = (
         a is None or b is None or distance(a, b) < 0.02 * (1e-30 + distance(b, [0.0] * len(b)))
@@ -430,20 +433,20 @@ def _is_rounded(one: Difference) -> bool:
     return one.found.narrow and not one.expected.narrow and is_near
 
 
-def _is_at_first(e: Evidence, one: Difference) -> bool:
+def _is_at_first(e: Evidence, one: Deviation) -> bool:
     return digest_of(e.apart.course[0], one.key) == one.found.digest
 
 
-def _is_from_before(e: Evidence, one: Difference) -> bool:
+def _is_from_before(e: Evidence, one: Deviation) -> bool:
     """Whether a buffer has a value that no forward pass of this step explains: one that is older."""
     return any(digest_of(t, one.key) == one.found.digest for t in e.apart.course[: e.begin])
 
 
-def _first_or_not(e: Evidence, one: Difference) -> str:
+def _first_or_not(e: Evidence, one: Deviation) -> str:
     return "it is back at its first value" if _is_at_first(e, one) else "it was restored otherwise"
 
 
-def _is_saved(e: Evidence, one: Difference) -> bool:
+def _is_saved(e: Evidence, one: Deviation) -> bool:
     """Whether a save before has a value of this name, or a tensor with these values."""
     name = one.key.rpartition(".")[2]
     at = e.apart.course[: e.apart.step]
@@ -461,7 +464,7 @@ def _has_scheduler(e: Evidence) -> bool:
     return any(kind_of(k) == "scheduler" for k in e.apart.expected.items)
 
 
-def _setting(one: Difference) -> str:
+def _setting(one: Deviation) -> str:
     return one.key.rpartition(".")[2]
 
 
@@ -471,11 +474,11 @@ def _at(batch: Batch) -> str:
     )
 
 
-def _finding(e: Evidence, cause: str, one: Difference, why: str) -> Finding:
+def _finding(e: Evidence, cause: str, one: Deviation, why: str) -> Finding:
     return Finding(cause, e.apart.step, e.apart.rank, _said(one), why)
 
 
-def _said(one: Difference) -> str:
+def _said(one: Deviation) -> str:
     """A value's name, what it is, and what it should be."""
     name = one.key.partition(" ")[2] or one.kind
     kind = {"grad": "gradient of ", "generator": "generator ", "loss": "", "batch": ""}.get(

@@ -1,6 +1,6 @@
 """Finds the objects of a training from the frames that led to `Optimizer.step`, and names their values.
 
-Names are those of the script: `model`, `trainer.ema`.  Attributes are read from `__dict__`, so nothing of
+LoadedNames are those of the script: `model`, `trainer.ema`.  Attributes are read from `__dict__`, so nothing of
 the script runs.  What is looked at of which object is the table of `_values`.
 """
 

@@ -31,14 +31,23 @@ from torch.optim.optimizer import (
 from holdfast.prove.inside import values
 from holdfast.prove.inside.channel import Channel
 from holdfast.prove.inside.objects import Objects, Place
-from holdfast.prove.messages import LAST, After, Batch, Item, Loaded, Names, Saved, Step
+from holdfast.prove.messages import (
+    LAST,
+    AfterStep,
+    Batch,
+    BeforeStep,
+    Item,
+    LoadedNames,
+    WasLoaded,
+    WasSaved,
+)
 
 _SKETCHED = ("param ", "average ", "copies ")
 
 
 def install(channel: Channel) -> None:
     """Observe this process; called when torch has been imported."""
-    observer = Observer(channel)
+    observer = StepObserver(channel)
     register_optimizer_step_pre_hook(observer.before)
     register_optimizer_step_post_hook(observer.after)
     _wrap(torch.autograd, "backward", observer.on_backward)
@@ -63,10 +72,10 @@ def install_loader(channel: Channel) -> None:
     _watch_batches(module._BaseDataLoaderIter, _observers[0])
 
 
-_observers: list[Observer] = []
+_observers: list[StepObserver] = []
 
 
-class Observer:
+class StepObserver:
     """Sees the steps of a process; other processes that it forks are not seen."""
 
     def __init__(self, channel: Channel) -> None:
@@ -91,7 +100,7 @@ class Observer:
         self._unseen = {}
         name = self._name(optimizer)
         rank, world = _rank()
-        step = Step(
+        step = BeforeStep(
             rank, world, self._pid, self._attempt, name, self._look(optimizer, name == self._main),
             self._batches, self._losses, self._unseen,
         )  # fmt: skip
@@ -99,13 +108,13 @@ class Observer:
         if self._loaded:
             names = {i: n for i, n in self._objects.names.items() if i in self._loaded}
             trained = [i for i in self._loaded if i in self._objects.trained]
-            self._channel.tell(Names(names, trained))
+            self._channel.tell(LoadedNames(names, trained))
         self._is_last = self._channel.ask(step) == LAST
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Where this step was to be the last one, tell what it left, and wait to be killed."""
         if self._is_last and os.getpid() == self._pid:
-            self._channel.ask(After(self._look(optimizer, True)))
+            self._channel.ask(AfterStep(self._look(optimizer, True)))
 
     def on_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
         """Take the loss."""
@@ -129,7 +138,7 @@ class Observer:
                 state = {
                     k: v.state_dict() if hasattr(v, "state_dict") else v for k, v in state.items()
                 }
-            self._channel.tell(Saved(dict(values.leaves_of(state))))
+            self._channel.tell(WasSaved(dict(values.leaves_of(state))))
         finally:
             self._busy.saving = False
 
@@ -149,7 +158,7 @@ class Observer:
         else:
             items = {k: values.scalar(v) for k, v in vars(owner).items() if values.is_scalar(v)}
         self._loaded.add(id(owner))
-        self._channel.tell(Loaded(kind, id(owner), items))
+        self._channel.tell(WasLoaded(kind, id(owner), items))
 
     def _name(self, optimizer: Optimizer) -> str:
         """The name of an optimizer; another one of the same name begins an attempt anew.
@@ -290,7 +299,7 @@ def _and_below(kind: type) -> Iterator[type]:
         yield from _and_below(one)
 
 
-def _watch_batches(kind: Any, observer: Observer) -> None:
+def _watch_batches(kind: Any, observer: StepObserver) -> None:
     """See each batch of the iterators of a DataLoader, with its number in its iterator."""
     inner = kind.__next__
 
