@@ -25,6 +25,7 @@ CASES = (
         "40_frozen_later_not_saved.py",
         "not-in-checkpoint",
         "a layer that was trained, then frozen, is in no file",
+        options=AT_7,
     ),
     Case("41_vocabulary_grew.py", "weights", "the embedding has another shape and is left out"),
     Case("42_names_of_the_wrapper.py", "weights", "no saved name fits the model"),
@@ -186,7 +187,12 @@ CASES = (
         "v21_second_optimizer_of_a_gan.py", "fresh-optimizer", "the second optimizer has no states"
     ),
     Case("v22_bad_rounds.py", "not-in-checkpoint", "the count that lowers the rate is in no state"),
-    Case("v23_curriculum.py", "sampler-order", "the sampler is back at its first level"),
+    Case(
+        "v23_curriculum.py",
+        "sampler-order",
+        "the sampler is back at its first level",
+        options=AT_7,
+    ),
     Case(
         "v24_rank_1_reads_an_older_file.py",
         "ranks-disagree",
