@@ -248,6 +248,11 @@ CASES = (
         "the rate is written over the restored one",
         options=AT_7,
     ),
+    Case("v42_loop_in_a_class.py", "not-in-checkpoint", "the loop's count is in no state"),
+    Case("v43_batches_drawn_by_hand.py", "generator", "torch's generator begins anew"),
+    Case("v44_error_of_the_load_swallowed.py", "no-resume", "the error of the load is swallowed"),
+    Case("v45_left_in_eval.py", "not-in-checkpoint", "model.training is False, and in no state"),
+    Case("v46_read_ahead.py", "batches-left-out", "two batches that were read are never used"),
 )
 
 LEFT_OUT = {
