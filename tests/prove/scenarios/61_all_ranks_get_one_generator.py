@@ -38,6 +38,7 @@ if os.path.exists(path):
 while step < 12:
     epoch, skip = divmod(step, len(loader))
     sampler.set_epoch(epoch)
+    loader.generator.manual_seed(epoch)
     for x, y in islice(loader, skip, 12 - epoch * len(loader)):
         loss = nn.functional.mse_loss(ddp(x), y)
         optim.zero_grad()
