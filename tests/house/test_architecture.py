@@ -64,6 +64,14 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "launch": (),
     "extend": (),
     "integrations": (),
+    "prove": (
+        ("messages", "inside"),
+        ("courses", "workspace"),
+        ("comparing", "running"),
+        ("causes",),
+        ("proving",),
+        ("report",),
+    ),
     "testing": (),
     "cli": (),
 }

@@ -31,7 +31,7 @@ from holdfast.cli.screen import deliver, say, say_lines
 from holdfast.cli.words import style
 
 VERBS = ("ls", "inspect", "verify", "diff", "plan", "convert", "copy", "prune", "pin", "log", "replay",
-         "simulate", "agent", "completion")  # fmt: skip
+         "simulate", "agent", "completion", "prove")  # fmt: skip
 LAUNCH = "run"
 """The verb that takes torchrun's options, and starts the processes of a training."""
 ABOUT = """\

@@ -1,0 +1,27 @@
+"""Runs a proof, and shows it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from holdfast.base.errors import UsageError
+from holdfast.cli.screen import Result, say, say_lines
+from holdfast.prove.proving import Plan, prove
+from holdfast.prove.report import as_json, lines
+from holdfast.prove.running import CannotProve
+
+
+def run(**options: Any) -> Result:
+    """See `holdfast.cli.prove`."""
+    if options["kill"] not in ("all", "one"):
+        raise UsageError(f"--kill: must be all or one, not {options['kill']!r}")
+    try:
+        proof = prove(Plan(**options), lambda line: say(line, file=sys.stderr))
+    except CannotProve as error:
+        told = {"exact": None, "cause": error.cause, "message": str(error)}
+        text = str(error)
+        return Result(lambda: told, lambda: say_lines(text), 2)
+    return Result(
+        lambda: as_json(proof), lambda: say_lines("\n".join(lines(proof))), int(not proof)
+    )

@@ -1,0 +1,425 @@
+"""Why a resumed training is not where it would be: the causes that are told apart, in their order.
+
+A rule looks at the first step at which the two are apart and at what was saved and loaded before; the first
+rule that finds its own signs gives the cause.  `docs/reference/causes.md` says what to do about each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from holdfast.prove.comparing import NOTHING, Apart, Difference
+from holdfast.prove.courses import Life, Save, Segment, Tick, digest_of, kind_of
+from holdfast.prove.messages import Batch, Item, distance
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The first thing that differs: when, where and why."""
+
+    cause: str
+    step: int
+    rank: int
+    what: str
+    """The name of the value, with what it is and what it should be."""
+    why: str
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known of one resume."""
+
+    apart: Apart
+    life: Life
+    """The life that the resume began."""
+    saves: Sequence[Save]
+    """What was saved before it."""
+    begin: int
+    others: Mapping[int, Sequence[Tick]]
+    """The courses of all ranks."""
+
+    @property
+    def loaded(self) -> Tick:
+        """The first tick of the resumed process, which has what was loaded."""
+        for segment in self.life.segments:
+            if segment.rank == self.apart.rank:
+                return segment.ticks[0]
+        return self.apart.found
+
+
+def of_ranks(life: Life) -> Finding | None:
+    """Find ranks that went on from different steps."""
+    begins = {s.rank: s.begin for s in life.segments}
+    if len(set(begins.values())) < 2:
+        return None
+    rank = min(begins, key=lambda r: begins[r])
+    where = ", ".join(f"rank {r} from {begins[r]}" for r in sorted(begins)[:4])
+    return Finding(
+        "ranks-disagree", begins[rank] + 1, rank, "the step at which ranks went on", where
+    )
+
+
+def of_begin(
+    segment: Segment, written: Sequence[int], saves: Sequence[Save], course: Sequence[Tick]
+) -> Finding | None:
+    """Find a resume that never happened, or one from an older step than the newest that was saved."""
+    if segment.begin == 0 and written:
+        return Finding(
+            "no-resume", 1, segment.rank, "the step at which training went on: 0",
+            f"files were written after step {written[-1]}, and the first step again is step 1",
+        )  # fmt: skip
+    newest = max((_step_of(save, course) for save in saves), default=0)
+    if newest > segment.begin:
+        return Finding(
+            "older-step", segment.begin + 1, segment.rank,
+            f"the step at which training went on: {segment.begin} instead of {newest}",
+            f"step {newest} had been saved, and nothing was being written any more when it was killed",
+        )  # fmt: skip
+    return None
+
+
+def _step_of(save: Save, course: Sequence[Tick]) -> int:
+    """The step whose state a save has, by the values in it; 0 if it has none of the training."""
+    digests = {leaf.digest for leaf in save.leaves.values()}
+    best, most = 0, 0
+    for at, tick in enumerate(course):
+        count = sum(
+            i.digest in digests
+            for k, i in tick.items.items()
+            if kind_of(k) in ("param", "state") and not i.text
+        )
+        if count > most:
+            best, most = at, count
+    return best
+
+
+def cause_of(evidence: Evidence) -> Finding:
+    """Name the cause of a difference."""
+    for rule in _RULES:
+        finding = rule(evidence)
+        if finding is not None:
+            return finding
+    one = evidence.apart.differences[0]
+    return _finding(evidence, "unexplained", one, "nothing that was observed before it differs")
+
+
+def _weights(e: Evidence) -> Finding | None:
+    params = e.apart.of("param")
+    if not params or not e.apart.is_first:
+        return None
+    one = params[0]
+    if _are_replicas(e, params):
+        return _finding(
+            e, "replicas-differ", one, "all ranks had the same values before, and now do not"
+        )
+    if all(_is_rounded(d) for d in params):
+        return _finding(e, "low-precision", one, "its values are those rounded to bfloat16")
+    elsewhere = _loaded_right(e, "param", params)
+    if elsewhere is not None:
+        return _finding(e, elsewhere[0], one, elsewhere[1])
+    total = sum(kind_of(k) == "param" for k in e.apart.expected.items)
+    return _finding(
+        e, "weights", one, f"{len(params)} of {total} parameters are not those of step {e.begin}"
+    )
+
+
+def _states(e: Evidence) -> Finding | None:
+    states = e.apart.of("state")
+    if not states or not e.apart.is_first:
+        return None
+    one = next((d for d in states if not d.expected.text), states[0])
+    if all(d.found is NOTHING for d in states):
+        loaded = [x for x in e.loaded.loaded if x.kind == "group" and x.items["states"].text != "0"]
+        if any(x.owner not in e.loaded.trained for x in loaded):
+            why = "a state_dict was loaded into an optimizer that is not the one that steps"
+            return _finding(e, "untrained-object", one, why)
+        if loaded:
+            return _finding(
+                e, "overwritten", one, "the optimizer had loaded its states, and lost them again"
+            )
+        return _finding(e, "fresh-optimizer", one, "the optimizer began without states")
+    swapped = _swapped(e, states)
+    if swapped is not None:
+        return swapped
+    if all(_is_rounded(d) for d in states if not d.expected.text):
+        return _finding(e, "low-precision", one, "its values are those rounded to bfloat16")
+    if one.found is not NOTHING and _is_at_first(e, one):
+        return _finding(e, "fresh-optimizer", one, "it is back at its first value")
+    return _finding(
+        e, "fresh-optimizer", one, f"the optimizer's states are not those of step {e.begin}"
+    )
+
+
+def _swapped(e: Evidence, states: Sequence[Difference]) -> Finding | None:
+    owner = {
+        i.digest: k
+        for k, i in e.apart.expected.items.items()
+        if kind_of(k) == "state" and not i.text
+    }
+    for one in states:
+        other = owner.get(one.found.digest)
+        if other is not None and other != one.key and not one.found.text:
+            return _finding(
+                e, "swapped-moments", one, f"it is {other.partition(' ')[2]} of the saved run"
+            )
+    return None
+
+
+def _accumulation(e: Evidence) -> Finding | None:
+    found, expected = len(e.apart.found.losses), len(e.apart.expected.losses)
+    if not e.apart.is_first or found >= expected or not e.apart.of("grad"):
+        return None
+    return _finding(
+        e, "accumulation", e.apart.of("grad")[0],
+        f"{found} backward passes instead of {expected} made this step: gradients that were accumulated "
+        "before the save are in no state",
+    )  # fmt: skip
+
+
+def _settings(e: Evidence) -> Finding | None:
+    groups = e.apart.of("group")
+    if not groups:
+        return None
+    schedulers = e.apart.of("scheduler")
+    one = next((d for d in groups if not d.key.endswith((".lr", ".initial_lr"))), groups[0])
+    if _setting(one) not in ("lr", "initial_lr", "momentum", "betas") or not _has_scheduler(e):
+        right = _loaded_right(e, "group", [one])
+        if right is not None and right[0] == "overwritten":
+            return _finding(e, right[0], one, right[1])
+        why = (
+            "it is back at its first value"
+            if _is_at_first(e, one)
+            else "it is neither saved nor first value"
+        )
+        return _finding(e, "groups-reset", one, why)
+    loads = [x.kind for x in e.loaded.loaded if x.kind in ("group", "scheduler")]
+    if "scheduler" not in loads and not schedulers:
+        why = "no state_dict was loaded into a scheduler"
+    elif schedulers:
+        why = f"the scheduler has {_said(schedulers[0])}"
+    elif (
+        loads.index("scheduler") < len(loads) - 1 - loads[::-1].index("group")
+        if "group" in loads
+        else False
+    ):
+        why = "the scheduler was restored before the optimizer, whose state_dict then set it anew"
+    else:
+        why = "the scheduler was made, or restored, in another order than the optimizer, and set it anew"
+    return _finding(e, "scheduler", one, why)
+
+
+def _schedulers(e: Evidence) -> Finding | None:
+    found = e.apart.of("scheduler")
+    if not found:
+        return None
+    one = found[0]
+    right = _loaded_right(e, "scheduler", [one])
+    if right is not None and right[0] == "overwritten":
+        return _finding(e, right[0], one, right[1])
+    return _finding(e, "scheduler", one, _first_or_not(e, one))
+
+
+def _scaler(e: Evidence) -> Finding | None:
+    found = e.apart.of("scaler")
+    return _finding(e, "scaler", found[0], _first_or_not(e, found[0])) if found else None
+
+
+def _attributes(e: Evidence) -> Finding | None:
+    """Averages, numbers and counters, and buffers that nothing saves."""
+    kinds = ("average", "number", "counter", *(("buffer",) if e.apart.is_first else ()))
+    for one in e.apart.of(*kinds):
+        if one.kind == "counter" and e.apart.of("batch"):
+            continue  # what counts batches differs with them
+        if (
+            one.kind == "buffer"
+            and e.apart.kinds & {"loss", "batch"}
+            and not _is_from_before(e, one)
+        ):
+            continue
+        if _is_saved(e, one):
+            right = _loaded_right(e, "param", [one])
+            if right is not None:
+                return _finding(e, "overwritten", one, right[1])
+            return _finding(e, "begun-anew", one, "it was saved, and nothing loaded it")
+        where = {
+            "average": "an average",
+            "buffer": "a buffer",
+            "counter": "a number in an attribute",
+        }
+        thing = where.get(one.kind, "an attribute")
+        return _finding(
+            e, "not-in-checkpoint", one, f"it is {thing}, and no state that was saved has it"
+        )
+    return None
+
+
+def _batches(e: Evidence) -> Finding | None:
+    found = e.apart.of("batch")
+    if not found:
+        return None
+    used = len(e.apart.expected.batches)
+    batch = e.apart.found.batches[-used:][:1] or [Batch(-1, 0, [])]
+    expected = e.apart.expected.batches[-used]
+    one = replace(found[0], found=Item(1, _at(batch[0])), expected=Item(2, _at(expected)))
+    given = [b for tick in e.apart.course for b in tick.batches]
+    at = next(n for n, b in enumerate(given) if b is expected)
+    places = [n for n, b in enumerate(given) if b.digest == batch[0].digest]
+    if places and batch[0].place != expected.place:
+        near = min(places, key=lambda n: abs(n - at))
+        if near < at:
+            return _finding(e, "batches-repeated", one, f"it was given {at - near} batches before")
+        return _finding(e, "batches-left-out", one, f"{near - at} batches are never seen")
+    if batch[0].place != expected.place:
+        seen = {s for b in given[max(0, at - expected.place) : at] for s in b.samples}
+        if seen & set(batch[0].samples):
+            why = "samples of this epoch come again, in another order"
+            return _finding(e, "batches-repeated", one, why)
+        known = {s for b in given for s in b.samples}
+        if set(batch[0].samples) <= known:
+            return _finding(
+                e, "batches-left-out", one, "the iterator of the epoch began at another place"
+            )
+    generators = [
+        d
+        for d in e.apart.of("generator")
+        if d.key.split(".")[-1] not in ("torch", "python", "numpy")
+    ]
+    known = {s for rank in e.others.values() for t in rank for b in t.batches for s in b.samples}
+    if not set(batch[0].samples) & known and e.apart.of("generator"):
+        which = (generators or e.apart.of("generator"))[0]
+        return _finding(e, "generator", which, "samples are made with it that the run never had")
+    return _finding(
+        e, "sampler-order", one, "the same place in the epoch, and other samples: another order"
+    )
+
+
+def _generators(e: Evidence) -> Finding | None:
+    found = e.apart.of("generator")
+    if not found:
+        return None
+    which = found[0].key.partition(" ")[2]
+    why = "its state was not restored, or drawn from since"
+    if e.apart.kinds <= {"generator"}:
+        why += "; nothing else differs yet"
+    return _finding(
+        e, "generator", replace(found[0], found=Item(0), expected=Item(0)), f"{why} ({which})"
+    )
+
+
+def _replicas(e: Evidence) -> Finding | None:
+    """After a right first step, ranks whose parameters were equal go apart."""
+    params = e.apart.of("param")
+    if params and _are_replicas(e, params):
+        return _finding(
+            e, "replicas-differ", params[0], "ranks that had the same values now do not"
+        )
+    return None
+
+
+_RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
+    _weights, _states, _accumulation, _settings, _schedulers, _scaler, _attributes, _batches, _generators,
+    _replicas,
+)  # fmt: skip
+
+
+def _are_replicas(e: Evidence, params: Sequence[Difference]) -> bool:
+    """Whether other ranks have what this one should have: all had the same, and they still do."""
+    if len(e.others) < 2:
+        return False
+    for rank, course in e.others.items():
+        if rank == e.apart.rank or e.apart.step > len(course):
+            continue
+        if any(digest_of(course[e.apart.step - 1], d.key) != d.expected.digest for d in params):
+            return False
+    begins = {s.rank: s for s in e.life.segments}
+    at = e.apart.step - 1 - e.begin
+    return any(
+        at < len(s.ticks) and all(digest_of(s.ticks[at], d.key) == d.expected.digest for d in params)
+        for rank, s in begins.items() if rank != e.apart.rank
+    )  # fmt: skip
+
+
+def _loaded_right(
+    e: Evidence, kind: str, differences: Sequence[Difference]
+) -> tuple[str, str] | None:
+    """Return what became of values that a state_dict did bring: cause and reason; None if none did."""
+    expected = {d.expected.digest for d in differences}
+    for load in e.loaded.loaded:
+        if load.kind == kind and expected <= {i.digest for i in load.items.values()}:
+            if load.owner not in e.loaded.trained and kind == "param":
+                name = e.loaded.names.get(load.owner, "another object")
+                return (
+                    "untrained-object",
+                    f"it was loaded into {name}, which the loop does not train",
+                )
+            return "overwritten", "it had been loaded, and was overwritten afterwards"
+    return None
+
+
+def _is_rounded(one: Difference) -> bool:
+    a, b = one.found.sketch, one.expected.sketch
+    is_near = (
+        a is None or b is None or distance(a, b) < 0.02 * (1e-30 + distance(b, [0.0] * len(b)))
+    )
+    return one.found.narrow and not one.expected.narrow and is_near
+
+
+def _is_at_first(e: Evidence, one: Difference) -> bool:
+    return digest_of(e.apart.course[0], one.key) == one.found.digest
+
+
+def _is_from_before(e: Evidence, one: Difference) -> bool:
+    """Whether a buffer has a value that no forward pass of this step explains: one that is older."""
+    return any(digest_of(t, one.key) == one.found.digest for t in e.apart.course[: e.begin])
+
+
+def _first_or_not(e: Evidence, one: Difference) -> str:
+    return "it is back at its first value" if _is_at_first(e, one) else "it was restored otherwise"
+
+
+def _is_saved(e: Evidence, one: Difference) -> bool:
+    """Whether a save before has a value of this name, or a tensor with these values."""
+    name = one.key.rpartition(".")[2]
+    at = e.apart.course[: e.apart.step]
+    digests = {digest_of(t, one.key) for t in at}
+    for save in e.saves:
+        for path, leaf in save.leaves.items():
+            if leaf.digest in digests and (
+                not one.expected.text or path.rpartition(".")[2] == name
+            ):
+                return True
+    return False
+
+
+def _has_scheduler(e: Evidence) -> bool:
+    return any(kind_of(k) == "scheduler" for k in e.apart.expected.items)
+
+
+def _setting(one: Difference) -> str:
+    return one.key.rpartition(".")[2]
+
+
+def _at(batch: Batch) -> str:
+    return (
+        "none" if batch.place < 0 else f"batch {batch.place} of its iterator, {batch.digest:016x}"
+    )
+
+
+def _finding(e: Evidence, cause: str, one: Difference, why: str) -> Finding:
+    return Finding(cause, e.apart.step, e.apart.rank, _said(one), why)
+
+
+def _said(one: Difference) -> str:
+    """A value's name, what it is, and what it should be."""
+    name = one.key.partition(" ")[2] or one.kind
+    kind = {"grad": "gradient of ", "generator": "generator ", "loss": "", "batch": ""}.get(
+        one.kind, ""
+    )
+    if one.found.text or one.expected.text:
+        return f"{kind}{name}: {one.found.text or 'other values'} instead of {one.expected.text or 'a tensor'}"
+    a, b = one.found.sketch, one.expected.sketch
+    if a is not None and b is not None:
+        share = distance(a, b) / (distance(b, [0.0] * len(b)) or 1.0)
+        return f"{kind}{name}: differs by {share:.1e} of its length"
+    return f"{kind}{name}: {'nothing' if one.found is NOTHING else 'other values'}"

@@ -1,0 +1,184 @@
+"""What a training went through: a tick for each step of its first optimizer, on each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from holdfast.prove.messages import Batch, Item, Loaded, Names, Step, distance
+
+_WEIGHTS = {
+    "param": 12.0, "state": 4.0, "scheduler": 2.0, "group": 1.0, "average": 1.0, "counter": 1.0,
+    "number": 1.0, "scaler": 0.5, "buffer": 0.5, "loss": 1.0, "batch": 1.0,
+}  # fmt: skip
+"""What speaks for the step at which a process goes on; generators do not, for they begin anew by themselves."""
+_WEIGHT_OF_FIRST = 3.0
+"""Of parameters that are those of the first step: everything else may have been restored."""
+_NEAR = 2.0
+_SAVE = 0.2
+"""Share of the largest change of files that makes another one a save."""
+
+
+@dataclass
+class Tick:
+    """Everything at one step of the first optimizer, as it takes it."""
+
+    items: dict[str, Item]
+    batches: list[Batch] = field(default_factory=list)
+    losses: list[Item] = field(default_factory=list)
+    loaded: list[Loaded] = field(default_factory=list)
+    """Objects that took a state_dict since the tick before."""
+    names: dict[int, str] = field(default_factory=dict)
+    trained: frozenset[int] = frozenset()
+
+
+@dataclass
+class Segment:
+    """The ticks of one attempt of one process: it goes on from step `begin`."""
+
+    rank: int
+    begin: int
+    ticks: list[Tick] = field(default_factory=list)
+
+
+@dataclass
+class Save:
+    """What was saved after a step."""
+
+    step: int
+    leaves: dict[str, Item]
+
+
+@dataclass
+class Life:
+    """From a start of the command to its end."""
+
+    segments: list[Segment] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+    """What `torch.save` and DCP were given."""
+    written: list[tuple[int, int]] = field(default_factory=list)
+    """Steps after which files had changed, and the bytes of these files."""
+    world: int = 1
+    status: int | None = None
+    """Exit status of the command, where it ended by itself."""
+    unseen: dict[str, str] = field(default_factory=dict)
+
+    def saved(self) -> list[int]:
+        """Return the steps after which something was saved, whatever it was saved with.
+
+        Files that are small beside the largest are not a save: claims, notes, settings.
+        """
+        least = _SAVE * max((size for _, size in self.written), default=0)
+        return sorted(
+            {*(step for step, size in self.written if size >= least), *(s.step for s in self.saves)}
+        )
+
+
+class Gathering:
+    """Puts together the ticks of one process, whose other optimizers step between those of the first."""
+
+    def __init__(self) -> None:
+        self.main = ""
+        self._before: list[Step] = []
+        self._loaded: list[Loaded] = []
+        self._names: dict[int, str] = {}
+        self._trained: set[int] = set()
+
+    def add(self, step: Step) -> Tick | None:
+        """Return the tick that is complete with this step, if it is one of the first optimizer."""
+        self.main = self.main or step.optimizer
+        if step.optimizer != self.main:
+            self._before.append(step)
+            return None
+        items: dict[str, Item] = {}
+        for one in (*self._before, step):
+            for key, item in one.items.items():
+                while key in items:
+                    key += "'"
+                items[key] = item
+        steps = (*self._before, step)
+        tick = Tick(
+            items, [b for s in steps for b in s.batches], [x for s in steps for x in s.losses],
+            self._loaded, dict(self._names), frozenset(self._trained),
+        )  # fmt: skip
+        self._before, self._loaded = [], []
+        return tick
+
+    def note(self, message: Loaded | Names) -> None:
+        """Take what was loaded, and what it is called."""
+        if isinstance(message, Loaded):
+            self._loaded.append(message)
+        else:
+            self._names |= message.names
+            self._trained |= set(message.trained)
+
+
+def kind_of(key: str) -> str:
+    return key.partition(" ")[0]
+
+
+def moving(course: Sequence[Tick]) -> set[str]:
+    """Return the keys whose values change in the course."""
+    first: dict[str, int] = {}
+    out = set()
+    for tick in course:
+        for key, item in tick.items.items():
+            if first.setdefault(key, item.digest) != item.digest:
+                out.add(key)
+    absent = {k for k in first if any(k not in tick.items for tick in course)}
+    return out | absent
+
+
+def begin_of(tick: Tick, course: Sequence[Tick], saved: Iterable[int] = ()) -> int:
+    """Return after which step of the course a process went on whose first tick this is.
+
+    The step at which the most is equal: the parameters first, then what else was restored.
+    """
+    keys = moving(course)
+    by_kind: dict[str, list[str]] = {}
+    for key in keys:
+        by_kind.setdefault(kind_of(key), []).append(key)
+    saved = set(saved)
+    scores = [
+        sum(_evidence(tick, other, by_kind, at == 0)) + 0.1 * (at in saved)
+        for at, other in enumerate(course)
+    ]
+    params = by_kind.get("param", [])
+    if params and not any(_same(tick, other, params) for other in course):
+        gaps = [_gap(tick, other, params) for other in course]
+        scores[gaps.index(min(gaps))] += _NEAR
+    best = max(scores)
+    return max(at for at, score in enumerate(scores) if score == best)
+
+
+def _evidence(
+    tick: Tick, other: Tick, by_kind: Mapping[str, list[str]], is_first: bool
+) -> Iterable[float]:
+    for kind, keys in by_kind.items():
+        weight = _WEIGHT_OF_FIRST if is_first and kind == "param" else _WEIGHTS.get(kind, 0.0)
+        if weight:
+            yield weight * _same(tick, other, keys) / len(keys)
+    if other.losses and tick.losses[-1:] == other.losses[-1:]:
+        yield _WEIGHTS["loss"]
+    if other.batches and [b.digest for b in tick.batches[-1:]] == [
+        b.digest for b in other.batches[-1:]
+    ]:
+        yield _WEIGHTS["batch"]
+
+
+def _same(tick: Tick, other: Tick, keys: Iterable[str]) -> int:
+    return sum(digest_of(tick, k) == digest_of(other, k) for k in keys)
+
+
+def _gap(tick: Tick, other: Tick, keys: Iterable[str]) -> float:
+    total = 0.0
+    for key in keys:
+        a, b = tick.items.get(key), other.items.get(key)
+        if a is not None and b is not None and a.sketch and b.sketch:
+            total += distance(a.sketch, b.sketch)
+    return total
+
+
+def digest_of(tick: Tick, key: str) -> int | None:
+    item = tick.items.get(key)
+    return None if item is None else item.digest

@@ -1,0 +1,46 @@
+"""The connection of a process of the training to `holdfast prove`."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+
+from holdfast.prove.messages import ADDRESS, Message, Trouble, send
+
+
+class Channel:
+    """One connection for each process, made when there is something to tell; safe to use from any thread."""
+
+    def __init__(self) -> None:
+        self._address = os.environ[ADDRESS]
+        self._lock = threading.Lock()
+        self._pid = 0
+        self._socket: socket.socket | None = None
+
+    def tell(self, message: Message) -> None:
+        """Send a message; nobody waits for it, and where nobody listens any more it is dropped."""
+        with self._lock:
+            try:
+                send(self._connected(), message)
+            except OSError:
+                self._socket = None
+
+    def ask(self, message: Message) -> bytes:
+        """Send a message, and block until there is an answer: for ever, where the run is to end here."""
+        self.tell(message)
+        answer = self._socket.recv(1) if self._socket is not None else b""
+        if not answer:  # whoever ran it has gone: so does the training
+            os._exit(1)
+        return answer
+
+    def end_for(self, kind: str, about: str) -> None:
+        """Tell that the run cannot go on."""
+        self.tell(Trouble(kind, about))
+
+    def _connected(self) -> socket.socket:
+        if self._socket is None or self._pid != os.getpid():
+            self._socket = socket.socket(socket.AF_UNIX)
+            self._socket.connect(self._address)
+            self._pid = os.getpid()
+        return self._socket

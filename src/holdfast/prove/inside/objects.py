@@ -1,0 +1,279 @@
+"""Finds the objects of a training from the frames that led to `Optimizer.step`, and names their values.
+
+Names are those of the script: `model`, `trainer.ema`.  Attributes are read from `__dict__`, so nothing of
+the script runs.  What is looked at of which object is the table of `_values`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Sampler
+
+from holdfast.prove.inside import values
+
+_DEEPEST = 6
+_MOST = 20_000
+"""Objects that are looked at in all."""
+_OPAQUE = frozenset(sys.stdlib_module_names) | {
+    "holdfast", "numpy", "msgspec", "xxhash", "tqdm", "rich", "wandb", "tensorboard", "pandas", "pyarrow",
+    "pydantic", "tokenizers", "sympy", "networkx",
+}  # fmt: skip
+_OPEN_TORCH = ("torch.nn", "torch.optim", "torch.utils.data", "torch.amp", "torch.cuda.amp")
+_OF_NO_CONSEQUENCE = {
+    # what torch's schedulers and optimizers count for their warnings
+    "_step_count", "_get_lr_called_within_step", "_is_initial", "_initial_step", "verbose", "_opt_called",
+    "_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name",
+}  # fmt: skip
+_SITE = tuple({os.path.dirname(os.path.dirname(torch.__file__)), os.path.dirname(os.__file__)})
+
+Place = tuple[str, Any, Any]
+"""Kind and name of a value, the object or container that holds it, and its attribute or key."""
+
+
+class Objects:
+    """What one attempt of a training trains with, by name."""
+
+    def __init__(self) -> None:
+        self.names: dict[int, str] = {}
+        """By `id`, of what was found."""
+        self.optimizers: dict[str, Optimizer] = {}
+        self.parameters: dict[int, str] = {}
+        self.trained: set[int] = set()
+        """`id` of optimizers that step, of their modules and of the schedulers."""
+        self._found: dict[int, Any] = {}
+
+    def find(self, frame: FrameType | None, optimizer: Optimizer) -> None:
+        """Look at everything that the frames reach, breadth first: the shortest path is the name."""
+        queue: deque[tuple[str, Any, int]] = deque(_of_frames(frame))
+        queue.append((type(optimizer).__name__.lower(), optimizer, 0))
+        self._found.clear()
+        self.names.clear()
+        seen: set[int] = set()
+        while queue and len(seen) < _MOST:
+            name, value, depth = queue.popleft()
+            if id(value) in seen or not _is_open(value):
+                continue
+            seen.add(id(value))
+            self._found[id(value)] = value
+            self.names[id(value)] = name
+            if depth < _DEEPEST:
+                queue.extend((f"{name}.{key}", v, depth + 1) for key, v in _inside(value))
+        self._name_parameters(optimizer)
+
+    def _name_parameters(self, optimizer: Optimizer) -> None:
+        named = {self.names[id(o)]: o for o in self._found.values() if isinstance(o, Optimizer)}
+        stepping = self.names[id(optimizer)]
+        self.optimizers = {
+            **{n: o for n, o in self.optimizers.items() if n in named},
+            stepping: optimizer,
+        }
+        owned = {id(p) for o in named.values() for g in o.param_groups for p in g["params"]}
+        roots = [m for m in self._found.values() if isinstance(m, nn.Module)]
+        below = {id(child) for m in roots for child in m.modules() if child is not m}
+        self.parameters.clear()
+        self.trained = {id(o) for o in named.values()}
+        for module in roots:
+            is_root = id(module) not in below
+            if not is_root or not any(id(p) in owned for p in module.parameters()):
+                continue
+            self.trained |= {id(m) for m in module.modules()}
+            for key, parameter in module.named_parameters():
+                name = f"{self.names[id(module)]}.{_plain(key)}"
+                self.parameters.setdefault(id(parameter), name)
+        for name, one in named.items():
+            for g, group in enumerate(one.param_groups):
+                for p, parameter in enumerate(group["params"]):
+                    self.parameters.setdefault(id(parameter), f"{name}.params.{g}.{p}")
+
+    def places(self) -> Iterator[Place]:
+        """Yield what is to be looked at, beside optimizers' states and settings, which come and go."""
+        shapes = {
+            tuple(p.shape)
+            for o in self._found.values() if isinstance(o, Optimizer)
+            for g in o.param_groups for p in g["params"]
+        }  # fmt: skip
+        done: set[int] = set()
+        for value in list(self._found.values()):
+            name = self.names[id(value)]
+            if isinstance(value, nn.Module):
+                if id(value) not in done:
+                    kind = "param" if id(value) in self.trained else "average"
+                    yield from _of_module(value, name, kind, self.parameters, done)
+            elif isinstance(value, (Optimizer, LRScheduler)):
+                kind = "number" if isinstance(value, Optimizer) else "scheduler"
+                yield from _attributes(value, name, kind, set())
+            elif _is_scaler(value):
+                yield from _attributes(value, name, "scaler", set())
+            elif _is_generator(value):
+                yield f"generator {name}", value, None
+            elif _is_average(value, shapes) and not self._is_trainers(value):
+                yield from _tensors_of(value, name, self.parameters)
+                yield from _attributes(value, name, "average", set())
+            elif _is_of_script(value) or isinstance(value, Sampler):
+                yield from _attributes(value, name, "counter", set())
+
+    def forget(self) -> None:
+        """Hold nothing of the training any more but what `places` has given."""
+        self._found.clear()
+
+    def _is_trainers(self, value: Any) -> bool:
+        """Whether an object holds an optimizer, as what runs a loop does."""
+        held = vars(value).values() if hasattr(value, "__dict__") else value.values()
+        return any(isinstance(v, Optimizer) for v in held)
+
+
+def _of_frames(frame: FrameType | None) -> Iterator[tuple[str, Any, int]]:
+    """Yield the variables of the frames of the script and of its trainer, from the innermost."""
+    while frame is not None:
+        root = str(frame.f_globals.get("__name__", "")).split(".")[0]
+        if root == "__main__" or root not in _OPAQUE | {"torch", "runpy"}:
+            is_script = not str(frame.f_code.co_filename).startswith(_SITE)
+            for scope in (frame.f_locals, frame.f_globals if is_script else {}):
+                for name, value in list(scope.items()):
+                    if not name.startswith("__"):
+                        yield type(value).__name__.lower() if name == "self" else name, value, 0
+        frame = frame.f_back
+
+
+def _is_open(value: object) -> bool:
+    """Whether the inside of an object is looked at."""
+    kind = type(value)
+    if kind in (dict, list, tuple) or _is_generator(value):
+        return True
+    if isinstance(value, (Tensor, type)) or not hasattr(value, "__dict__") or (callable(value) and not (
+        isinstance(value, nn.Module) or _is_of_script(value) or hasattr(kind, "state_dict")
+    )):  # fmt: skip
+        return False
+    root = kind.__module__.split(".")[0]
+    if root == "torch":
+        return kind.__module__.startswith(_OPEN_TORCH) or isinstance(value, nn.Module)
+    return root not in _OPAQUE or root == "__main__"
+
+
+def _inside(value: Any) -> Iterator[tuple[str, Any]]:
+    if _is_generator(value):
+        return
+    if isinstance(value, nn.Module):
+        for key, inner in vars(value).items():
+            if key == "_modules":
+                yield from ((str(k), m) for k, m in inner.items() if m is not None)
+            elif not key.startswith("_"):
+                yield key, inner
+    elif isinstance(value, Mapping):
+        yield from ((str(k), v) for k, v in list(value.items())[:256])
+    elif isinstance(value, (list, tuple)):
+        yield from ((str(k), v) for k, v in enumerate(value[:256]))
+    else:
+        yield from list(vars(value).items())
+
+
+def _is_of_script(value: object) -> bool:
+    """Whether a class is of the script: not of a package that is installed, and not of Python."""
+    module = sys.modules.get(type(value).__module__)
+    file = getattr(module, "__file__", None)
+    if type(value).__module__ == "__main__":
+        return True
+    return file is not None and not os.path.abspath(file).startswith(_SITE)
+
+
+def _is_generator(value: object) -> bool:
+    return isinstance(
+        value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+    )
+
+
+def _is_scaler(value: object) -> bool:
+    return any("GradScaler" in kind.__name__ for kind in type(value).__mro__)
+
+
+def _is_average(value: Any, shapes: set[tuple[int, ...]]) -> bool:
+    """Whether an object or a dict holds tensors that are shaped as parameters."""
+    if isinstance(value, (torch.utils.data.DataLoader, torch.utils.data.Dataset, Sampler)):
+        return False
+    if not isinstance(value, dict) and not hasattr(value, "__dict__"):
+        return False
+    held = value.values() if isinstance(value, dict) else vars(value).values()
+    for inner in held:
+        some = list(inner.values()) if isinstance(inner, dict) else inner
+        some = some if isinstance(some, (list, tuple)) else [some]
+        if any(isinstance(t, Tensor) and t.dim() and tuple(t.shape) in shapes for t in some):
+            return True
+    return False
+
+
+def _of_module(
+    module: nn.Module, name: str, kind: str, parameters: Mapping[int, str], done: set[int]
+) -> Iterator[Place]:
+    for prefix, child in module.named_modules():
+        if id(child) in done:
+            continue
+        done.add(id(child))
+        path = f"{name}.{_plain(prefix)}" if prefix else name
+        for key, parameter in child._parameters.items():
+            if parameter is not None:
+                known = parameters.get(id(parameter))
+                yield (
+                    f"{'param' if known else kind} {known or f'{path}.{key}'}",
+                    child._parameters,
+                    key,
+                )
+        for key, buffer in child._buffers.items():
+            if buffer is not None:
+                own = "buffer" if kind == "param" else kind
+                yield f"{own} {path}.{key}", child._buffers, key
+        if not type(child).__module__.startswith("torch."):
+            yield from _attributes(
+                child, path, "average" if kind == "average" else "number", {"training"}
+            )
+            yield from (
+                (f"number {path}.{key}", vars(child), key)
+                for key, value in vars(child).items() if isinstance(value, Tensor)
+            )  # fmt: skip
+
+
+def _attributes(value: Any, name: str, kind: str, without: set[str]) -> Iterator[Place]:
+    """Yield the numbers, and for what is not of the script the tensors, that are attributes."""
+    if isinstance(value, dict):
+        return
+    for key, held in vars(value).items():
+        if key in _OF_NO_CONSEQUENCE or key in without:
+            continue
+        if values.is_scalar(held) or (kind == "scaler" and isinstance(held, Tensor)):
+            yield f"{kind} {name}.{key}", vars(value), key
+        elif kind == "number" and isinstance(held, (list, tuple)):
+            yield from (
+                (f"number {name}.{key}.{n}", held, n)
+                for n, t in enumerate(held) if isinstance(t, Tensor)
+            )  # fmt: skip
+
+
+def _tensors_of(value: Any, name: str, parameters: Mapping[int, str]) -> Iterator[Place]:
+    """Yield the tensors of an average, one level down; not those that are the parameters themselves."""
+    alive = {key for key in parameters}
+    holder = value if isinstance(value, dict) else vars(value)
+    for key, held in holder.items():
+        if isinstance(held, Tensor) and id(held) not in alive:
+            yield f"average {name}.{key}", holder, key
+        elif isinstance(held, (dict, list)):
+            items: Sequence[Any] = list(held) if isinstance(held, dict) else range(len(held))
+            for inner in items:
+                if isinstance(held[inner], Tensor) and id(held[inner]) not in alive:
+                    yield f"average {name}.{key}.{inner}", held, inner
+
+
+def _plain(name: str) -> str:
+    """A name without what wrappers put in it."""
+    parts = [p for p in name.split(".") if p not in ("module", "_orig_mod", "_fsdp_wrapped_module")]
+    return ".".join(parts)

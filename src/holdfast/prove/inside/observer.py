@@ -1,0 +1,291 @@
+"""Observes a training from torch's hooks for all optimizers, and tells `holdfast prove` what it saw.
+
+Everything is looked at as an optimizer is about to step: parameters, gradients, states, settings, buffers,
+generators, averages and numbers.  Nothing is changed, drawn or kept.  What torch has no hook for is wrapped:
+`autograd.backward` (for the loss), `DataLoader`'s iterators, `torch.save` and DCP's `save`, and
+`load_state_dict` of modules, optimizers and schedulers; each wrapper calls what it wraps.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from holdfast.prove.inside import values
+from holdfast.prove.inside.channel import Channel
+from holdfast.prove.inside.objects import Objects, Place
+from holdfast.prove.messages import LAST, After, Batch, Item, Loaded, Names, Saved, Step
+
+_SKETCHED = ("param ", "average ")
+
+
+def install(channel: Channel) -> None:
+    """Observe this process; called when torch has been imported."""
+    observer = Observer(channel)
+    register_optimizer_step_pre_hook(observer.before)
+    register_optimizer_step_post_hook(observer.after)
+    _wrap(torch.autograd, "backward", observer.on_backward)
+    _wrap(torch, "save", observer.on_save)
+    for kind in (nn.Module, Optimizer, LRScheduler):
+        _wrap(kind, "load_state_dict", then=observer.on_load)
+    _watch_batches(torch.utils.data.dataloader._BaseDataLoaderIter, observer)
+    _observers.append(observer)
+
+
+def install_dcp(channel: Channel) -> None:
+    """See what DCP saves."""
+    module = sys.modules["torch.distributed.checkpoint.state_dict_saver"]
+    for name in ("save", "async_save"):
+        _wrap(module, name, _observers[0].on_save)
+
+
+def install_loader(channel: Channel) -> None:
+    """See the batches of torchdata's StatefulDataLoader."""
+    module: Any = sys.modules["torchdata.stateful_dataloader.stateful_dataloader"]
+    _watch_batches(module._BaseDataLoaderIter, _observers[0])
+
+
+_observers: list[Observer] = []
+
+
+class Observer:
+    """Sees the steps of a process; other processes that it forks are not seen."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._pid = os.getpid()
+        self._objects = Objects()
+        self._places: list[Place] = []
+        self._stepped: dict[str, weakref.ref[Optimizer]] = {}
+        self._main = ""
+        self._steps = self._attempt = 0
+        self._is_last = False
+        self._batches: list[Batch] = []
+        self._losses: list[Item] = []
+        self._loaded: set[int] = set()
+        self._unseen: dict[str, str] = {}
+        self._busy = threading.local()
+
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Tell everything as the optimizer takes it, and wait for leave to go on."""
+        if os.getpid() != self._pid or _is_of_dcp():
+            return
+        self._unseen = {}
+        name = self._name(optimizer)
+        rank, world = _rank()
+        step = Step(
+            rank, world, self._pid, self._attempt, name, self._look(optimizer, name == self._main),
+            self._batches, self._losses, self._unseen,
+        )  # fmt: skip
+        self._batches, self._losses = [], []
+        if self._loaded:
+            names = {i: n for i, n in self._objects.names.items() if i in self._loaded}
+            trained = [i for i in self._loaded if i in self._objects.trained]
+            self._channel.tell(Names(names, trained))
+        self._is_last = self._channel.ask(step) == LAST
+
+    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Where this step was to be the last one, tell what it left, and wait to be killed."""
+        if self._is_last and os.getpid() == self._pid:
+            self._channel.ask(After(self._look(optimizer, True)))
+
+    def on_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
+        """Take the loss."""
+        for one in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
+            if isinstance(one, Tensor):
+                self._losses.append(values.tensor(one))
+
+    def on_batch(self, batch: object, place: int) -> None:
+        """Take the digest of a batch."""
+        if os.getpid() == self._pid:
+            self._batches.append(values.batch(batch, place))
+
+    def on_save(self, state: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Tell what is being saved; a stateful object of DCP's call is asked, as DCP asks it."""
+        if getattr(self._busy, "saving", False) or kwargs.get("state_dict", state) is None:
+            return
+        state = kwargs.get("state_dict", state)
+        self._busy.saving = True
+        try:
+            if isinstance(state, dict):
+                state = {
+                    k: v.state_dict() if hasattr(v, "state_dict") else v for k, v in state.items()
+                }
+            self._channel.tell(Saved(dict(values.leaves_of(state))))
+        finally:
+            self._busy.saving = False
+
+    def on_load(self, owner: Any, *args: Any, **kwargs: Any) -> None:
+        """Tell what an object has right after it took a state_dict."""
+        kind, items = "scheduler", {}
+        if isinstance(owner, nn.Module):
+            kind = "param"
+            items = {n: values.tensor(p) for n, p in owner.named_parameters() if not p.is_meta}
+        elif isinstance(owner, Optimizer):
+            kind = "group"
+            items = {
+                f"{g}.{k}": _item(v, False) for g, group in enumerate(owner.param_groups)
+                for k, v in group.items() if k != "params" and _is_setting(v)
+            }  # fmt: skip
+            items["states"] = values.scalar(len(owner.state))
+        else:
+            items = {k: values.scalar(v) for k, v in vars(owner).items() if values.is_scalar(v)}
+        self._loaded.add(id(owner))
+        self._channel.tell(Loaded(kind, id(owner), items))
+
+    def _name(self, optimizer: Optimizer) -> str:
+        """The name of an optimizer; another one of the same name begins an attempt anew."""
+        self._steps += 1
+        known = next((n for n, o in self._stepped.items() if o() is optimizer), None)
+        if known is None or self._steps < 4 or not self._steps & (self._steps - 1):
+            self._objects.find(sys._getframe(2), optimizer)
+            name = self._objects.names[id(optimizer)]
+            if known is None:
+                if name in self._stepped:
+                    self._stepped.clear()
+                    self._attempt += 1
+                    self._steps = 1
+                    self._main = ""
+                self._stepped[name] = weakref.ref(optimizer)
+            known = known or name
+            self._main = self._main or known
+            self._places = list(self._objects.places())
+            self._objects.forget()
+        return known
+
+    def _look(self, optimizer: Optimizer, at_everything: bool) -> dict[str, Item]:
+        """Return what there is to see: of an optimizer that is not the first one, what is its own."""
+        items: dict[str, Item] = {}
+        for key, value in self._values(optimizer, at_everything):
+            try:
+                items[key] = _item(value, key.startswith(_SKETCHED))
+            except Exception as error:
+                self._unseen[key] = f"{type(value).__name__}: {error}"
+        return items
+
+    def _values(self, optimizer: Optimizer, at_everything: bool) -> Iterator[tuple[str, Any]]:
+        name = next(n for n, o in self._stepped.items() if o() is optimizer)
+        for g, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                if key != "params" and _is_setting(value):
+                    yield f"group {name}.{g}.{key}", value
+            for p, parameter in enumerate(group["params"]):
+                known = self._objects.parameters.get(id(parameter), f"{name}.params.{g}.{p}")
+                yield f"param {known}", parameter
+                if parameter.grad is not None:
+                    yield f"grad {known}", parameter.grad
+                yield from _flat(f"state {known}", optimizer.state.get(parameter, {}))
+        if at_everything:
+            yield from _generators()
+            for key, holder, attribute in self._places:
+                if attribute is None:
+                    yield key, _state_of(holder)
+                elif isinstance(holder, list) or attribute in holder:
+                    yield key, holder[attribute]
+
+
+def _is_of_dcp() -> bool:
+    """Whether DCP steps, without gradients, to have an optimizer make its states."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _item(value: object, sketched: bool) -> Item:
+    return values.tensor(value, sketched) if isinstance(value, Tensor) else values.scalar(value)
+
+
+def _is_setting(value: object) -> bool:
+    return values.is_scalar(value) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _flat(name: str, state: Any) -> Iterator[tuple[str, Any]]:
+    """The tensors and numbers of an optimizer's state for one parameter, which may be nested."""
+    for key, value in state.items() if isinstance(state, dict) else enumerate(state):
+        if isinstance(value, Tensor) or values.is_scalar(value):
+            yield f"{name}.{key}", value
+        elif isinstance(value, (dict, list, tuple)):
+            yield from _flat(f"{name}.{key}", value)
+
+
+def _generators() -> Iterator[tuple[str, Any]]:
+    yield "generator torch", torch.get_rng_state()
+    yield "generator python", random.getstate()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, place, *_ = numpy.random.get_state()
+        yield "generator numpy", [kind, keys.tobytes(), place]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        for number in range(torch.cuda.device_count()):
+            yield f"generator cuda:{number}", torch.cuda.get_rng_state(number)
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return getattr(generator, "bit_generator", generator).__getstate__()
+
+
+def _rank() -> tuple[int, int]:
+    """This process among those of the training."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _wrap(
+    owner: Any,
+    name: str,
+    first: Callable[..., None] | None = None,
+    then: Callable[..., None] | None = None,
+) -> None:
+    """Have a function called before, or after, a function of torch, with the same arguments."""
+    inner = getattr(owner, name)
+
+    @functools.wraps(inner)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if first is not None:
+            first(*args, **kwargs)
+        out = inner(*args, **kwargs)
+        if then is not None:
+            then(*args, **kwargs)
+        return out
+
+    setattr(owner, name, wrapper)
+
+
+def _watch_batches(kind: Any, observer: Observer) -> None:
+    """See each batch of the iterators of a DataLoader, with its number in its iterator."""
+    inner = kind.__next__
+
+    @functools.wraps(inner)
+    def wrapper(self: Any) -> Any:
+        batch = inner(self)
+        place = self.__dict__.get("_seen_by_prove", 0)
+        self.__dict__["_seen_by_prove"] = place + 1
+        observer.on_batch(batch, place)
+        return batch
+
+    kind.__next__ = wrapper

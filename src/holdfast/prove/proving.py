@@ -1,0 +1,375 @@
+"""The runs that prove a resume, one after the other, and what they come to.
+
+whole       up to the last step
+killed      killed at a step behind a save, and started again: up to there it is the whole run *again*, alike,
+            so what differs there is not deterministic by itself
+twice       killed two times, each after a save
+elsewhere   goes on with other ranks from what the killed run had left
+
+Before anything is said of a resume, the steps in question have been run twice without a kill.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shlex
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from holdfast.base.errors import UsageError
+from holdfast.prove.causes import Evidence, Finding, cause_of, of_begin, of_ranks
+from holdfast.prove.comparing import Apart, Elsewhere, Tolerance, elsewhere, first_apart
+from holdfast.prove.courses import Life, Segment, Tick
+from holdfast.prove.running import CannotProve, Launch, kill_all
+from holdfast.prove.workspace import Folder, Workspace
+
+SHARE = 0.05
+"""Tolerance: of the way that a tensor has come since two runs parted."""
+_FEWEST = 3
+_RANKS = re.compile(
+    r"--(nproc[-_]per[-_]node|num[-_]processes|num[-_]gpus)(=)?(\d+)?$"
+)  # torchrun and holdfast run; accelerate; deepspeed
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be proved, and how."""
+
+    command: Sequence[str]
+    steps: int = 20
+    kill_at: int | None = None
+    kill: str = "all"
+    resume_with: str = ""
+    ranks: int | None = None
+    then: str = ""
+    state: Sequence[str] = ()
+    seed: int | None = None
+    tolerance: float | None = None
+    keep: bool = False
+    patience_s: float = 300.0
+
+
+@dataclass
+class Proof:
+    """What became of it; true if every resume was exact, or within the tolerance that was asked for."""
+
+    exact: bool = True
+    steps: int = 0
+    ranks: int = 0
+    saved: list[int] = field(default_factory=list)
+    """Steps after which files had been written."""
+    resumes: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    """For each run that was killed: at which steps, and from which it went on."""
+    elsewhere: Elsewhere | None = None
+    elsewhere_ranks: int = 0
+    finding: Finding | None = None
+    nondeterminism: Finding | None = None
+    within: bool = False
+    """Whether what is not deterministic stayed within the tolerance."""
+    unseen: dict[str, str] = field(default_factory=dict)
+    kept: str = ""
+    seconds: float = 0.0
+    seed: int = 0
+    losses: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def cause(self) -> str | None:
+        """The id of the cause of the first difference; None if there is none."""
+        one = self.finding or self.nondeterminism
+        return one.cause if one else None
+
+    def __bool__(self) -> bool:
+        return self.finding is None and (self.nondeterminism is None or self.within)
+
+    def __repr__(self) -> str:
+        from holdfast.prove.report import lines
+
+        return "\n".join(lines(self))
+
+
+Said = Callable[[str], None]
+
+
+def prove(plan: Plan, say: Said = lambda _: None) -> Proof:
+    """Run a training several times, and compare; blocks until it is done, and leaves nothing behind.
+
+    `say` is told in a sentence what is being done.  Raises CannotProve for a training that saves nothing,
+    makes no step, ends early, asks for input or writes to where its other runs would; UsageError for a plan
+    that does not fit the command.
+    """
+    began = time.monotonic()
+    workspace = Workspace(plan.command, plan.state, os.environ)
+    try:
+        proof = _Proving(plan, workspace, say).run()
+    finally:
+        kill_all(workspace.temporary.name)
+        for name in os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []:
+            if name.startswith(workspace.temporary.name):
+                shutil.rmtree(f"/dev/shm/{name}", ignore_errors=True)
+        workspace.remove_temporary()
+        if not plan.keep:
+            workspace.remove()
+    proof.kept = str(workspace.path) if plan.keep else ""
+    proof.seconds = time.monotonic() - began
+    return proof
+
+
+class _Proving:
+    """The runs of one proof."""
+
+    def __init__(self, plan: Plan, workspace: Workspace, say: Said) -> None:
+        self.plan, self.workspace, self.say = plan, workspace, say
+        self.seed = random.randrange(1 << 16) if plan.seed is None else plan.seed
+        self.random = random.Random(self.seed)
+        self.proof = Proof(seed=self.seed)
+        self.course: dict[int, list[Tick]] = {}
+        self.tolerance: Tolerance | None = None
+        self.again_up_to = 0
+        self.steps = plan.steps
+
+    def run(self) -> Proof:
+        """Make the runs in turn, and stop at the first that differs."""
+        self._whole()
+        kill_at = self._kill_steps()
+        left = self._killed(kill_at[:1])
+        if self.proof.finding is None and kill_at[1:]:
+            self._killed(kill_at[1:])
+        if self.proof.finding is None and (self.plan.ranks or self.plan.then) and left is not None:
+            self._elsewhere(left, kill_at[0])
+        proof = self.proof
+        proof.exact = proof.finding is None and proof.nondeterminism is None
+        proof.within = (
+            proof.nondeterminism is not None
+            and proof.finding is None
+            and self.plan.tolerance is not None
+        )
+        return proof
+
+    def _whole(self) -> None:
+        self.say(f"whole: up to step {self.steps}")
+        folder = self.workspace.new()
+        launch = Launch(folder, self.steps, self.steps, {}, self.plan.patience_s)
+        life = launch.run(folder.command)
+        self.course = {s.rank: s.ticks for s in life.segments}
+        made = min((len(t) for t in self.course.values()), default=0) - (life.status is None)
+        if life.status is not None and (made < _FEWEST or life.status):
+            what = (
+                f"made {made} steps of {self.steps}" if made > 0 else "made no step of an optimizer"
+            )
+            cause = "ended-early" if made > 0 else "no-steps"
+            raise CannotProve(
+                cause,
+                f"the training {what} and ended with status {life.status}; it printed\n{launch.output()}",
+                hint=f"--steps {made} goes as far as it does" if made >= _FEWEST and not life.status else None,
+            )  # fmt: skip
+        if life.status is not None:
+            self.steps = made
+        self.proof.steps, self.proof.ranks = self.steps, max(life.world, len(self.course))
+        self.proof.unseen = life.unseen
+        self.proof.saved = [s for s in life.saved() if s > 0]
+        self.whole = life
+        if not [s for s in self.proof.saved if s < self.steps]:
+            raise CannotProve(
+                "nothing-saved",
+                f"the training saved nothing in {self.steps} steps",
+                hint="let it save more often, or make more steps: --steps N",
+            )
+
+    def _kill_steps(self) -> list[int]:
+        """Draw a step to be killed at, and two to be killed at one after the other, each behind a save."""
+        first, last = min(self.proof.saved), self.steps - 1
+        if self.plan.kill_at is not None:
+            if not 0 < self.plan.kill_at < self.steps:
+                raise UsageError(
+                    f"--kill-at {self.plan.kill_at}: the runs go from step 1 to {self.steps}"
+                )
+            return [self.plan.kill_at]
+        low = min(first + 1, last)
+        one = self.random.randint(low, last)
+        if self.plan.kill == "one" or last - low < 2:
+            return [one]
+        two = self.random.randint(low, last - 2)
+        return [one, two, self.random.randint(two + 1, min(last, two + 4))]
+
+    def _killed(self, kill_at: Sequence[int]) -> Folder | None:
+        """Kill a run at each of some steps, go on, and compare; returns its folder as it was left first."""
+        plan, folder = self.plan, self.workspace.new()
+        words = ", then at ".join(map(str, kill_at))
+        self.say(f"killed at step {words}, and started again")
+        lives: list[Life] = []
+        own = dict(self.course)
+        left = None
+        for until in (*kill_at, self.steps):
+            is_last = until == self.steps
+            launch = Launch(folder, until, self.steps, own if lives else {}, plan.patience_s)
+            command = _with(folder.command, plan.resume_with) if lives else folder.command
+            life = launch.run(command, plan.kill if not is_last and plan.kill == "one" else "all")
+            lives.append(life)
+            if len(lives) == 1:
+                self._compare_again(life)
+                if self.tolerance is not None:
+                    own = _joined(life, own)
+            else:
+                self._check_end(life, launch)
+                if not self._compare(life, lives, own, kill_at):
+                    return None
+            if len(lives) == 1 and not is_last and (plan.ranks or plan.then):
+                left = self.workspace.copy(folder)
+            if life.status == 0 and is_last:
+                break
+        begins = [min(s.begin for s in life.segments) for life in lives[1:] if life.segments]
+        self.proof.resumes.append((tuple(kill_at), tuple(begins)))
+        return left
+
+    def _check_end(self, life: Life, launch: Launch) -> None:
+        if life.status is not None and not life.segments:
+            raise CannotProve(
+                "ended-early",
+                f"started again, the training made no step, and ended with status {life.status}; it printed"
+                f"\n{launch.output()}",
+                hint="--resume-with ARGS adds what it needs to go on",
+            )
+
+    def _compare_again(self, life: Life, share: float | None = None) -> None:
+        """Compare what is not resumed: where it differs, the training is not deterministic by itself."""
+        if self.tolerance is not None:
+            return
+        for segment in sorted(life.segments, key=lambda s: s.rank):
+            if segment.begin or segment.rank not in self.course:
+                continue
+            self.again_up_to = max(self.again_up_to, len(segment.ticks))
+            apart = first_apart(segment, self.course[segment.rank])
+            if apart is not None:
+                self._is_not_deterministic(apart)
+                return
+
+    def _is_not_deterministic(self, apart: Apart) -> None:
+        names = ", ".join(sorted(apart.kinds))
+        one = cause_of(Evidence(apart, Life(), (), 0, self.course))
+        self.proof.nondeterminism = replace(
+            one, cause="not-deterministic",
+            why=f"two runs alike differ there by themselves ({names})",
+        )  # fmt: skip
+        share = self.plan.tolerance if self.plan.tolerance is not None else SHARE
+        self.tolerance = Tolerance(
+            share, {"param", "state", "grad", "loss", "buffer", "average"} | apart.kinds
+        )
+
+    def _compare(
+        self,
+        life: Life,
+        lives: Sequence[Life],
+        own: Mapping[int, list[Tick]],
+        kill_at: Sequence[int],
+    ) -> bool:
+        """Compare a resumed life with the course; False, and a finding, where it differs."""
+        killed = kill_at[min(len(lives) - 2, len(kill_at) - 1)]
+        saves = [s for one in lives[:-1] for s in one.saves if s.step <= killed]
+        written = [s for s in self.proof.saved if s <= killed]
+        segments = sorted(life.segments, key=lambda s: s.rank)
+        finding = of_ranks(life)
+        for segment in segments if finding is None else ():
+            course = own.get(segment.rank) or next(iter(own.values()))
+            finding = of_begin(segment, written, saves, course) or self._apart(
+                segment, course, life, saves, own
+            )
+            if finding is not None:
+                break
+        self.proof.finding = finding
+        if finding is not None:
+            self.proof.resumes.append(
+                (
+                    tuple(kill_at),
+                    tuple(min(s.begin for s in one.segments) for one in lives[1:] if one.segments),
+                )
+            )
+        return finding is None
+
+    def _apart(
+        self, segment: Segment, course: Sequence[Tick], life: Life, saves: Sequence[object],
+        own: Mapping[int, list[Tick]],
+    ) -> Finding | None:  # fmt: skip
+        apart = first_apart(segment, course, self.tolerance)
+        if apart is None:
+            return None
+        if self.tolerance is None and apart.step > self.again_up_to:
+            self.say("again, whole: is it the training itself that differs there?")
+            folder = self.workspace.new()
+            launch = Launch(folder, self.steps, self.steps, {}, self.plan.patience_s)
+            self._compare_again(launch.run(folder.command))
+            if self.tolerance is not None:
+                return self._apart(segment, course, life, saves, own)
+        evidence = Evidence(apart, life, list(saves), segment.begin, own)  # type: ignore[arg-type]
+        return cause_of(evidence)
+
+    def _elsewhere(self, left: Folder, killed: int) -> None:
+        plan = self.plan
+        command = shlex.split(plan.then) if plan.then else _for_ranks(left.command, plan.ranks or 1)
+        folder = self.workspace.copy(left, command)
+        self.say(f"elsewhere: {shlex.join(command)}")
+        launch = Launch(folder, self.steps, self.steps, self.course, plan.patience_s)
+        life = launch.run(_with(folder.command, "" if plan.then else plan.resume_with))
+        self._check_end(life, launch)
+        begins = {s.begin for s in life.segments}
+        self.proof.elsewhere_ranks = life.world
+        finding = of_ranks(life)
+        found = {s.rank: s.ticks for s in life.segments}
+        if finding is None:
+            result = elsewhere(found, min(begins), self.course)
+            self.proof.elsewhere = result
+            share = plan.tolerance if plan.tolerance is not None else SHARE
+            if not min(begins):
+                finding = Finding(
+                    "no-resume", 1, 0, "the step at which training went on: 0", "it began anew"
+                )
+            elif result.worst > share:
+                finding = Finding(
+                    "elsewhere", result.step, 0, result.where.partition(" ")[2],
+                    f"it is {result.worst:.0%} of the way that it came since step {min(begins)} away from where "
+                    f"{self.proof.ranks} ranks brought it; the tolerance is {share:.0%}",
+                )  # fmt: skip
+            elif result.samples:
+                finding = Finding(
+                    "elsewhere", result.step, 0, f"{result.samples} samples",
+                    "they were given on these ranks or on those, and not on both",
+                )  # fmt: skip
+        self.proof.finding = finding
+
+
+def _joined(life: Life, course: Mapping[int, list[Tick]]) -> dict[int, list[Tick]]:
+    """The course of a run that is not deterministic: its own as far as it came, then that of the whole run."""
+    own = {s.rank: s.ticks for s in life.segments}
+    return {r: [*own.get(r, []), *ticks[len(own.get(r, [])) :]] for r, ticks in course.items()}
+
+
+def _with(command: Sequence[str], words: str) -> list[str]:
+    """A command with more arguments at its end; in a line for the shell, too."""
+    if not words:
+        return list(command)
+    if command[:2] == ["sh", "-c"]:
+        return ["sh", "-c", f"{command[2]} {words}"]
+    return [*command, *shlex.split(words)]
+
+
+def _for_ranks(command: Sequence[str], ranks: int) -> list[str]:
+    """A command of a launcher, for another number of ranks."""
+    out, is_next, is_found = [], False, False
+    for word in command:
+        match = _RANKS.match(word)
+        if is_next:
+            word, is_next, is_found = str(ranks), False, True
+        elif match and match[2]:
+            word, is_found = f"--{match[1]}={ranks}", True
+        elif match:
+            is_next = True
+        out.append(word)
+    if not is_found:
+        raise UsageError(
+            f"--ranks {ranks}: the command has no --nproc-per-node, --num_processes or --num_gpus",
+            hint='--then "COMMAND" names the whole command',
+        )
+    return out

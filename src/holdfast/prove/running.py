@@ -1,0 +1,299 @@
+"""Runs the command of a training, hears of each step, and kills it where it is to end."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from holdfast.base.errors import HoldfastError
+from holdfast.prove.courses import Gathering, Life, Save, Segment, Tick, begin_of
+from holdfast.prove.messages import (
+    ADDRESS,
+    GO,
+    LAST,
+    After,
+    Incoming,
+    Loaded,
+    Message,
+    Names,
+    Saved,
+    Step,
+    Trouble,
+)
+from holdfast.prove.workspace import Folder
+
+_LOOK_S = 0.05
+_QUIET_S = 0.4
+"""Files that did not change for so long are complete."""
+_MOST_QUIET_S = 30.0
+_OTHERS_S = 30.0
+"""How long ranks that have stopped wait for those that have not come; some have no optimizer."""
+_LOGS = (".log", ".txt", ".jsonl", ".csv", ".out", ".err")
+
+
+class CannotProve(HoldfastError):
+    """The command cannot be proved, for a reason that is not its resume: it never saves, or never steps."""
+
+    def __init__(self, cause: str, message: str, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.cause = cause
+
+
+class _Rank:
+    """One attempt of one process."""
+
+    def __init__(self, channel: socket.socket, segment: Segment) -> None:
+        self.channel = channel
+        self.segment = segment
+        self.is_held = False
+        self.made_last = False
+
+    @property
+    def made(self) -> int:
+        """Steps of the whole course that are behind it: the tick in hand has not been made yet."""
+        return self.segment.begin + len(self.segment.ticks) - 1
+
+
+class Launch:
+    """A process tree of the training, from its start until all ranks have made a step, or it ends."""
+
+    def __init__(
+        self,
+        folder: Folder,
+        until: int,
+        last: int,
+        course: dict[int, list[Tick]],
+        patience_s: float,
+    ) -> None:
+        """`until`: the last step to be made; it is observed afterwards, too, if it is `last`.
+        `course`: what the ranks went through before, to find out where a process goes on; empty at first.
+        """
+        self.folder, self.until, self.last = folder, until, last
+        self.course, self.patience_s = course, patience_s
+        self.life = Life()
+        self._ranks: dict[tuple[int, int], _Rank] = {}
+        self._gatherings: dict[socket.socket, tuple[int, Gathering]] = {}
+        self._files: dict[str, tuple[int, int, int]] = {}
+        self._heard = time.monotonic()
+        self._trouble: Trouble | None = None
+        self._seen_stopped: float | None = None
+        self._log = folder.path / "output.log"
+
+    def run(self, words: Sequence[str], kill: str = "all") -> Life:
+        """Run until all ranks have made step `until`, and kill them; or one of them, with `kill="one"`.
+
+        Returns what was seen.  Raises CannotProve for a training that asks, writes elsewhere or is silent.
+        """
+        with suppress(FileNotFoundError):
+            os.unlink(self.folder.socket)
+        self._files = self._look_at_files()
+        with (
+            socket.socket(socket.AF_UNIX) as listener, selectors.DefaultSelector() as selector,
+            self._log.open("ab") as log,
+        ):  # fmt: skip
+            listener.bind(self.folder.socket)
+            listener.listen(512)
+            selector.register(listener, selectors.EVENT_READ)
+            process = subprocess.Popen(
+                words, cwd=self.folder.cwd, env=self.folder.env, stdin=subprocess.DEVNULL, stdout=log,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+            try:
+                self._listen(selector, listener, process)
+                if self.life.status is None and kill == "one":
+                    self._lose_one(selector, listener, process)
+            finally:
+                kill_all(f"{ADDRESS}={self.folder.socket}", process)
+                for key in list(selector.get_map().values()):
+                    if key.fileobj is not listener:
+                        key.fileobj.close()  # type: ignore[union-attr]
+        return self.life
+
+    def output(self, lines: int = 12) -> str:
+        """Return the last lines that the training has printed."""
+        text = self._log.read_text(errors="replace") if self._log.exists() else ""
+        return "\n".join(text.splitlines()[-lines:])
+
+    def _listen(
+        self, selector: Any, listener: socket.socket, process: subprocess.Popen[bytes]
+    ) -> None:
+        incoming: dict[socket.socket, Incoming] = {}
+        self._heard = time.monotonic()
+        while not self._is_done():
+            for key, _ in selector.select(_LOOK_S):
+                if key.fileobj is listener:
+                    channel, _ = listener.accept()
+                    incoming[channel] = Incoming(channel)
+                    selector.register(channel, selectors.EVENT_READ, incoming[channel])
+                    continue
+                messages = key.data.read()
+                if messages is None:
+                    selector.unregister(key.fileobj)
+                    key.fileobj.close()
+                    continue
+                for message in messages:
+                    self._heard = time.monotonic()
+                    self._take(key.fileobj, message)
+            self._check()
+            self.life.status = process.poll()
+            if self.life.status is not None:
+                return
+
+    def _take(self, channel: socket.socket, message: Message) -> None:
+        attempt, gathering = self._gatherings.setdefault(channel, (0, Gathering()))
+        if isinstance(message, Trouble):
+            self._trouble = message
+        elif isinstance(message, (Loaded, Names)):
+            gathering.note(message)
+        elif isinstance(message, Saved):
+            made = max((r.made for r in self._ranks.values()), default=0)
+            self.life.saves.append(Save(made + 1, message.leaves))
+        elif isinstance(message, After):
+            for rank in self._ranks.values():
+                if rank.channel is channel:
+                    rank.segment.ticks.append(Tick(message.items))
+                    rank.made_last = True
+        else:
+            if message.attempt != attempt:
+                gathering = Gathering()
+                self._gatherings[channel] = message.attempt, gathering
+            tick = gathering.add(message)
+            if tick is None:
+                channel.sendall(GO)
+            else:
+                self._tick(channel, message, tick)
+
+    def _tick(self, channel: socket.socket, step: Step, tick: Tick) -> None:
+        self.life.world = step.world
+        self.life.unseen |= step.unseen
+        key = step.pid, step.attempt
+        if key not in self._ranks:
+            course = self.course.get(step.rank) or next(iter(self.course.values()), [])
+            segment = Segment(step.rank, begin_of(tick, course) if course else 0)
+            self.life.segments.append(segment)
+            for old in [k for k, r in self._ranks.items() if r.segment.rank == step.rank]:
+                del self._ranks[old]
+            self._ranks[key] = _Rank(channel, segment)
+        rank = self._ranks[key]
+        rank.segment.ticks.append(tick)
+        if step.rank == min(r.segment.rank for r in self._ranks.values()):
+            self._note_files(rank.made)
+        if rank.made >= self.until:
+            rank.is_held = True
+        else:
+            is_last = rank.made + 1 == self.until == self.last
+            channel.sendall(LAST if is_last else GO)
+            rank.is_held = is_last
+
+    def _is_done(self) -> bool:
+        held = [
+            r for r in self._ranks.values() if r.is_held and (r.made_last or self.until < self.last)
+        ]
+        if not held:
+            return False
+        if len(held) < self.life.world and time.monotonic() - self._heard < _OTHERS_S:
+            return False
+        return self._is_quiet()
+
+    def _is_quiet(self) -> bool:
+        """Whether saves that go on in the background have come to their end."""
+        began = self._seen_stopped = self._seen_stopped or time.monotonic()
+        if self.until == self.last:
+            return True
+        now = self._look_at_files()
+        while time.monotonic() - began < _MOST_QUIET_S:
+            before, _ = now, time.sleep(_QUIET_S)
+            now = self._look_at_files()
+            if now == before:
+                break
+        made = max(r.made for r in self._ranks.values())
+        self._note_files(made)
+        return True
+
+    def _check(self) -> None:
+        if self._trouble is not None and self._trouble.kind == "input":
+            raise CannotProve(
+                "asked-for-input", f"the training asked for input: {self._trouble.about!r}",
+                hint="give it by arguments: nobody is there to answer",
+            )  # fmt: skip
+        if self._trouble is not None:
+            raise CannotProve(
+                "one-place",
+                f"the training writes {self._trouble.about}, where its other runs would write, too",
+                hint="name the folder with --state DIR, so that each run gets its own",
+            )
+        if time.monotonic() - self._heard > self.patience_s:
+            held = sum(r.is_held for r in self._ranks.values())
+            what = (
+                f"{held} of {self.life.world} ranks made step {self.until}" if held else "no step"
+            )
+            raise CannotProve(
+                "no-steps",
+                f"{what} within {self.patience_s:.0f} s; the training printed\n{self.output()}",
+                hint="only optimizers of torch.optim.Optimizer are seen; --patience S waits longer",
+            )
+
+    def _lose_one(self, selector: Any, listener: socket.socket, process: Any) -> None:
+        """Kill the last rank, let the others go on, and see what comes of it."""
+        pid, _ = max(self._ranks, key=lambda key: self._ranks[key].segment.rank)
+        os.kill(pid, signal.SIGKILL)
+        gone = self._ranks
+        self.course, self.until = self._so_far(), self.last
+        self._seen_stopped = None
+        for (one, _), rank in gone.items():
+            rank.is_held = False
+            if one != pid:
+                with suppress(OSError):
+                    rank.channel.sendall(GO)
+        self._ranks = {key: rank for key, rank in gone.items() if key[0] != pid}
+        self._listen(selector, listener, process)
+
+    def _so_far(self) -> dict[int, list[Tick]]:
+        return {s.rank: s.ticks for s in self.life.segments if s.begin == 0} or self.course
+
+    def _look_at_files(self) -> dict[str, tuple[int, int, int]]:
+        return {
+            path: (found.st_ino, found.st_mtime_ns, found.st_size)
+            for path, found in self.folder.files()
+            if not path.endswith(_LOGS) and "tfevents" not in path
+        }
+
+    def _note_files(self, step: int) -> None:
+        now = self._look_at_files()
+        changed = sum(found[2] for path, found in now.items() if self._files.get(path) != found)
+        self._files = now
+        if changed:
+            self.life.written.append((step, changed))
+
+
+def kill_all(mark: str, process: subprocess.Popen[bytes] | None = None) -> None:
+    """Kill every process whose environment has `mark`, until there is none."""
+    for _ in range(100):
+        found = [pid for pid in _with(mark)]
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if process is not None and process.poll() is None:
+            process.kill()
+            process.wait()
+        if not found:
+            return
+        time.sleep(0.02)
+
+
+def _with(mark: str) -> list[int]:
+    out = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with suppress(OSError):
+                if mark.encode() in (entry / "environ").read_bytes():
+                    out.append(int(entry.name))
+    return out
