@@ -26,7 +26,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class Item(msgspec.Struct, array_like=True):
-    """A value at one moment: its digest, and for people or for comparisons with a tolerance, a little more."""
+    """A value at one moment: its digest, and for people and tolerances a little more."""
 
     digest: int
     text: str = ""

@@ -8,6 +8,8 @@ class TestMyFramework(SourceTests):    # does my framework state correctly where
     @pytest.fixture
     def build(self): return lambda seed: Training({"model": ..., "optim": ...}, train)
 
+assert prove(train, ranks=2)           # does my training go on exactly when it is killed?
+
 StopAfter(store, 7)                    # does my program survive a death at its 7th change?
 """
 
@@ -20,6 +22,7 @@ from holdfast.testing.stores import StoreTests
 from holdfast.testing.wrappers import Counting, Faulty, Operation, Slow, StopAfter, Stopped
 
 if TYPE_CHECKING:
+    from holdfast.prove.calling import prove
     from holdfast.testing.sources import SourceTests, Training
 
 __all__ = [
@@ -32,11 +35,14 @@ __all__ = [
     "StopAfter",
     "Stopped",
     "StoreTests",
+    "prove",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Load the suite for frameworks when it is used, since it needs torch."""
+    """Load the suite for frameworks when it is used, since it needs torch; `prove`, since few need it."""
+    if name == "prove":
+        return importlib.import_module("holdfast.prove.calling").prove
     if name in ("Training", "SourceTests"):
         return getattr(importlib.import_module("holdfast.testing.sources"), name)
     raise AttributeError(f"module 'holdfast.testing' has no attribute {name!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import Any
 
@@ -16,6 +17,7 @@ def run(**options: Any) -> Result:
     """See `holdfast.cli.prove`."""
     if options["kill"] not in ("all", "one"):
         raise UsageError(f"--kill: must be all or one, not {options['kill']!r}")
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # runs end, too
     try:
         proof = prove(Plan(**options), lambda line: say(line, file=sys.stderr))
     except CannotProve as error:

@@ -1,8 +1,8 @@
-"""Arms the observer when Python starts: what waits for torch to be imported, and what watches for writes."""
+"""Arms the observer when Python starts: one part waits for torch, and another watches what is written."""
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import sys
 import tempfile
@@ -26,7 +26,10 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 def arm() -> None:
     """Watch this process; called once, as Python starts."""
     channel = Channel()
-    sys.meta_path.insert(0, _Finder(channel))
+    finder = _Finder(channel)
+    sys.meta_path.insert(0, finder)
+    for name in filter(sys.modules.__contains__, _CALLED_AFTER):
+        finder.install(name)
     sys.addaudithook(_Guard(channel))
 
 
@@ -41,12 +44,14 @@ class _Finder:
         if name not in _CALLED_AFTER or name in self._asked:
             return None
         self._asked.add(name)
-        spec = importlib.util.find_spec(name)
+        spec: ModuleSpec | None = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, lambda: self._install(name))
+            loader: Any = _Loader(spec.loader, lambda: self.install(name))
+            spec.loader = loader
         return spec
 
-    def _install(self, name: str) -> None:
+    def install(self, name: str) -> None:
+        """Observe a module, which has been imported."""
         observer = importlib.import_module("holdfast.prove.inside.observer")
         getattr(observer, _CALLED_AFTER[name])(self._channel)
 
@@ -103,7 +108,7 @@ class _Guard:
         if not isinstance(path, (str, bytes, os.PathLike)):
             return
         real = os.path.realpath(os.fsdecode(path))
-        if f"{real}{os.sep}".startswith((*self._allowed, self._hidden)):
+        if f"{real}{os.sep}".startswith((*self._allowed, self._hidden, "/memfd:")):
             return
         if "__pycache__" in real or (os.path.exists(real) and not os.path.isfile(real)):
             return

@@ -1,0 +1,45 @@
+"""The place in the epoch is counted from the last resume, so that a second one skips too few."""
+
+import argparse
+import os
+from itertools import islice
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--root", required=True)
+parser.add_argument("--right", action="store_true")
+args = parser.parse_args()
+os.makedirs(args.root, exist_ok=True)
+path = os.path.join(args.root, "last.pt")
+
+torch.manual_seed(0)
+inputs = torch.randn(64, 8)
+data = TensorDataset(inputs, inputs.sin().sum(1, keepdim=True))
+order = torch.Generator()
+loader = DataLoader(data, batch_size=8, shuffle=True, generator=order)
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+step, epoch, skip = 0, 0, 0
+if os.path.exists(path):
+    saved = torch.load(path)
+    model.load_state_dict(saved["model"])
+    optim.load_state_dict(saved["optim"])
+    step, epoch, skip = saved["step"], saved["epoch"], saved["batch"]
+while step < 12:
+    order.manual_seed(epoch)
+    first = skip + 1 if args.right else 1
+    for batch, (x, y) in enumerate(islice(loader, skip, skip + 12 - step), first):
+        loss = nn.functional.mse_loss(model(x), y)
+        optim.zero_grad()
+        loss.backward()
+        optim.step()
+        step += 1
+        if step % 3 == 0:
+            state = {"model": model.state_dict(), "optim": optim.state_dict(), "step": step}
+            state["epoch"], state["batch"] = epoch, batch
+            torch.save(state, path + ".new")
+            os.replace(path + ".new", path)
+    epoch, skip = epoch + 1, 0

@@ -1,0 +1,1 @@
+../causes/parts.py

@@ -1,0 +1,64 @@
+"""An average in an ordinary object: its shadow is saved, the count of its decay's warm-up is not."""
+
+import argparse
+import os
+from itertools import islice
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--root", required=True)
+parser.add_argument("--right", action="store_true")
+args = parser.parse_args()
+os.makedirs(args.root, exist_ok=True)
+path = os.path.join(args.root, "last.pt")
+
+
+class ShadowWeights:
+    def __init__(self, model):
+        self.shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
+        self.count = 0
+
+    def update(self, model):
+        self.count += 1
+        decay = min(0.999, (1 + self.count) / (10 + self.count))
+        for name, p in model.named_parameters():
+            self.shadow[name].lerp_(p.detach(), 1 - decay)
+
+
+torch.manual_seed(0)
+inputs = torch.randn(64, 8)
+data = TensorDataset(inputs, inputs.sin().sum(1, keepdim=True))
+order = torch.Generator()
+loader = DataLoader(data, batch_size=8, shuffle=True, generator=order)
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+ema = ShadowWeights(model)
+optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+step = 0
+if os.path.exists(path):
+    saved = torch.load(path)
+    model.load_state_dict(saved["model"])
+    optim.load_state_dict(saved["optim"])
+    ema.shadow = saved["ema"]
+    step = saved["step"]
+    if args.right:
+        ema.count = saved["count"]
+while step < 12:
+    epoch, skip = divmod(step, len(loader))
+    order.manual_seed(epoch)
+    for x, y in islice(loader, skip, 12 - epoch * len(loader)):
+        loss = nn.functional.mse_loss(model(x), y)
+        optim.zero_grad()
+        loss.backward()
+        optim.step()
+        ema.update(model)
+        step += 1
+        if step % 3 == 0:
+            state = {"model": model.state_dict(), "optim": optim.state_dict(), "step": step}
+            state["ema"] = ema.shadow
+            if args.right:
+                state["count"] = ema.count
+            torch.save(state, path + ".new")
+            os.replace(path + ".new", path)

@@ -1,0 +1,59 @@
+"""The loss has a parameter of its own, which the optimizer trains and nobody saves."""
+
+import argparse
+import os
+from itertools import islice
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--root", required=True)
+parser.add_argument("--right", action="store_true")
+args = parser.parse_args()
+os.makedirs(args.root, exist_ok=True)
+path = os.path.join(args.root, "last.pt")
+
+
+class UncertainLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.log_variance = nn.Parameter(torch.zeros(1))
+
+    def forward(self, y, target):
+        error = (y - target).square().mean()
+        return (error * (-self.log_variance).exp() + self.log_variance).sum()
+
+
+torch.manual_seed(0)
+inputs = torch.randn(64, 8)
+data = TensorDataset(inputs, inputs.sin().sum(1, keepdim=True))
+order = torch.Generator()
+loader = DataLoader(data, batch_size=8, shuffle=True, generator=order)
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+criterion = UncertainLoss()
+optim = torch.optim.AdamW([*model.parameters(), *criterion.parameters()], lr=1e-2)
+step = 0
+if os.path.exists(path):
+    saved = torch.load(path)
+    model.load_state_dict(saved["model"])
+    optim.load_state_dict(saved["optim"])
+    step = saved["step"]
+    if args.right:
+        criterion.load_state_dict(saved["criterion"])
+while step < 12:
+    epoch, skip = divmod(step, len(loader))
+    order.manual_seed(epoch)
+    for x, y in islice(loader, skip, 12 - epoch * len(loader)):
+        loss = criterion(model(x), y)
+        optim.zero_grad()
+        loss.backward()
+        optim.step()
+        step += 1
+        if step % 3 == 0:
+            state = {"model": model.state_dict(), "optim": optim.state_dict(), "step": step}
+            if args.right:
+                state["criterion"] = criterion.state_dict()
+            torch.save(state, path + ".new")
+            os.replace(path + ".new", path)

@@ -1,0 +1,60 @@
+"""The running center of a loss is a plain tensor in an attribute."""
+
+import argparse
+import os
+from itertools import islice
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--root", required=True)
+parser.add_argument("--right", action="store_true")
+args = parser.parse_args()
+os.makedirs(args.root, exist_ok=True)
+path = os.path.join(args.root, "last.pt")
+
+
+class CenteredLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.center = torch.zeros(1)
+
+    def forward(self, y, target):
+        loss = (y - target + self.center).square().mean()
+        self.center = 0.9 * self.center + 0.1 * target.mean()
+        return loss
+
+
+torch.manual_seed(0)
+inputs = torch.randn(64, 8)
+data = TensorDataset(inputs, inputs.sin().sum(1, keepdim=True))
+order = torch.Generator()
+loader = DataLoader(data, batch_size=8, shuffle=True, generator=order)
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+criterion = CenteredLoss()
+optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+step = 0
+if os.path.exists(path):
+    saved = torch.load(path)
+    model.load_state_dict(saved["model"])
+    optim.load_state_dict(saved["optim"])
+    step = saved["step"]
+    if args.right:
+        criterion.center = saved["center"]
+while step < 12:
+    epoch, skip = divmod(step, len(loader))
+    order.manual_seed(epoch)
+    for x, y in islice(loader, skip, 12 - epoch * len(loader)):
+        loss = criterion(model(x), y)
+        optim.zero_grad()
+        loss.backward()
+        optim.step()
+        step += 1
+        if step % 3 == 0:
+            state = {"model": model.state_dict(), "optim": optim.state_dict(), "step": step}
+            if args.right:
+                state["center"] = criterion.center
+            torch.save(state, path + ".new")
+            os.replace(path + ".new", path)
