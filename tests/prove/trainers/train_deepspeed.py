@@ -57,9 +57,14 @@ def main() -> None:
     ckpt = attach(engine, args.root) if args.by == "holdfast" else None
     _, client_state = engine.load_checkpoint(args.root)
     done = client_state["done"] if client_state else 0
+    is_in_epoch = done % len(loader) > 0
     while engine.global_steps < STEPS:
         sampler.set_epoch(done // len(loader))
-        for texts in islice(loader, done % len(loader), None):
+        batches = islice(loader, done % len(loader), None)
+        if ckpt is not None and is_in_epoch:
+            ckpt.restore_rng()  # once more: the loader's iterator has drawn
+        is_in_epoch = False
+        for texts in batches:
             engine.backward(engine(texts))
             engine.step()
             done += 1

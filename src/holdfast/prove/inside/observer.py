@@ -100,11 +100,14 @@ class Observer:
             names = {i: n for i, n in self._objects.names.items() if i in self._loaded}
             trained = [i for i in self._loaded if i in self._objects.trained]
             self._channel.tell(Names(names, trained))
-        self._is_last = self._channel.ask(step) == LAST
+        answer = self._channel.ask(step)
+        if name == self._main:  # others may step within its step
+            self._is_last = answer == LAST
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Where this step was to be the last one, tell what it left, and wait to be killed."""
-        if self._is_last and os.getpid() == self._pid:
+        is_main = self._is_last and self._stepped[self._main]() is optimizer
+        if is_main and os.getpid() == self._pid:
             self._channel.ask(After(self._look(optimizer, True)))
 
     def on_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
