@@ -6,6 +6,7 @@ rule that finds its own signs gives the cause.  `docs/reference/causes.md` says 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -47,7 +48,7 @@ class Evidence:
 
     @property
     def renamed(self) -> Mapping[str, str]:
-        """LoadedNames of parameters in the course, by those in the resumed process, where they are others."""
+        """Names of parameters in the course, by those in the resumed process, where they are others."""
         segment = self._segment()
         return segment.renamed if segment is not None else {}
 
@@ -87,7 +88,9 @@ def of_begin(
             "no-resume", 1, segment.rank, "the step at which training went on: 0",
             f"something was saved after step {after}, and the first step again is step 1",
         )  # fmt: skip
-    newest = max((_step_of(save, course) for save in saves), default=0)
+    by_step = Counter(save.step for save in saves)
+    whole = [save for save in saves if by_step[save.step] == max(by_step.values())]
+    newest = max((_step_of(save, course) for save in whole), default=0)
     if newest > segment.begin:
         return Finding(
             "older-step", segment.begin + 1, segment.rank,
@@ -122,33 +125,63 @@ def cause_of(evidence: Evidence) -> Finding:
     return _finding(evidence, "unexplained", one, "nothing that was observed before it differs")
 
 
+def _untrained(e: Evidence) -> Finding | None:
+    params = e.apart.of("param")
+    if not params or not e.apart.is_first:
+        return None
+    if any(name.split(".")[-3:-2] == ["params"] for name in e.renamed):
+        why = "the optimizer steps tensors that are in no module any more"
+        return _finding(e, "untrained-object", params[0], why)
+    right = _loaded_right(e, "param", params)
+    return _finding(e, right[0], params[0], right[1]) if right is not None else None
+
+
 def _saved_wrong(e: Evidence) -> Finding | None:
-    """What was restored is what was saved, and that was not the value of its step."""
+    """What was restored is what was saved, and that was not the value of its step and rank."""
     if not e.apart.is_first or not e.saves:
         return None
-    leaves = e.saves[-1].leaves
+    newest = e.saves[-1].step
+    leaves = [(p, x) for s in e.saves if s.step == newest for p, x in s.leaves.items()]
     for one in e.apart.differences:
         name = one.key.rpartition(".")[2]
-        saved = {
-            x.digest for path, x in leaves.items() if not x.text or path.rpartition(".")[2] == name
-        }
-        if one.found.digest not in saved or one.expected.digest in saved:
+        saved = {x.digest for path, x in leaves if not x.text or path.rpartition(".")[2] == name}
+        kind = kind_of(one.key)
+        if one.expected.digest in saved or kind in (
+            "generator",
+            "counter",
+            "batch",
+            "loss",
+            "grad",
+        ):
             continue
+        rank = _rank_with(e, one)
+        if rank is not None and not _are_replicas(e, [one]):
+            return _finding(
+                e, "not-in-checkpoint", one, f"what was saved of it is that of rank {rank}"
+            )
         steps = [
             n for n, t in enumerate(e.apart.course) if digest_of(t, one.key) == one.found.digest
         ]
-        names = [
-            k
-            for k, i in e.apart.expected.items.items()
-            if i.digest == one.found.digest and not i.text
-        ]
-        if kind_of(one.key) in ("generator", "counter", "batch", "loss", "grad") or not (
-            steps or names
-        ):
-            continue
-        what = f"the value of step {steps[-1]}" if steps else names[0].partition(" ")[2]
-        return _finding(e, "not-in-checkpoint", one, f"what was saved of it is {what}")
+        expected = e.apart.expected.items.items()
+        names = [k for k, i in expected if i.digest == one.found.digest and not i.text]
+        if one.found.digest in saved and (steps or names):
+            what = f"the value of step {steps[-1]}" if steps else names[0].partition(" ")[2]
+            return _finding(e, "not-in-checkpoint", one, f"what was saved of it is {what}")
     return None
+
+
+def _rank_with(e: Evidence, one: Deviation) -> int | None:
+    """Another rank that has, at this step of the course, what was found."""
+    at = e.apart.step - 1
+    for rank, course in e.others.items():
+        is_other = rank != e.apart.rank and at < len(course)
+        if is_other and digest_of(course[at], one.key) == one.found.digest:
+            return rank
+    return None
+
+
+def _shuffled(e: Evidence) -> Finding | None:
+    return _swapped(e, e.apart.of("state")) if e.apart.is_first else None
 
 
 def _weights(e: Evidence) -> Finding | None:
@@ -162,12 +195,6 @@ def _weights(e: Evidence) -> Finding | None:
         )
     if all(_is_rounded(d) for d in params):
         return _finding(e, "low-precision", one, "its values are those rounded to bfloat16")
-    if any(name.split(".")[-3:-2] == ["params"] for name in e.renamed):
-        why = "the optimizer steps tensors that are in no module any more"
-        return _finding(e, "untrained-object", one, why)
-    elsewhere = _loaded_right(e, "param", params)
-    if elsewhere is not None:
-        return _finding(e, elsewhere[0], one, elsewhere[1])
     if (
         one.expected is not NOTHING
         and not _is_any_saved(e, params)
@@ -196,9 +223,6 @@ def _states(e: Evidence) -> Finding | None:
             why = "a state_dict was loaded into an optimizer that is not the one that steps"
             return _finding(e, "untrained-object", one, why)
         return _finding(e, "fresh-optimizer", one, "the optimizer began without states")
-    swapped = _swapped(e, states)
-    if swapped is not None:
-        return swapped
     tensors = [d for d in states if not d.expected.text]
     if tensors and all(_is_rounded(d) for d in tensors):
         return _finding(e, "low-precision", one, "its values are those rounded to bfloat16")
@@ -294,11 +318,14 @@ def _attributes(e: Evidence) -> Finding | None:
             continue  # what counts batches differs with them
         if (
             one.kind == "buffer"
-            and e.apart.kinds & {"loss", "batch"}
+            and e.apart.kinds & {"param", "batch", "generator"}
             and e.apart.moves(one.key)
             and not _is_from_before(e, one)
         ):
             continue
+        if one.kind == "buffer" and _are_replicas(e, [one]):
+            why = "other ranks have the value that this one should have"
+            return _finding(e, "replicas-differ", one, why)
         if _is_saved(e, one):
             right = _loaded_right(e, "param", [one])
             if right is not None:
@@ -351,9 +378,10 @@ def _batches(e: Evidence) -> Finding | None:
     if own or (e.apart.of("generator") and not set(batch[0].samples) & known):
         which = (own or e.apart.of("generator"))[0]
         return _finding(e, "generator", which, "the order, or the samples, are drawn with it")
-    return _finding(
-        e, "sampler-order", one, "the same place in the epoch, and other samples: another order"
-    )
+    why = "the same place in the epoch, and other samples: another order"
+    if any(d.key == "generator torch" for d in e.apart.differences):
+        why += "; torch's generator differs, too: where the order is drawn from it, restore that"
+    return _finding(e, "sampler-order", one, why)
 
 
 def _generators(e: Evidence) -> Finding | None:
@@ -370,7 +398,7 @@ def _generators(e: Evidence) -> Finding | None:
 
 
 def _replicas(e: Evidence) -> Finding | None:
-    """AfterStep a right first step, ranks whose parameters were equal go apart."""
+    """After a right first step, ranks whose parameters were equal go apart."""
     params = e.apart.of("param")
     if params and _are_replicas(e, params):
         return _finding(
@@ -380,8 +408,8 @@ def _replicas(e: Evidence) -> Finding | None:
 
 
 _RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
-    _saved_wrong, _weights, _states, _accumulation, _settings, _schedulers, _scaler, _attributes, _batches,
-    _generators, _replicas,
+    _untrained, _shuffled, _saved_wrong, _weights, _states, _accumulation, _settings, _schedulers, _scaler,
+    _attributes, _batches, _generators, _replicas,
 )  # fmt: skip
 
 

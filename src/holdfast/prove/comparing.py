@@ -87,6 +87,7 @@ def first_apart(
 
     `keys`: what moves in the run that was never killed.
     """
+    consequence: Apart | None = None
     for number, tick in enumerate(segment.ticks):
         at = segment.begin + number
         if at >= len(course):
@@ -95,14 +96,20 @@ def first_apart(
         found = [
             d
             for d in _differences(tick, course[at], keys)
-            if d.key not in late or d.found is not NOTHING
+            if (d.key not in late or d.found is not NOTHING)
+            and not (tolerance is not None and _is_near(d, course[segment.begin], tolerance))
         ]
-        if tolerance is not None:
-            found = [d for d in found if not _is_near(d, course[segment.begin], tolerance)]
-        if found:
-            found.sort(key=lambda d: ORDER.index(d.kind))
-            is_first = not number or (number == 1 and all(d.key in tick.others for d in found))
-            return Apart(at + 1, segment.rank, is_first, found, tick, course)
+        if not found:
+            consequence = None
+            continue
+        found.sort(key=lambda d: ORDER.index(d.kind))
+        is_first = not number or (number == 1 and all(d.key in tick.others for d in found))
+        apart = Apart(at + 1, segment.rank, is_first, found, tick, course)
+        if consequence is not None or apart.kinds != {"grad"}:
+            return consequence or apart
+        consequence = (
+            apart  # gradients that are made within the step are seen too early to count alone
+        )
     return None
 
 

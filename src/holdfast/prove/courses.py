@@ -14,7 +14,7 @@ _WEIGHTS = {
 """What speaks for the step at which a process goes on.  Generators do not: they begin anew anyway."""
 _WEIGHT_OF_FIRST = 3.0
 """Of parameters that are those of the first step: everything else may have been restored."""
-_NEAR, _AS_OTHERS = 2.0, 3.0
+_NEAR, _AS_OTHERS = 2.0, 6.0
 _SAVE = 0.2
 """Share of the largest change of files that makes another one a save."""
 

@@ -93,10 +93,29 @@ class StepObserver:
         self._unseen: dict[str, str] = {}
         self._busy = threading.local()
 
-    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Tell everything as the optimizer takes it, and wait for leave to go on."""
-        if os.getpid() != self._pid or _is_of_dcp():
-            return
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Tell everything as the optimizer takes it: with a closure, when this has made the gradients."""
+        if os.getpid() != self._pid or _is_of_dcp() or _holds_others(optimizer):
+            return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._tell(optimizer)
+            return None
+        told: list[bool] = []
+
+        def then_told() -> Any:
+            out = closure()
+            if not told:
+                told.append(True)
+                self._tell(optimizer)
+            return out
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": then_told}
+        return (args[0], then_told, *args[2:]), kwargs
+
+    def _tell(self, optimizer: Optimizer) -> None:
+        """Tell everything, and wait for leave to go on."""
         self._unseen = {}
         name = self._name(optimizer)
         rank, world = _rank()
@@ -109,11 +128,14 @@ class StepObserver:
             names = {i: n for i, n in self._objects.names.items() if i in self._loaded}
             trained = [i for i in self._loaded if i in self._objects.trained]
             self._channel.tell(LoadedNames(names, trained))
-        self._is_last = self._channel.ask(step) == LAST
+        answer = self._channel.ask(step)
+        if name == self._main:
+            self._is_last = answer == LAST
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Where this step was to be the last one, tell what it left, and wait to be killed."""
-        if self._is_last and os.getpid() == self._pid:
+        is_main = self._is_last and self._stepped[self._main]() is optimizer
+        if is_main and os.getpid() == self._pid:
             self._channel.ask(AfterStep(self._look(optimizer, True)))
 
     def on_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -167,8 +189,8 @@ class StepObserver:
         """
         known = next((n for n, o in self._stepped.items() if o() is optimizer), None)
         if known is None or known == self._main:
-            self._objects.find(sys._getframe(2), optimizer)
-            name = self._objects.names[id(optimizer)]
+            living = {n: o for n, one in self._stepped.items() if (o := one()) is not None}
+            name = self._objects.find(sys._getframe(1), optimizer, living)
             if known is None:
                 if name in self._stepped:
                     self._stepped.clear()
@@ -222,6 +244,14 @@ def _is_of_dcp() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _holds_others(optimizer: Optimizer) -> bool:
+    """Whether an optimizer steps others, which are seen themselves."""
+    held = [v for k, v in vars(optimizer).items() if k not in ("state", "param_groups", "defaults")]
+    inside = [x for v in held if isinstance(v, (list, tuple)) for x in v]
+    inside += [x for v in held if isinstance(v, dict) for x in v.values()]
+    return any(isinstance(one, Optimizer) for one in (*held, *inside))
 
 
 def _item(value: object, sketched: bool) -> Item:
