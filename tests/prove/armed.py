@@ -1,12 +1,14 @@
-"""Runs a script, observed by `holdfast prove` as it would be by a new interpreter: `-m prove.armed SCRIPT ...`"""
+"""Runs a script in a forked process, observed by `holdfast prove` as in a new one: `-m prove.armed SCRIPT`."""
 
 import os
 import runpy
 import sys
+import tempfile
 
 from holdfast.prove.inside import hooks
 
 if __name__ == "__main__":
+    tempfile.tempdir = None  # it is in TMPDIR, which another process has not had
     hooks.arm()
     sys.argv = sys.argv[1:]
     sys.path.insert(0, os.path.dirname(sys.argv[0]))

@@ -42,10 +42,24 @@ class Evidence:
     @property
     def loaded(self) -> Tick:
         """The first tick of the resumed process, which has what was loaded."""
-        for segment in self.life.segments:
-            if segment.rank == self.apart.rank:
-                return segment.ticks[0]
-        return self.apart.found
+        segment = self._segment()
+        return segment.ticks[0] if segment is not None else self.apart.found
+
+    @property
+    def renamed(self) -> Mapping[str, str]:
+        """Names of parameters in the course, by those in the resumed process, where they are others."""
+        segment = self._segment()
+        return segment.renamed if segment is not None else {}
+
+    def right(self, kind: str) -> list[Difference]:
+        """Return what does not differ."""
+        return [
+            Difference(k, i, i) for k, i in self.apart.expected.items.items()
+            if kind_of(k) == kind and digest_of(self.apart.found, k) == i.digest
+        ]  # fmt: skip
+
+    def _segment(self) -> Segment | None:
+        return next((s for s in self.life.segments if s.rank == self.apart.rank), None)
 
 
 def of_ranks(life: Life) -> Finding | None:
@@ -64,10 +78,11 @@ def of_begin(
     segment: Segment, written: Sequence[int], saves: Sequence[Save], course: Sequence[Tick]
 ) -> Finding | None:
     """Find a resume that never happened, or one from an older step than the newest that was saved."""
-    if segment.begin == 0 and written:
+    if segment.begin == 0 and (written or saves):
+        after = max([*written, *(s.step for s in saves)])
         return Finding(
             "no-resume", 1, segment.rank, "the step at which training went on: 0",
-            f"files were written after step {written[-1]}, and the first step again is step 1",
+            f"something was saved after step {after}, and the first step again is step 1",
         )  # fmt: skip
     newest = max((_step_of(save, course) for save in saves), default=0)
     if newest > segment.begin:
@@ -87,7 +102,7 @@ def _step_of(save: Save, course: Sequence[Tick]) -> int:
         count = sum(
             i.digest in digests
             for k, i in tick.items.items()
-            if kind_of(k) in ("param", "state") and not i.text
+            if kind_of(k) in ("param", "state") and not i.text and k not in tick.others
         )
         if count > most:
             best, most = at, count
@@ -104,6 +119,35 @@ def cause_of(evidence: Evidence) -> Finding:
     return _finding(evidence, "unexplained", one, "nothing that was observed before it differs")
 
 
+def _saved_wrong(e: Evidence) -> Finding | None:
+    """What was restored is what was saved, and that was not the value of its step."""
+    if not e.apart.is_first or not e.saves:
+        return None
+    leaves = e.saves[-1].leaves
+    for one in e.apart.differences:
+        name = one.key.rpartition(".")[2]
+        saved = {
+            x.digest for path, x in leaves.items() if not x.text or path.rpartition(".")[2] == name
+        }
+        if one.found.digest not in saved or one.expected.digest in saved:
+            continue
+        steps = [
+            n for n, t in enumerate(e.apart.course) if digest_of(t, one.key) == one.found.digest
+        ]
+        names = [
+            k
+            for k, i in e.apart.expected.items.items()
+            if i.digest == one.found.digest and not i.text
+        ]
+        if kind_of(one.key) in ("generator", "counter", "batch", "loss", "grad") or not (
+            steps or names
+        ):
+            continue
+        what = f"the value of step {steps[-1]}" if steps else names[0].partition(" ")[2]
+        return _finding(e, "not-in-checkpoint", one, f"what was saved of it is {what}")
+    return None
+
+
 def _weights(e: Evidence) -> Finding | None:
     params = e.apart.of("param")
     if not params or not e.apart.is_first:
@@ -115,9 +159,19 @@ def _weights(e: Evidence) -> Finding | None:
         )
     if all(_is_rounded(d) for d in params):
         return _finding(e, "low-precision", one, "its values are those rounded to bfloat16")
+    if any(name.split(".")[-3:-2] == ["params"] for name in e.renamed):
+        why = "the optimizer steps tensors that are in no module any more"
+        return _finding(e, "untrained-object", one, why)
     elsewhere = _loaded_right(e, "param", params)
     if elsewhere is not None:
         return _finding(e, elsewhere[0], one, elsewhere[1])
+    if (
+        one.expected is not NOTHING
+        and not _is_any_saved(e, params)
+        and _is_any_saved(e, e.right("param"))
+    ):
+        why = "no state that was saved has it, though it has others"
+        return _finding(e, "not-in-checkpoint", one, why)
     total = sum(kind_of(k) == "param" for k in e.apart.expected.items)
     return _finding(
         e, "weights", one, f"{len(params)} of {total} parameters are not those of step {e.begin}"
@@ -131,18 +185,19 @@ def _states(e: Evidence) -> Finding | None:
     one = next((d for d in states if not d.expected.text), states[0])
     if all(d.found is NOTHING for d in states):
         loaded = [x for x in e.loaded.loaded if x.kind == "group" and x.items["states"].text != "0"]
+        names = {e.loaded.names.get(x.owner) for x in loaded if x.owner in e.loaded.trained}
+        if e.apart.found.optimizer in names:
+            why = "the optimizer had loaded its states, and lost them again"
+            return _finding(e, "overwritten", one, why)
         if any(x.owner not in e.loaded.trained for x in loaded):
             why = "a state_dict was loaded into an optimizer that is not the one that steps"
             return _finding(e, "untrained-object", one, why)
-        if loaded:
-            return _finding(
-                e, "overwritten", one, "the optimizer had loaded its states, and lost them again"
-            )
         return _finding(e, "fresh-optimizer", one, "the optimizer began without states")
     swapped = _swapped(e, states)
     if swapped is not None:
         return swapped
-    if all(_is_rounded(d) for d in states if not d.expected.text):
+    tensors = [d for d in states if not d.expected.text]
+    if tensors and all(_is_rounded(d) for d in tensors):
         return _finding(e, "low-precision", one, "its values are those rounded to bfloat16")
     if one.found is not NOTHING and _is_at_first(e, one):
         return _finding(e, "fresh-optimizer", one, "it is back at its first value")
@@ -181,6 +236,9 @@ def _settings(e: Evidence) -> Finding | None:
     groups = e.apart.of("group")
     if not groups:
         return None
+    if not e.apart.is_first:
+        why = "it was right after the resume, and moves otherwise than in the whole run"
+        return _finding(e, "scheduler", groups[0], why)
     schedulers = e.apart.of("scheduler")
     one = next((d for d in groups if not d.key.endswith((".lr", ".initial_lr"))), groups[0])
     if _setting(one) not in ("lr", "initial_lr", "momentum", "betas") or not _has_scheduler(e):
@@ -227,13 +285,14 @@ def _scaler(e: Evidence) -> Finding | None:
 
 def _attributes(e: Evidence) -> Finding | None:
     """Averages, numbers and counters, and buffers that nothing saves."""
-    kinds = ("average", "number", "counter", *(("buffer",) if e.apart.is_first else ()))
+    kinds = ("average", "number", "counter", "copies", *(("buffer",) if e.apart.is_first else ()))
     for one in e.apart.of(*kinds):
         if one.kind == "counter" and e.apart.of("batch"):
             continue  # what counts batches differs with them
         if (
             one.kind == "buffer"
             and e.apart.kinds & {"loss", "batch"}
+            and e.apart.moves(one.key)
             and not _is_from_before(e, one)
         ):
             continue
@@ -262,6 +321,10 @@ def _batches(e: Evidence) -> Finding | None:
     batch = e.apart.found.batches[-used:][:1] or [Batch(-1, 0, [])]
     expected = e.apart.expected.batches[-used]
     one = replace(found[0], found=Item(1, _at(batch[0])), expected=Item(2, _at(expected)))
+    if any(b.digest == expected.digest for b in e.apart.found.batches[:-used]):
+        return _finding(
+            e, "batches-left-out", one, "the resumed run was given it, and passed over it"
+        )
     given = [b for tick in e.apart.course for b in tick.batches]
     at = next(n for n, b in enumerate(given) if b is expected)
     places = [n for n, b in enumerate(given) if b.digest == batch[0].digest]
@@ -280,15 +343,11 @@ def _batches(e: Evidence) -> Finding | None:
             return _finding(
                 e, "batches-left-out", one, "the iterator of the epoch began at another place"
             )
-    generators = [
-        d
-        for d in e.apart.of("generator")
-        if d.key.split(".")[-1] not in ("torch", "python", "numpy")
-    ]
     known = {s for rank in e.others.values() for t in rank for b in t.batches for s in b.samples}
-    if not set(batch[0].samples) & known and e.apart.of("generator"):
-        which = (generators or e.apart.of("generator"))[0]
-        return _finding(e, "generator", which, "samples are made with it that the run never had")
+    own = [d for d in e.apart.of("generator") if d.found.text and d.found.text == d.expected.text]
+    if own or (e.apart.of("generator") and not set(batch[0].samples) & known):
+        which = (own or e.apart.of("generator"))[0]
+        return _finding(e, "generator", which, "the order, or the samples, are drawn with it")
     return _finding(
         e, "sampler-order", one, "the same place in the epoch, and other samples: another order"
     )
@@ -318,7 +377,7 @@ def _replicas(e: Evidence) -> Finding | None:
 
 
 _RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
-    _weights, _states, _accumulation, _settings, _schedulers, _scaler, _attributes, _batches, _generators,
+    _saved_wrong, _weights, _states, _accumulation, _settings, _schedulers, _scaler, _attributes, _batches, _generators,
     _replicas,
 )  # fmt: skip
 
@@ -355,6 +414,12 @@ def _loaded_right(
                 )
             return "overwritten", "it had been loaded, and was overwritten afterwards"
     return None
+
+
+def _is_any_saved(e: Evidence, differences: Sequence[Difference]) -> bool:
+    """Whether a save before has the right values of one of these."""
+    digests = {d.expected.digest for d in differences}
+    return any(leaf.digest in digests for save in e.saves for leaf in save.leaves.values())
 
 
 def _is_rounded(one: Difference) -> bool:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from holdfast.prove.courses import Segment, Tick, digest_of, kind_of, moving
+from holdfast.prove.courses import Segment, Tick, digest_of, kind_of
 from holdfast.prove.messages import Item, distance
 
 NOTHING = Item(0, "nothing")
 ORDER = (
-    "param", "state", "group", "scheduler", "scaler", "average", "number", "counter", "batch", "loss",
-    "buffer", "grad", "generator",
+    "param", "state", "group", "scheduler", "scaler", "average", "number", "counter", "copies", "batch",
+    "loss", "buffer", "grad", "generator",
 )  # fmt: skip
 """Kinds of values, what is restored before what follows from it."""
-_IN_BOTH = ("average", "number", "scheduler", "scaler", "counter", "generator")
+_IN_BOTH = ("average", "number", "scheduler", "scaler", "counter", "copies", "generator")
 """Kinds of which one is compared where both have it: objects are found where the script holds them."""
-_ONLY_IF_MOVING = ("counter", "generator")
+_ONLY_IF_MOVING = ("counter", "copies", "generator")
 """Kinds of which one that never changes in the course says nothing of it."""
 
 
@@ -50,7 +50,7 @@ class Apart:
     step: int
     rank: int
     is_first: bool
-    """True for the first step after the resume: what differs was not restored."""
+    """True for the first step after the resume, of each optimizer: what differs was not restored."""
     differences: list[Difference]
     found: Tick
     course: Sequence[Tick]
@@ -63,26 +63,43 @@ class Apart:
     def kinds(self) -> set[str]:
         return {d.kind for d in self.differences}
 
+    @property
+    def order(self) -> tuple[int, int]:
+        """What comes first of what is apart: the earliest step, then what does not follow from something."""
+        return self.step, ORDER.index(self.differences[0].kind)
+
+    def moves(self, key: str) -> bool:
+        """Whether a value changes in the course."""
+        return len({digest_of(t, key) for t in self.course}) > 1
+
     def of(self, *kinds: str) -> list[Difference]:
         """Return the differences of some kinds."""
         return [d for d in self.differences if d.kind in kinds]
 
 
 def first_apart(
-    segment: Segment, course: Sequence[Tick], tolerance: Tolerance | None = None
+    segment: Segment, course: Sequence[Tick], keys: set[str], tolerance: Tolerance | None = None
 ) -> Apart | None:
-    """Return where a process first left the course of its rank; None if it never did."""
-    keys = moving(course)
+    """Return where a process first left the course of its rank; None if it never did.
+
+    `keys`: what moves in the run that was never killed.
+    """
     for number, tick in enumerate(segment.ticks):
         at = segment.begin + number
         if at >= len(course):
             return None
-        found = list(_differences(tick, course[at], keys))
+        late = course[at].others if not number else frozenset()
+        found = [
+            d
+            for d in _differences(tick, course[at], keys)
+            if d.key not in late or d.found is not NOTHING
+        ]
         if tolerance is not None:
             found = [d for d in found if not _is_near(d, course[segment.begin], tolerance)]
         if found:
             found.sort(key=lambda d: ORDER.index(d.kind))
-            return Apart(at + 1, segment.rank, number == 0, found, tick, course)
+            is_first = not number or (number == 1 and all(d.key in tick.others for d in found))
+            return Apart(at + 1, segment.rank, is_first, found, tick, course)
     return None
 
 
@@ -101,7 +118,8 @@ def _differences(tick: Tick, other: Tick, moves: set[str]) -> Iterator[Differenc
         if found != other.batches[-number].digest:
             yield Difference("batch ", Item(found), Item(other.batches[-number].digest))
             break
-    for number in range(1, len(other.losses) + 1):
+    fewest = len(tick.losses) if other.others and not tick.others else len(other.losses)
+    for number in range(1, min(fewest, len(other.losses)) + 1):
         loss = tick.losses[-number] if number <= len(tick.losses) else NOTHING
         if loss.digest != other.losses[-number].digest:
             yield Difference("loss ", loss, other.losses[-number])

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from holdfast.prove.messages import Batch, Item, Loaded, Names, Step, distance
 
 _WEIGHTS = {
-    "param": 12.0, "state": 4.0, "scheduler": 2.0, "group": 1.0, "average": 1.0, "counter": 1.0,
-    "number": 1.0, "scaler": 0.5, "buffer": 0.5, "loss": 1.0, "batch": 1.0,
+    "param": 12.0, "state": 4.0, "batch": 4.0, "scheduler": 2.0, "group": 1.0, "average": 1.0,
+    "counter": 1.0, "number": 1.0, "loss": 1.0, "scaler": 0.5, "buffer": 0.5,
 }  # fmt: skip
-"""What speaks for the step at which a process goes on; generators do not, for they begin anew by themselves."""
+"""What speaks for the step at which a process goes on.  Generators do not: they begin anew by themselves."""
 _WEIGHT_OF_FIRST = 3.0
 """Of parameters that are those of the first step: everything else may have been restored."""
-_NEAR = 2.0
+_NEAR, _AS_OTHERS = 2.0, 3.0
 _SAVE = 0.2
 """Share of the largest change of files that makes another one a save."""
 
@@ -30,6 +30,9 @@ class Tick:
     """Objects that took a state_dict since the tick before."""
     names: dict[int, str] = field(default_factory=dict)
     trained: frozenset[int] = frozenset()
+    others: frozenset[str] = frozenset()
+    """Keys of what other optimizers step, which did so before this tick."""
+    optimizer: str = ""
 
 
 @dataclass
@@ -39,6 +42,24 @@ class Segment:
     rank: int
     begin: int
     ticks: list[Tick] = field(default_factory=list)
+    renamed: dict[str, str] = field(default_factory=dict)
+    """Names of parameters in the course, by those that this process gives them."""
+
+    def add(self, tick: Tick) -> None:
+        """Take the next tick, with the names of the course."""
+        if self.renamed:
+            tick.items = {self._of_course(k): item for k, item in tick.items.items()}
+        self.ticks.append(tick)
+
+    def _of_course(self, key: str) -> str:
+        kind, _, name = key.partition(" ")
+        if kind in ("param", "grad") and name in self.renamed:
+            return f"{kind} {self.renamed[name]}"
+        if kind == "state":
+            for own, known in self.renamed.items():
+                if name.startswith(f"{own}."):
+                    return f"state {known}{name.removeprefix(own)}"
+        return key
 
 
 @dataclass
@@ -90,19 +111,25 @@ class Gathering:
         if step.optimizer != self.main:
             self._before.append(step)
             return None
-        items: dict[str, Item] = {}
-        for one in (*self._before, step):
+        items, others = dict(step.items), set()
+        for one in self._before:
             for key, item in one.items.items():
                 while key in items:
                     key += "'"
                 items[key] = item
+                others.add(key)
         steps = (*self._before, step)
         tick = Tick(
             items, [b for s in steps for b in s.batches], [x for s in steps for x in s.losses],
             self._loaded, dict(self._names), frozenset(self._trained),
+            frozenset(others), self.main,
         )  # fmt: skip
         self._before, self._loaded = [], []
         return tick
+
+    def again(self, tick: Tick) -> None:
+        """Put what was loaded before a tick to the next one."""
+        self._loaded = [*tick.loaded, *self._loaded]
 
     def note(self, message: Loaded | Names) -> None:
         """Take what was loaded, and what it is called."""
@@ -117,6 +144,15 @@ def kind_of(key: str) -> str:
     return key.partition(" ")[0]
 
 
+def renamed(tick: Tick, course: Sequence[Tick]) -> dict[str, str]:
+    """Return the names that parameters had in the course, if this process has others in the same places."""
+    own = [k.partition(" ")[2] for k in tick.items if kind_of(k) == "param"]
+    known = [k.partition(" ")[2] for k in course[0].items if kind_of(k) == "param"]
+    new = [name for name in own if name not in known]
+    gone = [name for name in known if name not in own]
+    return dict(zip(new, gone, strict=True)) if len(new) == len(gone) else {}
+
+
 def moving(course: Sequence[Tick]) -> set[str]:
     """Return the keys whose values change in the course."""
     first: dict[str, int] = {}
@@ -129,20 +165,19 @@ def moving(course: Sequence[Tick]) -> set[str]:
     return out | absent
 
 
-def begin_of(tick: Tick, course: Sequence[Tick], saved: Iterable[int] = ()) -> int:
+def begin_of(tick: Tick, course: Sequence[Tick], of_others: Iterable[int] = ()) -> int:
     """Return after which step of the course a process went on whose first tick this is.
 
-    The step at which the most is equal: the parameters first, then what else was restored.
+    The step at which the most is equal: the parameters first, then what else was restored, and the batch.
+    `of_others`: after which steps other ranks went on.
     """
     keys = moving(course)
     by_kind: dict[str, list[str]] = {}
     for key in keys:
         by_kind.setdefault(kind_of(key), []).append(key)
-    saved = set(saved)
-    scores = [
-        sum(_evidence(tick, other, by_kind, at == 0)) + 0.1 * (at in saved)
-        for at, other in enumerate(course)
-    ]
+    scores = [sum(_evidence(tick, other, by_kind, at == 0)) for at, other in enumerate(course)]
+    for at in set(of_others):
+        scores[at] += _AS_OTHERS
     params = by_kind.get("param", [])
     if params and not any(_same(tick, other, params) for other in course):
         gaps = [_gap(tick, other, params) for other in course]

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from holdfast.base.errors import UsageError
 from holdfast.prove.causes import Evidence, Finding, cause_of, of_begin, of_ranks
 from holdfast.prove.comparing import Apart, Elsewhere, Tolerance, elsewhere, first_apart
-from holdfast.prove.courses import Life, Segment, Tick
+from holdfast.prove.courses import Life, Save, Segment, Tick, moving
 from holdfast.prove.running import CannotProve, Launch, kill_all
 from holdfast.prove.workspace import Folder, Workspace
 
@@ -129,6 +129,7 @@ class _Proving:
         self.course: dict[int, list[Tick]] = {}
         self.tolerance: Tolerance | None = None
         self.again_up_to = 0
+        self.beyond = False
         self.steps = plan.steps
 
     def run(self) -> Proof:
@@ -156,20 +157,18 @@ class _Proving:
         life = launch.run(folder.command)
         self.course = {s.rank: s.ticks for s in life.segments}
         made = min((len(t) for t in self.course.values()), default=0) - (life.status is None)
-        if life.status is not None and (made < _FEWEST or life.status):
+        if life.status is not None:
             what = (
                 f"made {made} steps of {self.steps}" if made > 0 else "made no step of an optimizer"
             )
-            cause = "ended-early" if made > 0 else "no-steps"
             raise CannotProve(
-                cause,
+                "ended-early" if made > 0 else "no-steps",
                 f"the training {what} and ended with status {life.status}; it printed\n{launch.output()}",
-                hint=f"--steps {made} goes as far as it does" if made >= _FEWEST and not life.status else None,
-            )  # fmt: skip
-        if life.status is not None:
-            self.steps = made
+                hint=f"--steps {made} goes as far as it does" if made >= _FEWEST else None,
+            )
         self.proof.steps, self.proof.ranks = self.steps, max(life.world, len(self.course))
         self.proof.unseen = life.unseen
+        self.moves = {rank: moving(ticks) for rank, ticks in self.course.items()}
         self.proof.saved = [s for s in life.saved() if s > 0]
         self.whole = life
         if not [s for s in self.proof.saved if s < self.steps]:
@@ -211,12 +210,12 @@ class _Proving:
             lives.append(life)
             if len(lives) == 1:
                 self._compare_again(life)
-                if self.tolerance is not None:
-                    own = _joined(life, own)
             else:
                 self._check_end(life, launch)
                 if not self._compare(life, lives, own, kill_at):
                     return None
+            if self.tolerance is not None:
+                own = _joined(life, own)
             if len(lives) == 1 and not is_last and (plan.ranks or plan.then):
                 left = self.workspace.copy(folder)
             if life.status == 0 and is_last:
@@ -234,6 +233,9 @@ class _Proving:
                 hint="--resume-with ARGS adds what it needs to go on",
             )
 
+    def _first_apart(self, segment: Segment, course: Sequence[Tick]) -> Apart | None:
+        return first_apart(segment, course, self.moves.get(segment.rank, set()), self.tolerance)
+
     def _compare_again(self, life: Life, share: float | None = None) -> None:
         """Compare what is not resumed: where it differs, the training is not deterministic by itself."""
         if self.tolerance is not None:
@@ -242,7 +244,7 @@ class _Proving:
             if segment.begin or segment.rank not in self.course:
                 continue
             self.again_up_to = max(self.again_up_to, len(segment.ticks))
-            apart = first_apart(segment, self.course[segment.rank])
+            apart = self._first_apart(segment, self.course[segment.rank])
             if apart is not None:
                 self._is_not_deterministic(apart)
                 return
@@ -270,15 +272,11 @@ class _Proving:
         killed = kill_at[min(len(lives) - 2, len(kill_at) - 1)]
         saves = [s for one in lives[:-1] for s in one.saves if s.step <= killed]
         written = [s for s in self.proof.saved if s <= killed]
-        segments = sorted(life.segments, key=lambda s: s.rank)
         finding = of_ranks(life)
-        for segment in segments if finding is None else ():
+        for segment in sorted(life.segments, key=lambda s: s.rank) if finding is None else ():
             course = own.get(segment.rank) or next(iter(own.values()))
-            finding = of_begin(segment, written, saves, course) or self._apart(
-                segment, course, life, saves, own
-            )
-            if finding is not None:
-                break
+            finding = finding or of_begin(segment, written, saves, course)
+        finding = finding or self._apart(life, saves, own)
         self.proof.finding = finding
         if finding is not None:
             self.proof.resumes.append(
@@ -290,21 +288,34 @@ class _Proving:
         return finding is None
 
     def _apart(
-        self, segment: Segment, course: Sequence[Tick], life: Life, saves: Sequence[object],
-        own: Mapping[int, list[Tick]],
-    ) -> Finding | None:  # fmt: skip
-        apart = first_apart(segment, course, self.tolerance)
-        if apart is None:
+        self, life: Life, saves: Sequence[Save], own: Mapping[int, list[Tick]]
+    ) -> Finding | None:
+        """Return what differs first, of all ranks: what does not follow from what another rank has."""
+        found = [
+            (apart, segment)
+            for segment in life.segments
+            if (apart := self._first_apart(segment, own.get(segment.rank) or []))
+        ]
+        found.sort(key=lambda pair: pair[0].order)
+        if not found:
             return None
-        if self.tolerance is None and apart.step > self.again_up_to:
+        if self.tolerance is None and found[0][0].step > self.again_up_to:
             self.say("again, whole: is it the training itself that differs there?")
             folder = self.workspace.new()
             launch = Launch(folder, self.steps, self.steps, {}, self.plan.patience_s)
             self._compare_again(launch.run(folder.command))
             if self.tolerance is not None:
-                return self._apart(segment, course, life, saves, own)
-        evidence = Evidence(apart, life, list(saves), segment.begin, own)  # type: ignore[arg-type]
-        return cause_of(evidence)
+                return self._apart(life, saves, own)
+        findings = [
+            cause_of(Evidence(apart, life, saves, segment.begin, own)) for apart, segment in found
+        ]
+        named = [one for one in findings if one.cause != "unexplained"]
+        if not named and self.tolerance is not None:
+            self.beyond = (
+                True  # what differs without a cause, where two runs alike differ, is no resume's
+            )
+            return None
+        return (named or findings)[0]
 
     def _elsewhere(self, left: Folder, killed: int) -> None:
         plan = self.plan
@@ -341,9 +352,12 @@ class _Proving:
 
 
 def _joined(life: Life, course: Mapping[int, list[Tick]]) -> dict[int, list[Tick]]:
-    """The course of a run that is not deterministic: its own as far as it came, then that of the whole run."""
-    own = {s.rank: s.ticks for s in life.segments}
-    return {r: [*own.get(r, []), *ticks[len(own.get(r, [])) :]] for r, ticks in course.items()}
+    """The course of a run that is not deterministic: what it went through itself, then that of the whole run."""
+    own = dict(course)
+    for one in life.segments:
+        ticks = own.get(one.rank, [])
+        own[one.rank] = [*ticks[: one.begin], *one.ticks, *ticks[one.begin + len(one.ticks) :]]
+    return own
 
 
 def _with(command: Sequence[str], words: str) -> list[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.base.errors import HoldfastError
-from holdfast.prove.courses import Gathering, Life, Save, Segment, Tick, begin_of
+from holdfast.prove.courses import Gathering, Life, Save, Segment, Tick, begin_of, renamed
 from holdfast.prove.messages import (
     ADDRESS,
     GO,
@@ -36,6 +36,8 @@ _QUIET_S = 0.4
 _MOST_QUIET_S = 30.0
 _OTHERS_S = 30.0
 """How long ranks that have stopped wait for those that have not come; some have no optimizer."""
+_FIRST = 3
+"""Ticks of a process after which a state_dict that an optimizer takes is none of its resume."""
 _LOGS = (".log", ".txt", ".jsonl", ".csv", ".out", ".err")
 
 
@@ -84,6 +86,8 @@ class Launch:
         self._files: dict[str, tuple[int, int, int]] = {}
         self._heard = time.monotonic()
         self._trouble: Trouble | None = None
+        self._anew: set[socket.socket] = set()
+        """Processes that restored after they had stepped: they begin with the next step."""
         self._seen_stopped: float | None = None
         self._log = folder.path / "output.log"
 
@@ -153,13 +157,17 @@ class Launch:
             self._trouble = message
         elif isinstance(message, (Loaded, Names)):
             gathering.note(message)
+            if isinstance(message, Loaded) and message.kind == "group" and self.course:
+                rank = next((r for r in self._ranks.values() if r.channel is channel), None)
+                if rank is not None and len(rank.segment.ticks) < _FIRST:
+                    self._anew.add(channel)
         elif isinstance(message, Saved):
             made = max((r.made for r in self._ranks.values()), default=0)
             self.life.saves.append(Save(made + 1, message.leaves))
         elif isinstance(message, After):
             for rank in self._ranks.values():
                 if rank.channel is channel:
-                    rank.segment.ticks.append(Tick(message.items))
+                    rank.segment.add(Tick(message.items))
                     rank.made_last = True
         else:
             if message.attempt != attempt:
@@ -168,22 +176,38 @@ class Launch:
             tick = gathering.add(message)
             if tick is None:
                 channel.sendall(GO)
+            elif self._is_none_of_training(message.rank, tick):
+                gathering.again(tick)
+                channel.sendall(GO)
             else:
                 self._tick(channel, message, tick)
+
+    def _is_none_of_training(self, rank: int, tick: Tick) -> bool:
+        """Whether a step is one that only has states made: nothing came before it, as it does in training."""
+        if tick.losses or tick.batches or any(s.rank == rank for s in self.life.segments):
+            return False
+        course = self.course.get(rank, [])
+        return bool(course) and all(one.losses for one in course[:3])
 
     def _tick(self, channel: socket.socket, step: Step, tick: Tick) -> None:
         self.life.world = step.world
         self.life.unseen |= step.unseen
         key = step.pid, step.attempt
-        if key not in self._ranks:
+        if key not in self._ranks or channel in self._anew:
+            self._anew.discard(channel)
             course = self.course.get(step.rank) or next(iter(self.course.values()), [])
-            segment = Segment(step.rank, begin_of(tick, course) if course else 0)
-            self.life.segments.append(segment)
+            segment = Segment(step.rank, 0, renamed=renamed(tick, course) if course else {})
+            segment.add(tick)
+            others = [s.begin for s in self.life.segments if s.rank != step.rank]
+            segment.begin = begin_of(tick, course, others) if course else 0
+            again = [s for s in self.life.segments if s.rank == step.rank and key in self._ranks]
+            self.life.segments = [s for s in self.life.segments if s not in again] + [segment]
             for old in [k for k, r in self._ranks.items() if r.segment.rank == step.rank]:
                 del self._ranks[old]
             self._ranks[key] = _Rank(channel, segment)
+        else:
+            self._ranks[key].segment.add(tick)
         rank = self._ranks[key]
-        rank.segment.ticks.append(tick)
         if step.rank == min(r.segment.rank for r in self._ranks.values()):
             self._note_files(rank.made)
         if rank.made >= self.until:
@@ -197,6 +221,9 @@ class Launch:
         held = [
             r for r in self._ranks.values() if r.is_held and (r.made_last or self.until < self.last)
         ]
+        begins = {r.segment.begin for r in self._ranks.values()}
+        if len(begins) > 1 and len(self._ranks) == self.life.world and self.course:
+            return True  # they train, if at all, what is no step of the course
         if not held:
             return False
         if len(held) < self.life.world and time.monotonic() - self._heard < _OTHERS_S:
@@ -210,8 +237,8 @@ class Launch:
             return True
         now = self._look_at_files()
         while time.monotonic() - began < _MOST_QUIET_S:
-            before, _ = now, time.sleep(_QUIET_S)
-            now = self._look_at_files()
+            time.sleep(_QUIET_S)
+            before, now = now, self._look_at_files()
             if now == before:
                 break
         made = max(r.made for r in self._ranks.values())

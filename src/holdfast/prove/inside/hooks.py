@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import sys
 import tempfile
@@ -44,7 +44,7 @@ class _Finder:
         if name not in _CALLED_AFTER or name in self._asked:
             return None
         self._asked.add(name)
-        spec = importlib.util.find_spec(name)
+        spec: ModuleSpec | None = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader, lambda: self.install(name))
         return spec
@@ -107,7 +107,7 @@ class _Guard:
         if not isinstance(path, (str, bytes, os.PathLike)):
             return
         real = os.path.realpath(os.fsdecode(path))
-        if f"{real}{os.sep}".startswith((*self._allowed, self._hidden)):
+        if f"{real}{os.sep}".startswith((*self._allowed, self._hidden, "/memfd:")):
             return
         if "__pycache__" in real or (os.path.exists(real) and not os.path.isfile(real)):
             return

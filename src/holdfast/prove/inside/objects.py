@@ -34,7 +34,7 @@ _OPEN_TORCH = ("torch.nn", "torch.optim", "torch.utils.data", "torch.amp", "torc
 _OF_NO_CONSEQUENCE = {
     # what torch's schedulers and optimizers count for their warnings
     "_step_count", "_get_lr_called_within_step", "_is_initial", "_initial_step", "verbose", "_opt_called",
-    "_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name",
+    "_need_device_dtype_check_for_fused", "_init_scale", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name", "_init_growth_tracker",
 }  # fmt: skip
 _SITE = tuple({os.path.dirname(os.path.dirname(torch.__file__)), os.path.dirname(os.__file__)})
 
@@ -57,7 +57,6 @@ class Objects:
     def find(self, frame: FrameType | None, optimizer: Optimizer) -> None:
         """Look at everything that the frames reach, breadth first: the shortest path is the name."""
         queue: deque[tuple[str, Any, int]] = deque(_of_frames(frame))
-        queue.append((type(optimizer).__name__.lower(), optimizer, 0))
         self._found.clear()
         self.names.clear()
         seen: set[int] = set()
@@ -70,6 +69,13 @@ class Objects:
             self.names[id(value)] = name
             if depth < _DEEPEST:
                 queue.extend((f"{name}.{key}", v, depth + 1) for key, v in _inside(value))
+        if id(optimizer) not in self.names:
+            name = type(optimizer).__name__.lower()
+            taken = sum(
+                n.startswith(name) and o is not optimizer for n, o in self.optimizers.items()
+            )
+            self.names[id(optimizer)] = f"{name}{taken or ''}"
+            self._found[id(optimizer)] = optimizer
         self._name_parameters(optimizer)
 
     def _name_parameters(self, optimizer: Optimizer) -> None:
@@ -119,8 +125,9 @@ class Objects:
             elif _is_generator(value):
                 yield f"generator {name}", value, None
             elif _is_average(value, shapes) and not self._is_trainers(value):
-                yield from _tensors_of(value, name, self.parameters)
-                yield from _attributes(value, name, "average", set())
+                kind = "copies" if isinstance(value, dict) else "average"
+                yield from _tensors_of(value, name, kind, self.parameters)
+                yield from _attributes(value, name, kind, set())
             elif _is_of_script(value) or isinstance(value, Sampler):
                 yield from _attributes(value, name, "counter", set())
 
@@ -169,7 +176,7 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
         for key, inner in vars(value).items():
             if key == "_modules":
                 yield from ((str(k), m) for k, m in inner.items() if m is not None)
-            elif not key.startswith("_"):
+            elif not key.startswith("_") and not type(value).__module__.startswith("torch."):
                 yield key, inner
     elif isinstance(value, Mapping):
         yield from ((str(k), v) for k, v in list(value.items())[:256])
@@ -259,18 +266,17 @@ def _attributes(value: Any, name: str, kind: str, without: set[str]) -> Iterator
             )  # fmt: skip
 
 
-def _tensors_of(value: Any, name: str, parameters: Mapping[int, str]) -> Iterator[Place]:
+def _tensors_of(value: Any, name: str, kind: str, parameters: Mapping[int, str]) -> Iterator[Place]:
     """Yield the tensors of an average, one level down; not those that are the parameters themselves."""
-    alive = {key for key in parameters}
     holder = value if isinstance(value, dict) else vars(value)
     for key, held in holder.items():
-        if isinstance(held, Tensor) and id(held) not in alive:
-            yield f"average {name}.{key}", holder, key
+        if isinstance(held, Tensor) and id(held) not in parameters:
+            yield f"{kind} {name}.{key}", holder, key
         elif isinstance(held, (dict, list)):
             items: Sequence[Any] = list(held) if isinstance(held, dict) else range(len(held))
             for inner in items:
-                if isinstance(held[inner], Tensor) and id(held[inner]) not in alive:
-                    yield f"average {name}.{key}.{inner}", held, inner
+                if isinstance(held[inner], Tensor) and id(held[inner]) not in parameters:
+                    yield f"{kind} {name}.{key}.{inner}", held, inner
 
 
 def _plain(name: str) -> str:

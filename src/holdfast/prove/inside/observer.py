@@ -32,7 +32,7 @@ from holdfast.prove.inside.channel import Channel
 from holdfast.prove.inside.objects import Objects, Place
 from holdfast.prove.messages import LAST, After, Batch, Item, Loaded, Names, Saved, Step
 
-_SKETCHED = ("param ", "average ")
+_SKETCHED = ("param ", "average ", "copies ")
 
 
 def install(channel: Channel) -> None:
@@ -42,8 +42,9 @@ def install(channel: Channel) -> None:
     register_optimizer_step_post_hook(observer.after)
     _wrap(torch.autograd, "backward", observer.on_backward)
     _wrap(torch, "save", observer.on_save)
-    for kind in (nn.Module, Optimizer, LRScheduler):
-        _wrap(kind, "load_state_dict", then=observer.on_load)
+    for kind in (nn.Module, Optimizer, *_and_below(LRScheduler)):
+        if "load_state_dict" in vars(kind):
+            _wrap(kind, "load_state_dict", then=observer.on_load)
     _watch_batches(torch.utils.data.dataloader._BaseDataLoaderIter, observer)
     _observers.append(observer)
 
@@ -74,7 +75,7 @@ class Observer:
         self._places: list[Place] = []
         self._stepped: dict[str, weakref.ref[Optimizer]] = {}
         self._main = ""
-        self._steps = self._attempt = 0
+        self._attempt = 0
         self._is_last = False
         self._batches: list[Batch] = []
         self._losses: list[Item] = []
@@ -150,17 +151,18 @@ class Observer:
         self._channel.tell(Loaded(kind, id(owner), items))
 
     def _name(self, optimizer: Optimizer) -> str:
-        """The name of an optimizer; another one of the same name begins an attempt anew."""
-        self._steps += 1
+        """The name of an optimizer; another one of the same name begins an attempt anew.
+
+        Objects are looked for anew at each step of the first optimizer: scripts put new ones in their place.
+        """
         known = next((n for n, o in self._stepped.items() if o() is optimizer), None)
-        if known is None or self._steps < 4 or not self._steps & (self._steps - 1):
+        if known is None or known == self._main:
             self._objects.find(sys._getframe(2), optimizer)
             name = self._objects.names[id(optimizer)]
             if known is None:
                 if name in self._stepped:
                     self._stepped.clear()
                     self._attempt += 1
-                    self._steps = 1
                     self._main = ""
                 self._stepped[name] = weakref.ref(optimizer)
             known = known or name
@@ -194,7 +196,9 @@ class Observer:
         if at_everything:
             yield from _generators()
             for key, holder, attribute in self._places:
-                if attribute is None:
+                if isinstance(holder, torch.Generator):
+                    yield key, holder
+                elif attribute is None:
                     yield key, _state_of(holder)
                 elif isinstance(holder, list) or attribute in holder:
                     yield key, holder[attribute]
@@ -211,6 +215,10 @@ def _is_of_dcp() -> bool:
 
 
 def _item(value: object, sketched: bool) -> Item:
+    if isinstance(value, torch.Generator):
+        item = values.tensor(value.get_state())
+        item.text = f"a state after seed {value.initial_seed()}"
+        return item
     return values.tensor(value, sketched) if isinstance(value, Tensor) else values.scalar(value)
 
 
@@ -240,8 +248,6 @@ def _generators() -> Iterator[tuple[str, Any]]:
 
 
 def _state_of(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
     if isinstance(generator, random.Random):
         return generator.getstate()
     return getattr(generator, "bit_generator", generator).__getstate__()
@@ -274,6 +280,12 @@ def _wrap(
         return out
 
     setattr(owner, name, wrapper)
+
+
+def _and_below(kind: type) -> Iterator[type]:
+    yield kind
+    for one in kind.__subclasses__():
+        yield from _and_below(one)
 
 
 def _watch_batches(kind: Any, observer: Observer) -> None:

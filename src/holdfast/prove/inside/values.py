@@ -60,7 +60,7 @@ def tensor(value: Tensor, sketched: bool = False) -> Item:
             narrow = bool(bits.any()) and not (bits & 0xFFFF).any()
     text = repr(local.item()) if local.numel() == 1 and value.numel() == 1 else ""
     sketch = _sketch(local, value.shape, place) if sketched and place is not None else None
-    return Item(digest.intdigest(), text, sketch, local is not value, narrow)
+    return Item(digest.intdigest(), text, sketch, hasattr(value, "placements"), narrow)
 
 
 def _local(value: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
@@ -138,7 +138,7 @@ def batch(value: object, place: int) -> Batch:
     whole = xxhash.xxh3_64()
     for leaf in leaves:
         is_array = isinstance(leaf, np.ndarray)
-        whole.update(np.ascontiguousarray(leaf).view(np.uint8) if is_array else repr(leaf).encode())
+        whole.update(np.ascontiguousarray(leaf).tobytes() if is_array else repr(leaf).encode())
     samples = []
     if len(lengths) == 1 and 0 not in lengths:
         for row in zip(*arrays, strict=True):
