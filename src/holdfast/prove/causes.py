@@ -53,11 +53,15 @@ class Evidence:
         return segment.renamed if segment is not None else {}
 
     def right(self, kind: str) -> list[Deviation]:
-        """Return what does not differ."""
-        return [
-            Deviation(k, i, i) for k, i in self.apart.expected.items.items()
-            if kind_of(k) == kind and digest_of(self.apart.found, k) == i.digest
+        """Return what does not differ, and what other ranks have at this step."""
+        at = self.apart.step - 1
+        others = [t[at] for r, t in self.others.items() if r != self.apart.rank and at < len(t)]
+        same = [
+            (k, i) for k, i in self.apart.expected.items.items()
+            if digest_of(self.apart.found, k) == i.digest
         ]  # fmt: skip
+        same += [pair for tick in others for pair in tick.items.items()]
+        return [Deviation(k, i, i) for k, i in same if kind_of(k) == kind]
 
     def _segment(self) -> Segment | None:
         return next((s for s in self.life.segments if s.rank == self.apart.rank), None)
@@ -316,6 +320,8 @@ def _attributes(e: Evidence) -> Finding | None:
     for one in e.apart.of(*kinds):
         if one.kind == "counter" and e.apart.of("batch"):
             continue  # what counts batches differs with them
+        if one.found.text and {"loss", "generator"} <= e.apart.kinds:
+            continue  # a generator changes what is trained
         if (
             one.kind == "buffer"
             and e.apart.kinds & {"param", "batch", "generator"}
@@ -336,7 +342,7 @@ def _attributes(e: Evidence) -> Finding | None:
             "buffer": "a buffer",
             "counter": "a number in an attribute",
         }
-        thing = where.get(one.kind, "an attribute")
+        thing = "a number" if one.found.text else where.get(one.kind, "an attribute")
         return _finding(
             e, "not-in-checkpoint", one, f"it is {thing}, and no state that was saved has it"
         )

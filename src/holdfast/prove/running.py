@@ -175,7 +175,8 @@ class Trial:
         elif isinstance(message, AfterStep):
             for rank in self._ranks.values():
                 if rank.channel is channel:
-                    rank.segment.add(TrainingTick(message.items))
+                    order = rank.segment.ticks[-1].optimizers
+                    rank.segment.add(TrainingTick(message.items, optimizers=order))
                     rank.made_last = True
         else:
             if message.attempt != attempt:

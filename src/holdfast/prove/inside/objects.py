@@ -64,7 +64,14 @@ class Objects:
         Returns the name of `optimizer`.  Those that have stepped before, `living`, keep theirs as long as
         they are reached.
         """
-        queue: deque[tuple[str, Any, int]] = deque(_of_frames(frame))
+        variables = list(_of_frames(frame))
+        queue: deque[tuple[str, Any, int]] = deque(
+            (f"{name}.{n}", one, 1)
+            for name, value, _ in variables
+            if isinstance(value, (list, tuple))
+            for n, one in enumerate(value[:256])
+        )  # fmt: skip  before the variables of loops over them, which are others after a resume
+        queue.extend(variables)
         self._found.clear()
         self.names.clear()
         seen: set[int] = set()
