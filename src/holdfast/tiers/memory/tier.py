@@ -63,9 +63,10 @@ class Turns:
 
     def take(self, limit_s: float, handed_over: threading.Event) -> None:
         """Wait until the previous snapshot has ended, and is `handed_over` if it goes to storage: until
-        then it must stay the newest.  Deadline."""
+        then it must stay the newest.  Deadline after `limit_s` for both."""
+        until = time.monotonic() + limit_s
         for event in (self._is_free, handed_over):
-            if not event.wait(limit_s):
+            if not event.wait(max(until - time.monotonic(), 0.0)):
                 raise Deadline(f"the previous snapshot did not end within {limit_s:g} s")
         self._is_free.clear()
 
