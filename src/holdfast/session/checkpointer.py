@@ -52,7 +52,7 @@ from holdfast.session.beginning import Beginning
 from holdfast.session.ending import Ending, Saves
 from holdfast.session.root import ROOT
 from holdfast.session.schedule import every_of
-from holdfast.session.tiers import TierOptions, Tiers
+from holdfast.session.tiers import Homes, Switch, Switched, Tiers
 
 if TYPE_CHECKING:
     from holdfast.live.restore.result import Found, Restored
@@ -65,6 +65,18 @@ if TYPE_CHECKING:
     from holdfast.session.steering import Steering
     from holdfast.tiers.memory.options import Memory
     from holdfast.tiers.records.options import Delta
+
+
+NEAR: dict[str, Switch] = {
+    "memory": Switched(
+        "memory", "holdfast.tiers.memory.options:Memory", "holdfast.tiers.memory.starting"
+    ),
+    "delta": Switched(
+        "delta", "holdfast.tiers.records.options:Delta", "holdfast.tiers.records.starting"
+    ),
+}
+"""The tiers nearer than the root, from the farthest to the nearest, by name.  A new tier is a module with
+a `Tier` (`live/tier.py`) and its `start`, an argument of `Checkpointer`, and a line here."""
 
 
 class Checkpointer:
@@ -129,7 +141,10 @@ class Checkpointer:
         if not isinstance(state, dict) or state:
             check_keys(state)
         _check_choices(call, when_busy, on_error, replicas, anew)
-        options = TierOptions(root, keep, upload, upload_keep, memory, delta).checked()
+        near: dict[str, Any] = {"memory": memory, "delta": delta}
+        for name, switch in NEAR.items():
+            switch.check(near.get(name))
+        homes = Homes(root, keep, upload, upload_keep).checked()
         known = (*state, "rng") if state else None
         on_resize = rules_of(on_resize, RESIZE_RULES, known, call, "on_resize")
         every = every_of(every, memory=memory is not None, delta=delta is not None)
@@ -148,7 +163,8 @@ class Checkpointer:
         self._tiers = Tiers(
             group,
             self._state.everything,
-            options,
+            homes,
+            {name: (switch, near.get(name)) for name, switch in NEAR.items()},
             self._notices,
             mesh=named,
             replicas=replicas,
@@ -439,7 +455,7 @@ class Checkpointer:
         self._check_open()
         saving = [s.step for s in self._saves.untold if s.kind == "save" and not s.done()]
         tiers, steps = self._tiers, self._tiers.durable.steps
-        return Noting(tiers.group, steps, dict.fromkeys(saving, tiers.run), steps.also_noted)
+        return Noting(tiers.group, steps, dict.fromkeys(saving, tiers.run))
 
     # -- how it stands ----------------------------------------------------------------------------
 

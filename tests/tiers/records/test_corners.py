@@ -460,8 +460,10 @@ def test_a_ring_that_cannot_be_made(
     monkeypatch.setattr(ring.os, "memfd_create", failing)
     with checkpointer(root, run) as ckpt:
         run.step(1)
+        ckpt.step(1)
+        run.step(2)
         with pytest.raises(AgentError) as caught:
-            ckpt.step(1)
+            ckpt.step(2)
     assert str(caught.value).startswith(text) and os.strerror(code) in str(caught.value)
 
 

@@ -45,17 +45,12 @@ class Saver:
         mesh: Mesh | None = None,
         deadline_s: float = 600.0,
         replicas: Literal["once", "verify", "trust"] = "once",
-        carry_bytes: int = 0,
     ) -> None:
         self.group = group
         self.deadline_s = deadline_s
         self.replicas = Replicas(replicas)
         self.room: CarryBuffer | None = None
         """Memory for tensors that are not copied when the window ends; None unless it was asked for."""
-        if carry_bytes:
-            from holdfast.live.state.carrying import CarryBuffer
-
-            self.room = CarryBuffer(carry_bytes)
         self.planner = Planner(group, mesh, deadline_s)
         self.aside: SetAside = {}
         """Tensors that were set aside at the last call."""
@@ -74,6 +69,13 @@ class Saver:
         )
         """`_lie_of` each tensor, the aliases, and the description that was made from both."""
         self._worker = Worker("holdfast-saving")
+
+    def carry_up_to(self, carry_bytes: int) -> None:
+        """Give tensors that are not copied when the window ends so much memory."""
+        if carry_bytes:
+            from holdfast.live.state.carrying import CarryBuffer
+
+            self.room = CarryBuffer(carry_bytes)
 
     # -- training thread --------------------------------------------------------------------------
 

@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 from holdfast.base.address import own_address
 from holdfast.base.errors import UsageError, warn_user
 from holdfast.core.checkpoint.peers import raise_on_all
-from holdfast.live.saving import Saver
 from holdfast.live.saving.durable import Durable
-from holdfast.live.state.recognising import State
+from holdfast.live.tier import RunParts
 from holdfast.tiers.memory.job import is_of_another_root, job_of, last_run
 from holdfast.tiers.memory.node.client import Client
 from holdfast.tiers.memory.options import Memory
 from holdfast.tiers.memory.tier import MemoryTier
 
 
-def start(
-    options: Memory, saver: Saver, durable: Durable, state: Callable[[], State]
-) -> MemoryTier:
-    """Return the memory tier of a run whose durable tier this is.  Collective."""
-    if (options.feed == "gradient" or options.recomputes) and not {*state()} - {"rng"}:
+def start(run: RunParts, options: Memory) -> MemoryTier:
+    """Return the memory tier of a run.  Collective."""
+    if (options.feed == "gradient" or options.recomputes) and not {*run.state()} - {"rng"}:
         knob = 'feed="gradient"' if options.feed == "gradient" else 'redundancy="recompute"'
         raise UsageError(
             f"Memory({knob}) needs the state when the Checkpointer is made, and it is empty",
             hint="hand model and optimizer over to Checkpointer(), or choose another way for memory=",
         )
     host = os.environ.get("HOLDFAST_HOST") or own_address()
-    job = _job_in_memory(options, durable, host)
-    with raise_on_all(saver.group, 0):
-        return MemoryTier(saver, durable, options, job=job, host=host, state=state)
+    run.saver.carry_up_to(options.carry_bytes)
+    job = _job_in_memory(options, run.durable, host)
+    with raise_on_all(run.group, 0):
+        return MemoryTier(run.saver, run.durable, options, job=job, host=host, state=run.state)
 
 
 def _job_in_memory(options: Memory, durable: Durable, host: str) -> str:
