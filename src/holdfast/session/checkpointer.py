@@ -141,9 +141,7 @@ class Checkpointer:
         if not isinstance(state, dict) or state:
             check_keys(state)
         _check_choices(call, when_busy, on_error, replicas, anew)
-        near: dict[str, Any] = {"memory": memory, "delta": delta}
-        for name, switch in NEAR.items():
-            switch.check(near.get(name))
+        near = _switched(memory=memory, delta=delta)
         homes = Homes(root, keep, upload, upload_keep).checked()
         known = (*state, "rng") if state else None
         on_resize = rules_of(on_resize, RESIZE_RULES, known, call, "on_resize")
@@ -164,7 +162,7 @@ class Checkpointer:
             group,
             self._state.everything,
             homes,
-            {name: (switch, near.get(name)) for name, switch in NEAR.items()},
+            near,
             self._notices,
             mesh=named,
             replicas=replicas,
@@ -709,6 +707,13 @@ class Checkpointer:
             for tier in self._tiers:
                 tier.complete()
             self._state.is_complete = True
+
+
+def _switched(**given: Any) -> dict[str, tuple[Switch, Any]]:
+    """Return the switches of nearer tiers, each with its argument.  UsageError for what it cannot be."""
+    for name, switch in NEAR.items():
+        switch.check(given.get(name))
+    return {name: (switch, given.get(name)) for name, switch in NEAR.items()}
 
 
 def _check_metrics(given: object, call: str) -> None:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from holdfast.base.errors import FormatError, need
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.format.extras import MADE_OF
+from holdfast.core.format.manifest import MODEL_STATES, owner_of
 from holdfast.core.layout import Axis
 from holdfast.live.restore.expected import Fitting
 from holdfast.live.restore.groups import fill_in_place, optimizer_body, plain_states
@@ -30,7 +31,6 @@ from holdfast.live.restore.targets import RestoreOptions, counts_stay, empty_in
 from holdfast.live.sources import Master
 from holdfast.live.state.named import Prepared
 from holdfast.live.state.optimizers import (
-    MODEL_STATES,
     LiveOptimizer,
     add_state,
     add_ties,
@@ -59,7 +59,7 @@ def saved_states(checkpoint: Checkpoint, key: str) -> dict[str, list[str]]:
     for name in checkpoint.names():
         state = checkpoint.manifest.tensors[checkpoint.index(name)].state
         if state not in MODEL_STATES and name.startswith(key + "."):
-            states = found.setdefault(name[len(key) + 1 : -len(state) - 1], {})
+            states = found.setdefault(owner_of(name, state)[len(key) + 1 :], {})
             states[_outer(checkpoint, name, state) if "." in state else state] = None
     return {name: list(states) for name, states in found.items()}
 

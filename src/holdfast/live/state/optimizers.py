@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.base.errors import UsageError
+from holdfast.core.format.manifest import MODEL_STATES
 from holdfast.live.sources import Group, Master, Source
 from holdfast.live.state.encoding import encode_extra
 from holdfast.live.state.modules import named_parameters
@@ -208,10 +209,6 @@ def add_optimizer(live: Collected, optimizer: LiveOptimizer) -> None:
     body |= {"plain": beside} if has_inside else {}
     live.extras[key] = {"$optimizer": body}
     live.rules[key] = "merge"
-
-
-MODEL_STATES = ("param", "buffer", "tensor")
-"""Values of a tensor's `state` in the manifest that are no states of optimizers."""
 
 
 def _check_state(name: str, state: Any) -> None:
