@@ -21,7 +21,7 @@ from holdfast.base.errors import UsageError
 from holdfast.core.format.manifest import FileEntry, TensorEntry, owner_of
 from holdfast.live.saving.planning import SavePlan
 from holdfast.live.state.named import Collected, LiveTensor
-from holdfast.live.state.optimizers import named_groups, param_names
+from holdfast.live.state.optimizers import check_exact, named_groups, param_names
 from holdfast.live.state.placed import place, torch_dtype
 from holdfast.live.state.recognising import State
 from holdfast.live.state.wrapped import is_zero1
@@ -132,6 +132,7 @@ def recomputed_states(state: State) -> RecomputedStates:
 
     UsageError if there is no such optimizer.
     """
+    check_exact(state, "redundancy='recompute'")
     found = {key: value for key, value in state.items() if is_zero1(value)}
     if not found:
         raise UsageError(
