@@ -56,7 +56,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "session": (
         ("schedule", "root", "status"),
         ("tuning_store", "tiers"),
-        ("added_state", "frozen_numbers", "restart_candidates"),
+        ("added_state", "restart_candidates"),
         ("beginning", "ending", "restart", "save_and_load", "sigterm", "steering"),
         ("attempts", "checkpointer"),
         ("planned_saves",),

@@ -180,7 +180,7 @@ class Tiers(RunParts):
         """Claim the homes of the run.  Collective."""
         if len(self.homes) == 1:
             return claim_root(self.store, self.group, self._best)
-        from holdfast.tiers.mirror.claims import claim_both
+        from holdfast.tiers.mirror.homes import claim_both
 
         root, behind = self.homes
         return claim_both(root, behind, self.group, self._best)

@@ -17,11 +17,11 @@ from aiohttp import web
 from holdfast.core.group import Group
 from holdfast.errors import StoreError
 from holdfast.store import LocalStore
-from holdfast.tiers.memory.job import JOB_KEY, job_of
 from holdfast.tiers.memory.node import visitors as v
 from holdfast.tiers.memory.node.client import Client
 from holdfast.tiers.memory.node.fetch import Peer
 from holdfast.tiers.memory.node.visitors import Visitors, most_strangers
+from holdfast.tiers.memory.starting import JOB_KEY, job_of
 from tiers.memory.agents import JOB, agent, hello, noise, put
 
 MOST = 8
