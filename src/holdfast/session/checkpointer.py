@@ -34,7 +34,7 @@ from holdfast.base.errors import HoldfastError, UsageError
 from holdfast.base.events import emit, span
 from holdfast.base.notices import Notices
 from holdfast.core.checkpoint.tidying import Keep
-from holdfast.core.group import Group
+from holdfast.core.group import Group, meet
 from holdfast.core.layout import Mesh
 from holdfast.live.collecting import RunState
 from holdfast.live.every import Every
@@ -156,7 +156,7 @@ class Checkpointer:
         self._restored: Restored | None = None
         self._metrics: dict[int, Mapping[str, float]] = {}
         """The metrics that the last `step` was given, by its number."""
-        group = Group(deadline_s, "Checkpointer()")
+        group = meet(deadline_s, "Checkpointer()")
         self._saves = Saves(group, self._notices)
         self._tiers = Tiers(
             group,

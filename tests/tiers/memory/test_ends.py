@@ -140,7 +140,7 @@ def test_a_script_that_ends_when_all_is_saved_hurries_nobody(root: Path) -> None
     ckpt, save = saving(root)
     save.wait(120)
     tier._at_exit()
-    assert not ckpt._tiers.group._leaving
+    assert not ckpt._tiers.get("memory").agent.client.leaving
     ckpt.close()
 
 

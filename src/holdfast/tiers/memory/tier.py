@@ -167,7 +167,7 @@ class MemoryTier(Tier):
     def replica(self, op: SaveOperation) -> Replica | None:
         """Return the replica that gradients keep current; None if a snapshot cannot be taken from it, as it
         may have missed steps."""
-        if self._feed is None or self.saver.replicas.mode == "verify":
+        if self._feed is None or self.saver.verifies:
             return None
         if is_bypassed(self.saver, op.live):
             return None
