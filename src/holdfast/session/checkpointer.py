@@ -37,7 +37,7 @@ from holdfast.core.checkpoint.tidying import Keep
 from holdfast.core.group import Group, meet
 from holdfast.core.layout import Mesh
 from holdfast.live.collecting import RunState
-from holdfast.live.every import Every
+from holdfast.live.every import Every, every_of
 from holdfast.live.noticing import Noticing
 from holdfast.live.roots import require_native_root
 from holdfast.live.saving import Save
@@ -51,7 +51,6 @@ from holdfast.live.tier import Asked, Tier
 from holdfast.session.beginning import Beginning
 from holdfast.session.ending import Ending, Saves
 from holdfast.session.root import ROOT
-from holdfast.session.schedule import every_of
 from holdfast.session.tiers import Homes, Switch, Switched, Tiers
 
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 if TYPE_CHECKING:
     from holdfast.core.group.meeting import Meeting
-    from holdfast.core.group.ranks import Ranks
+    from holdfast.core.group.ranks import SeveralRanks
     from holdfast.core.group.shared_memory import HostWindow
 
-Group: TypeAlias = "Alone | Ranks"
+Group: TypeAlias = "Alone | SeveralRanks"
 """All ranks of a job.  `Board` and `Exchange` describe the methods, which are the same for one rank."""
 
 
@@ -128,9 +128,9 @@ def meet(
         meeting = meeting_of_job()
     if meeting.size == 1:
         return Alone(deadline_s)
-    from holdfast.core.group.ranks import Ranks
+    from holdfast.core.group.ranks import SeveralRanks
 
-    return Ranks(meeting, deadline_s, call, meet_s=meet_s, tell_after_s=tell_after_s)
+    return SeveralRanks(meeting, deadline_s, call, meet_s=meet_s, tell_after_s=tell_after_s)
 
 
 def launched(deadline_s: float, call: str, meet_s: float, tell_after_s: float) -> Group:

@@ -8,7 +8,7 @@ from holdfast.core.group.meeting import Meeting
 from holdfast.core.group.shared_memory import HostWindow
 
 
-class Ranks(Board, Exchange):
+class SeveralRanks(Board, Exchange):
     """The ranks of a meeting, two or more."""
 
     def __init__(
