@@ -54,9 +54,9 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "tiers": (("memory", "records"), ("mirror",)),
     "session": (
-        ("schedule", "root", "status"),
+        ("root", "status"),
         ("tuning_store", "tiers"),
-        ("added_state", "frozen_numbers", "restart_candidates"),
+        ("added_state", "restart_candidates"),
         ("beginning", "ending", "restart", "save_and_load", "sigterm", "steering"),
         ("attempts", "checkpointer"),
         ("planned_saves",),
@@ -348,11 +348,20 @@ KNOWS_NO_TIER = (
 )
 
 
+def _name_of(node: ast.AnnAssign) -> str:
+    return node.target.id if isinstance(node.target, ast.Name) else ""
+
+
 def test_the_session_knows_no_tier_by_its_name() -> None:
-    """But for the table that makes them, and the tuner, whose model has these costs."""
+    """But for the table of those that arguments switch on, and the tuner, whose model has these costs."""
     for name in KNOWS_NO_TIER:
         path = SRC / "holdfast" / "session" / f"{name}.py"
-        for node in nodes(path):
+        found = nodes(path)
+        tables = [n for n in found if isinstance(n, ast.AnnAssign) and _name_of(n) == "NEAR"]
+        allowed = [node for table in tables for node in ast.walk(table)]
+        for node in found:
+            if node in allowed:
+                continue
             named = getattr(node, "attr", None) or getattr(node, "value", None)
             assert not isinstance(named, str) or named not in NAMES_OF_TIERS, (
                 f"{name}.py:{node.lineno}: {named}"  # type: ignore[attr-defined]

@@ -58,15 +58,6 @@ def test_one_knob_at_a_time_and_then_rest() -> None:
     assert "wasted time goes from" in changes[-1].why
 
 
-def test_it_looks_now_and_then_and_after_a_failure() -> None:
-    made = tuner(Auto(mtbf_hours=1))
-    first = made.decide(0)
-    assert first is not None
-    assert made.decide(1) is None and made.decide(99) is None
-    made.failed("process")
-    assert made.decide(2) is not None
-
-
 def test_small_gains_change_nothing() -> None:
     """Costs that go up and down a little do not turn the knobs to and fro."""
     made = tuner(Auto(mtbf_hours=1))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from typing import Any
 
 import torch
 
@@ -20,8 +21,9 @@ from holdfast.core.codec.digest import hexdigest
 from holdfast.live.saving import Save
 from holdfast.live.saving.durable import Durable
 from holdfast.live.shelves import StoredShelf
-from holdfast.live.tier import Collect, Tier
-from holdfast.session import tiers
+from holdfast.live.tier import Collect, RunParts, Tier
+from holdfast.session import checkpointer
+from holdfast.session.tiers import Switch
 from holdfast.store import open_store
 
 EVERY = 3
@@ -32,10 +34,10 @@ class Stick(Tier):
 
     name = "stick"
 
-    def __init__(self, run: tiers.Tiers, path: str, every: int) -> None:
+    def __init__(self, run: RunParts, path: str, every: int) -> None:
         self._every = every
         self._store = open_store(path)
-        self._saves = Durable(self._store, run.saver, claim=None, run=run.run)
+        self._saves = Durable(self._store, run.saver, claim=None, run=run.claim.run)
         self._saves.kind = self.name
         self.news = self._saves.news
 
@@ -62,6 +64,16 @@ class Stick(Tier):
         self._saves.close(limit_s)
 
 
+class StickSwitch(Switch):
+    """Makes one of a path that it has, as there is no argument for it."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def start(self, run: RunParts, given: Any) -> Stick:
+        return Stick(run, self._path, EVERY)
+
+
 def train(root: str, num_steps: int, kill_at: int) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(32, 32)
@@ -86,5 +98,5 @@ def train(root: str, num_steps: int, kill_at: int) -> None:
 
 if __name__ == "__main__":
     root, stick, steps, kill_at = sys.argv[1:]
-    tiers.MAKERS["stick"] = lambda run, options: Stick(run, stick, EVERY)
+    checkpointer.NEAR["stick"] = StickSwitch(stick)
     train(root, int(steps), int(kill_at))

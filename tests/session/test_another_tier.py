@@ -1,4 +1,5 @@
-"""Another tier is one file and a line in the table: `stick.py` keeps steps in a place of its own."""
+"""Another tier is one file, and a line beside the arguments of `Checkpointer`: `stick.py` keeps steps in a
+place of its own."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import pytest
 
 import holdfast
 import zygote
-from session.stick import EVERY, Stick, train
+from holdfast.session import checkpointer
+from session.stick import EVERY, StickSwitch, train
 
 LAST, KILLED = 20, 17
 
@@ -55,10 +57,7 @@ def test_what_is_damaged_there_is_passed_over(lives: tuple[Path, str], killed: P
 
 def test_its_steps_are_no_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run with an empty root that has not looked at the stick is refused, as with snapshots in memory."""
-    from holdfast.session import tiers
-
-    stick = str(tmp_path / "stick")
-    monkeypatch.setitem(tiers.MAKERS, "stick", lambda run, options: Stick(run, stick, EVERY))
+    monkeypatch.setitem(checkpointer.NEAR, "stick", StickSwitch(str(tmp_path / "stick")))
     train(str(tmp_path / "root"), EVERY, 0)
     with (
         holdfast.Checkpointer(tmp_path / "empty", {"n": 1}) as ckpt,

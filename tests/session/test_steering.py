@@ -16,7 +16,7 @@ import holdfast
 from holdfast import events
 from holdfast.base import memory_limit
 from holdfast.core.checkpoint.recorded import parse_segment, segments
-from holdfast.core.group import Group
+from holdfast.core.group import meet
 from holdfast.errors import UsageError
 from holdfast.session import steering
 from holdfast.session.tuning_store import TuningState, TuningStore
@@ -205,7 +205,7 @@ def test_a_run_takes_the_price_where_storage_answers_requests(
     tmp_path: Path, is_local: bool
 ) -> None:
     store = LocalStore(tmp_path) if is_local else MemoryStore(uuid.uuid4().hex)
-    group = Group()
+    group = meet()
     one = steering.Steering(holdfast.Auto(), ("delta",), group, store, crashed=False)
     while one._store.busy:
         time.sleep(0.001)
@@ -224,7 +224,7 @@ def test_what_was_trained_is_written_when_a_crash_would_forget_too_much(
     known_s: float, due_s: float
 ) -> None:
     """A second of a short training, 2 % of a longer one, a minute of any."""
-    group = Group()
+    group = meet()
     store = MemoryStore(uuid.uuid4().hex)
     one = steering.Steering(holdfast.Auto(), ("memory",), group, store, crashed=False)
     one._written_s = known_s

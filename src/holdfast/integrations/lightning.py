@@ -74,6 +74,7 @@ from holdfast.integrations.lightning_loops import (
     check_private,
     go_on,
     loop_place,
+    misfit_of_sums,
     undo_go_on,
 )
 from holdfast.integrations.lightning_pointers import (
@@ -666,17 +667,15 @@ class _Saving:
         if is_new:
             iter(loop._data_fetcher)
         if self._metrics is not None:
-            is_of_each = trainer.world_size == 1 or not self._metrics.get("of_first")
-            is_same = is_of_each and self._metrics["ranks"] == trainer.world_size
+            misfit = misfit_of_sums(self._metrics, trainer.world_size)
             at = resumed["epoch_progress"]["current"]
             has_begun = at["processed"] < at["started"] and done["completed"] > 0
             is_open = has_begun or self._place in IN_EPOCH
-            if is_open and not is_same:
-                self._tell_once(
-                    "the sums of metrics over the epoch begin anew: each rank's sums fit only the layout "
-                    f"that saved them ({self._metrics['ranks']} ranks then, {trainer.world_size} now)"
-                )
-            Metrics(trainer).load_state_dict(self._metrics, has_sums=is_same, is_in_epoch=is_open)
+            if is_open and misfit:
+                self._tell_once(f"the sums of metrics over the epoch begin anew: {misfit}")
+            Metrics(trainer).load_state_dict(
+                self._metrics, has_sums=not misfit, is_in_epoch=is_open
+            )
             if is_open:
                 loop._restarting = False  # as in `go_on`
             if missing := go_on(loop, self._place):

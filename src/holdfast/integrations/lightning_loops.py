@@ -168,6 +168,20 @@ def _finish_epoch(loop: Any) -> None:
     loop.on_advance_end = on_advance_end
 
 
+def misfit_of_sums(saved: dict[str, Any], num_ranks: int) -> str:
+    """Say why the sums of a step's metrics are not this rank's, empty if they are.  `saved`: the metrics of
+    the step."""
+    if saved["ranks"] != num_ranks:
+        counts = f"({saved['ranks']} ranks then, {num_ranks} now)"
+        return f"each rank's sums fit only the layout that saved them {counts}"
+    if num_ranks > 1 and saved.get("of_first"):
+        return (
+            "the step gives only those of rank 0, because another layout of as many ranks saved it, or an "
+            "earlier version of holdfast"
+        )
+    return ""
+
+
 class Metrics:
     """The metrics: the values that callbacks see, and the sums over the epoch so far, of this rank."""
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -93,6 +93,9 @@ class Master:
     """True if `tensor` is the parameter, which torch's optimizers step: they have its states."""
     plain_numbers: bool = False
     """True if the optimizer keeps numbers, such as the count of steps, as Python's; torch's has tensors."""
+    stored: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """The dtype in which a state is saved, by its name, where it is not that of `tensor`, in which it is
+    live: a save rounds, at its call, and a restore puts the rounded values back."""
 
 
 @runtime_checkable

@@ -15,26 +15,34 @@ The session asks each of them, in this order, and for what ends or carries a sav
     the end      leave, wait, unheard, close
 
 All ranks call all methods in the same order, on the training thread.  What a tier does not define is
-nothing to it.  Two modules of the session know tiers by name: `session/tiers.py`, whose table makes them,
-and `session/steering.py`, which tunes the frequencies of snapshots and records, and the batches of records.
+nothing to it.  Two modules of the session know tiers by name: `session/checkpointer.py`, whose arguments
+switch them on, and `session/steering.py`, which tunes the frequencies of snapshots and records, and the
+batches of records.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from holdfast.base.notices import Notices
 from holdfast.core.checkpoint.claiming import Claim
+from holdfast.core.group import Group
+from holdfast.core.layout import Mesh
+from holdfast.core.store import Store
 from holdfast.live.every import Every
-from holdfast.live.saving import Save
+from holdfast.live.saving import Save, Saver
+from holdfast.live.saving.durable import Durable
 from holdfast.live.state.named import Collected
+from holdfast.live.state.recognising import State
 
 if TYPE_CHECKING:
     from holdfast.live.restore.candidates import Candidate, Identity
     from holdfast.live.saving.attaching import Attached
     from holdfast.live.saving.progress import TierStatus
+    from holdfast.live.saving.steps import Follower
     from holdfast.live.shelves import Shelf, Trail
 
 Collect = Callable[[], Collected]
@@ -68,6 +76,40 @@ class Reached:
     """Tells whether it is all of the live state.  Collective."""
 
 
+@dataclass(frozen=True, slots=True)
+class LogOfRun:
+    """The records that a run writes beside its steps."""
+
+    follower: Follower
+    """Deletes records that are not needed, in the root or in another store."""
+    flush: Callable[[float], None]
+    """Waits, for these seconds at most, until every record so far is in storage."""
+    upload_every_s: float
+
+
+class RunParts(Protocol):
+    """The parts of a run that its tiers share, and are made from."""
+
+    group: Group
+    state: Callable[[], State]
+    """Returns the live state."""
+    notices: Notices
+    mesh: Mesh | None
+    on_resize: dict[str, str]
+    is_tuned: bool
+    """True if frequencies follow measurements."""
+    homes: list[Store]
+    """The root, and the home behind it if there is one."""
+    claim: Claim
+    saver: Saver
+    durable: Durable
+    """The saves to the root."""
+
+    def __iter__(self) -> Iterator[Tier]:
+        """Yield the tiers that are made, from the farthest to the nearest."""
+        ...
+
+
 class Tier(Protocol):
     """A place, or a way, in which a run keeps its state."""
 
@@ -82,6 +124,10 @@ class Tier(Protocol):
     outlives: bool = False
     """True if it has work to do, and to tell of, when the script has dropped the Checkpointer; then it must
     hold no state of the training."""
+
+    def copy_records(self, log: LogOfRun) -> None:
+        """Copy records, too, if it copies steps to another place.  Called before the first step."""
+        return
 
     # -- a step of the training -------------------------------------------------------------------
 

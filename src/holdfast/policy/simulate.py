@@ -99,7 +99,7 @@ def strategies(cluster: Cluster, auto: Auto) -> list[Strategy]:
     sync = cluster.costs(plain.durable_s)
 
     def tuned() -> Tuned:
-        tuner = Tuner(auto, ("memory", "delta"), beyond=cluster.beyond(GROUP), look_every=0)
+        tuner = Tuner(auto, ("memory", "delta"), beyond=cluster.beyond(GROUP))
         return Tuned(tuner, plain)
 
     return [

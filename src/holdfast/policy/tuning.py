@@ -38,8 +38,6 @@ FailureKind = Literal["process", "node"]
 START = Frequencies(durable=100, memory=10, delta=1, batch=10)
 """Frequencies until costs are known."""
 _KNOBS = ("durable", "memory", "delta", "batch")
-_LOOK_EVERY = 100
-"""Steps between two decisions; a decision takes a few milliseconds."""
 _RECENT = 16
 _PRIOR_HOURS = 24.0
 """Prior of the hours between failures; it weighs as much as one failure."""
@@ -131,7 +129,6 @@ class Tuner:
         *,
         beyond: float = 1.0,
         history: History | None = None,
-        look_every: int = _LOOK_EVERY,
         start: Frequencies = START,
         known: Mapping[str, float] | None = None,
     ) -> None:
@@ -148,8 +145,6 @@ class Tuner:
         """Most records of a batch: as many as memory holds."""
         self._known = {what: s for what, s in (known or {}).items() if what in _COSTS}
         self.beyond = beyond
-        self._look_every = look_every
-        self._next_look = 0
         self._chosen: tuple[tuple[Costs, Rates, int] | None, Frequencies | None] = (None, None)
         self._step_s: deque[tuple[int, float]] = deque(maxlen=_RECENT)
         self._recent: dict[str, deque[float]] = {}
@@ -174,7 +169,6 @@ class Tuner:
             kind: max(self.history.failures[kind] + count, 0),
         }
         self.history = replace(self.history, failures=failures)
-        self._next_look = 0
 
     # -- decisions ---------------------------------------------------------------------------------
 
@@ -219,11 +213,10 @@ class Tuner:
         return None if costs is None else wasted(costs, self.rates, self.frequencies)
 
     def decide(self, step: int) -> Retuned | None:
-        """Change one frequency if that is worth it, at most every `look_every` steps or after a failure."""
+        """Change one frequency if that is worth it; takes a few milliseconds."""
         costs = self.costs
-        if step < self._next_look or costs is None:
+        if costs is None:
             return None
-        self._next_look = step + self._look_every
         target, limits = self._target(costs)
         now = wasted(costs, self.rates, self.frequencies)
         then = wasted(costs, self.rates, target)

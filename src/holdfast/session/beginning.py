@@ -14,6 +14,7 @@ after the restore is loaded from the restored step (`added_state`).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -23,11 +24,12 @@ from holdfast.base.notices import Notices
 from holdfast.live.collecting import RunState
 from holdfast.live.noticing import Noticing
 from holdfast.live.saving import Save
-from holdfast.live.state.replaced_modules import Taken
+from holdfast.live.state.recognising import State, stages
 from holdfast.session.tiers import Tiers
 
 if TYPE_CHECKING:
     from holdfast.live.restore.result import Restored, RestoredFrom
+
 
 ANEW = "Checkpointer(..., anew=True)"
 
@@ -166,3 +168,33 @@ class Beginning:
             return frozenset()
         theirs = self._group.all_gather("\n".join(own).encode())
         return keys.difference(*(known.decode().split("\n") for known in theirs))
+
+
+class Taken:
+    """The modules that were restored, by their parameters.
+
+        ckpt.restore()
+        average = ckpt.state["average"] = AveragedModel(model)      begins anew, and the next save has it
+
+    A wrapper has the parameters of the module inside, so it is not fresh.  Plain values and containers are
+    as the script wants them: it has just set them.
+    """
+
+    def __init__(self, state: State) -> None:
+        self._params = {
+            key: {id(p): weakref.ref(p) for module in modules for p in module.parameters()}
+            for key, value in state.items()
+            if (modules := stages(value)) is not None
+        }
+
+    def tell_exchanged(self, state: State, step: int, notices: Notices) -> None:
+        """Tell of each module that was restored from `step` and then replaced by a fresh one."""
+        for key, before in self._params.items():
+            own = [p for module in stages(state.get(key)) or () for p in module.parameters()]
+            if own and before and not any(id(p) in before and before[id(p)]() is p for p in own):
+                notices.once(
+                    "exchanged",
+                    f"{key!r} was restored from step {step}, and the state has a fresh module in its "
+                    "place, which the next saves have: put it into the state before restore()",
+                    about=key,
+                )

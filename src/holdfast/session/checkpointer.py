@@ -34,10 +34,10 @@ from holdfast.base.errors import HoldfastError, UsageError
 from holdfast.base.events import emit, span
 from holdfast.base.notices import Notices
 from holdfast.core.checkpoint.tidying import Keep
-from holdfast.core.group import Group
+from holdfast.core.group import Group, meet
 from holdfast.core.layout import Mesh
 from holdfast.live.collecting import RunState
-from holdfast.live.every import Every
+from holdfast.live.every import Every, every_of
 from holdfast.live.noticing import Noticing
 from holdfast.live.roots import require_native_root
 from holdfast.live.saving import Save
@@ -51,8 +51,7 @@ from holdfast.live.tier import Asked, Tier
 from holdfast.session.beginning import Beginning
 from holdfast.session.ending import Ending, Saves
 from holdfast.session.root import ROOT
-from holdfast.session.schedule import every_of
-from holdfast.session.tiers import TierOptions, Tiers
+from holdfast.session.tiers import Homes, Switch, Switched, Tiers
 
 if TYPE_CHECKING:
     from holdfast.live.restore.result import Found, Restored
@@ -65,6 +64,18 @@ if TYPE_CHECKING:
     from holdfast.session.steering import Steering
     from holdfast.tiers.memory.options import Memory
     from holdfast.tiers.records.options import Delta
+
+
+NEAR: dict[str, Switch] = {
+    "memory": Switched(
+        "memory", "holdfast.tiers.memory.options:Memory", "holdfast.tiers.memory.starting"
+    ),
+    "delta": Switched(
+        "delta", "holdfast.tiers.records.options:Delta", "holdfast.tiers.records.starting"
+    ),
+}
+"""The tiers nearer than the root, from the farthest to the nearest, by name.  A new tier is a module with
+a `Tier` (`live/tier.py`) and its `start`, an argument of `Checkpointer`, and a line here."""
 
 
 class Checkpointer:
@@ -129,7 +140,8 @@ class Checkpointer:
         if not isinstance(state, dict) or state:
             check_keys(state)
         _check_choices(call, when_busy, on_error, replicas, anew)
-        options = TierOptions(root, keep, upload, upload_keep, memory, delta).checked()
+        near = _switched(memory=memory, delta=delta)
+        homes = Homes(root, keep, upload, upload_keep).checked()
         known = (*state, "rng") if state else None
         on_resize = rules_of(on_resize, RESIZE_RULES, known, call, "on_resize")
         every = every_of(every, memory=memory is not None, delta=delta is not None)
@@ -143,12 +155,13 @@ class Checkpointer:
         self._restored: Restored | None = None
         self._metrics: dict[int, Mapping[str, float]] = {}
         """The metrics that the last `step` was given, by its number."""
-        group = Group(deadline_s, "Checkpointer()")
+        group = meet(deadline_s, "Checkpointer()")
         self._saves = Saves(group, self._notices)
         self._tiers = Tiers(
             group,
             self._state.everything,
-            options,
+            homes,
+            near,
             self._notices,
             mesh=named,
             replicas=replicas,
@@ -439,7 +452,7 @@ class Checkpointer:
         self._check_open()
         saving = [s.step for s in self._saves.untold if s.kind == "save" and not s.done()]
         tiers, steps = self._tiers, self._tiers.durable.steps
-        return Noting(tiers.group, steps, dict.fromkeys(saving, tiers.run), steps.also_noted)
+        return Noting(tiers.group, steps, dict.fromkeys(saving, tiers.run))
 
     # -- how it stands ----------------------------------------------------------------------------
 
@@ -693,6 +706,13 @@ class Checkpointer:
             for tier in self._tiers:
                 tier.complete()
             self._state.is_complete = True
+
+
+def _switched(**given: Any) -> dict[str, tuple[Switch, Any]]:
+    """Return the switches of nearer tiers, each with its argument.  UsageError for what it cannot be."""
+    for name, switch in NEAR.items():
+        switch.check(given.get(name))
+    return {name: (switch, given.get(name)) for name, switch in NEAR.items()}
 
 
 def _check_metrics(given: object, call: str) -> None:

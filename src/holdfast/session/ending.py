@@ -10,19 +10,25 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import WeakMethod, WeakSet
 
-from holdfast.base.errors import HoldfastError, HoldfastWarning, warn_user
+from holdfast.base.errors import (
+    FormatError,
+    HoldfastError,
+    HoldfastWarning,
+    NotFound,
+    StoreError,
+    warn_user,
+)
 from holdfast.base.notices import Notices
 from holdfast.base.storage_deadlines import slowest
 from holdfast.base.threads import at_exit, idle
 from holdfast.core.group import Group
 from holdfast.live.saving import Save
-from holdfast.live.saving.lost_notes import NotesInVain
-from holdfast.session.frozen_numbers import FrozenNumbers
+from holdfast.live.state.recognising import State
 
 LINGER_S = 3.0
 """Seconds that ranks wait for each other, so that all learn how the last save has ended."""
@@ -147,3 +153,102 @@ class Ending:
             elif save.error is not None and not save.told:
                 texts.append(f"the save of step {save.step} failed: {save.error}")
         return texts
+
+
+class NotesInVain:
+    """Reports labels and metrics of steps that were not saved, or that storage did not take, like failed
+    saves, without ending the training."""
+
+    def __init__(self, notices: Notices) -> None:
+        self._notices = notices
+        self._begun: set[int] = set()
+        """Steps of which a durable save has begun."""
+        self._first = self._last = self._now = -1
+        """The lowest and the highest step that the script has come to, and the last one."""
+
+    @property
+    def last(self) -> int | None:
+        """The last step that the script has come to; None before the first."""
+        return None if self._now < 0 else self._now
+
+    def at(self, step: int) -> None:
+        """Note that the script was at a step."""
+        self._first = step if self._first < 0 else min(step, self._first)
+        self._last, self._now = max(step, self._last), step
+
+    def begun(self, step: int) -> None:
+        """Note that a save of a step has begun."""
+        self.at(step)
+        self._begun.add(step)
+
+    @contextmanager
+    def told(self, what: Callable[[], str], step: int | str | None = None) -> Iterator[None]:
+        """A block that writes a label or metrics of a step, named by its number or a label.  `what()`: the
+        text that this was not done.
+
+        Reports StoreError and FormatError; once, for a step at which no save was due.  Raises NotFound for
+        a step that the script has never come to, or a label that does not exist.
+        """
+        try:
+            yield
+        except (StoreError, FormatError) as error:
+            is_known = step is None or (
+                not isinstance(step, str) and self._first <= step <= self._last
+            )
+            if isinstance(error, NotFound) and not is_known:
+                raise
+            if isinstance(error, NotFound) and step is not None and step not in self._begun:
+                self._notices.once(
+                    "unsaved-note",
+                    f"{what()}: no save of that step was due; label and measure steps that are saved",
+                )
+            else:
+                self._notices.complain(error, f"{what()}: {error}")
+        self._notices.tell()
+
+
+SAVES = 10
+"""Number of saves since a restore with an unchanged number, at which the notice comes."""
+
+
+class FrozenNumbers:
+    """The plain numbers at the top of a state that no run seems to set: `{"epoch": epoch}` keeps the value
+    that `epoch` had when the dict was made.
+
+    An unchanged number alone proves nothing: an epoch may be long, and a best loss stay the best.  So a
+    first run gets no notice.  A restored run gets one if the step had the very number that the script
+    begins with, as if the run before had never set it, and many later saves have it, too.
+    """
+
+    def __init__(self, notices: Notices) -> None:
+        self._notices = notices
+        self._resting: dict[str, float] = {}
+        """Numbers whose restored value was the script's own, and which have not changed since."""
+        self._saves = 0
+        self._step = -1
+
+    def went_on(self, handed: State, restored: State, *, found: bool) -> None:
+        """Begin anew with a restore.  `handed`: the script's state before it; `restored`: after it."""
+        self._saves = 0
+        self._resting = {
+            key: restored[key]
+            for key, value in handed.items()
+            if found and type(value) in (int, float) and restored.get(key) == value
+        }
+
+    def look(self, state: State, step: int) -> None:
+        """Compare the numbers of a state that is saved, once per step."""
+        if step == self._step or not self._resting:
+            return
+        self._step = step
+        self._saves += 1
+        resting = self._resting
+        self._resting = {k: v for k, v in resting.items() if k in state and state[k] is v}
+        for key, value in self._resting.items() if self._saves == SAVES else ():
+            self._notices.once(
+                "frozen-number",
+                f"{key!r} of the state was {value} when the run before was saved, and in each of {SAVES} "
+                "saves since: a number is saved as the dict has it, so if it is to count, set "
+                f"ckpt.state[{key!r}] before each save",
+                about=key,
+            )

@@ -25,7 +25,7 @@ from holdfast.core.checkpoint.claiming import newest_claim, once_attempt, runs_o
 from holdfast.core.checkpoint.names import CLAIMED_PARTS, RootKeys, read_head
 from holdfast.core.checkpoint.recorded import segments_in
 from holdfast.core.checkpoint.tidying import sweep
-from holdfast.core.group import Group
+from holdfast.core.group import Group, meet
 from holdfast.core.store import Store
 from holdfast.live.collecting import collect
 from holdfast.live.roots import open_shared, require_native_root, sweep_host
@@ -64,7 +64,7 @@ def save(
         from holdfast.live.saving.attaching import AttachedFiles
 
         files = AttachedFiles(files, "save")
-    group = Group(deadline_s, "save()")
+    group = meet(deadline_s, "save()")
     store = open_shared(url, group)
     sweep_host(store)
     run, attempt = msgspec.json.decode(
@@ -173,7 +173,7 @@ def load(
         flag_of(flag, "load", name)
     rules = rules_of(on_resize, RESIZE_RULES, state, "load", "on_resize")
     options = RestoreOptions(patterns, cast, strict, rules)
-    group = Group(seconds_of(deadline_s, "load", "deadline_s"), "load()")
+    group = meet(seconds_of(deadline_s, "load", "deadline_s"), "load()")
     try:
         url, number = located(url, named, group)
         return load_from(url, group, state, number, options, verify=verify)

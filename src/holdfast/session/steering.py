@@ -100,9 +100,12 @@ class Steering:
             start = found
         failures: dict[FailureKind, int] = {"process": kept.process, "node": kept.node}
         return Tuner(
-            auto, tiers, history=History(kept.trained_s, failures),
-            look_every=LOOK_EVERY, start=start, known=kept.costs,
-        )  # fmt: skip
+            auto,
+            tiers,
+            history=History(kept.trained_s, failures),
+            start=start,
+            known=kept.costs,
+        )
 
     def at(self, step: int) -> Every:
         """Return the frequencies from this step on.  At every tenth step other ranks block for rank 0's."""

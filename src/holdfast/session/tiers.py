@@ -1,19 +1,18 @@
-"""The tiers of a run: the table that makes them from the user's options, and the parts that they share.
+"""The tiers of a run, and the parts that they share: its homes, and the saves to them.
 
-`MAKERS` is the table: a new tier needs a `Tier` (`live/tier.py`), and a line here.  A tier's module is
-imported only if the tier is switched on.
+The root is always there, and behind it there may be a second home.  The nearer tiers are made by switches,
+which `session/checkpointer.py` has beside the arguments.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 from holdfast.base.arguments import instance_of, path_of
 from holdfast.base.errors import Deadline, HoldfastError, UsageError
@@ -29,28 +28,59 @@ from holdfast.live.roots import claim_root, open_shared, sweep_host
 from holdfast.live.saving import Saver
 from holdfast.live.saving.durable import Durable
 from holdfast.live.state.recognising import State
-from holdfast.live.tier import Tier
+from holdfast.live.tier import RunParts, Tier
 from holdfast.session.root import ROOT, RootTier
-
-if TYPE_CHECKING:
-    from holdfast.tiers.memory.options import Memory
-    from holdfast.tiers.records.options import Delta
 
 LEAST_S = 0.1
 RELEASE_S = 5.0
 """Seconds beyond its limit in which `close` releases the root."""
 
 
+class Switch(Protocol):
+    """Makes a tier of what a user gives for it."""
+
+    def check(self, given: Any) -> None:
+        """UsageError if this cannot be given.  `given`: None if the user has not named the tier."""
+
+    def start(self, run: RunParts, given: Any) -> Tier | None:
+        """Return the tier, of what was checked; None if it is not asked for.  Collective."""
+
+
 @dataclass(frozen=True, slots=True)
-class TierOptions:
-    """The arguments of a Checkpointer for its tiers; see there."""
+class Switched(Switch):
+    """A tier that is made if its argument of a Checkpointer is given, and whose modules are imported then.
+
+    `options`: the class of the argument.  `module`: has `start(run, given)`.
+    """
+
+    argument: str
+    options: str
+    """As `module:name`."""
+    module: str
+
+    def check(self, given: Any) -> None:
+        if given is not None:
+            _check_options(given, self.argument, self.options)
+
+    def start(self, run: RunParts, given: Any) -> Tier | None:
+        tier: Tier | None = None if given is None else import_module(self.module).start(run, given)
+        return tier
+
+
+def _check_options(given: Any, argument: str, options: str) -> None:
+    module, _, name = options.partition(":")
+    cls, what = getattr(import_module(module), name), f"a holdfast.{name}(...), or None"
+    instance_of(given, cls, "Checkpointer", argument, what)
+
+
+@dataclass(frozen=True, slots=True)
+class Homes:
+    """The arguments of a Checkpointer for its root, and for the home behind it; see there."""
 
     root: str
     keep: Keep | None
     upload: str | os.PathLike[str] | None
     upload_keep: Keep | None
-    memory: Memory | None
-    delta: Delta | None
 
     @property
     def best(self) -> tuple[str, str] | None:
@@ -58,17 +88,11 @@ class TierOptions:
         rules = [k.best for k in (self.keep, self.upload_keep) if k is not None and k.best]
         return (rules[0][0], rules[0][-1]) if rules else None  # type: ignore[return-value]
 
-    def checked(self) -> TierOptions:
+    def checked(self) -> Homes:
         """Return the options with `upload` as a URL.  UsageError for wrong types or combinations."""
-        for name, kind, module in (
-            ("memory", "Memory", "holdfast.tiers.memory.options"),
-            ("delta", "Delta", "holdfast.tiers.records.options"),
-            ("keep", "Keep", "holdfast.core.checkpoint.tidying"),
-            ("upload_keep", "Keep", "holdfast.core.checkpoint.tidying"),
-        ):
+        for name in ("keep", "upload_keep"):
             if (given := getattr(self, name)) is not None:
-                cls, what = getattr(import_module(module), kind), f"a holdfast.{kind}(...), or None"
-                instance_of(given, cls, "Checkpointer", name, what)
+                _check_options(given, name, "holdfast.core.checkpoint.tidying:Keep")
         if self.upload is None and self.upload_keep is None:
             return self
         from holdfast.tiers.mirror.homes import check_homes
@@ -78,7 +102,7 @@ class TierOptions:
         return replace(self, upload=upload)
 
 
-class Tiers:
+class Tiers(RunParts):
     """The tiers of a run, from the farthest to the nearest.  All ranks make all calls in the same order."""
 
     root = ROOT
@@ -87,7 +111,8 @@ class Tiers:
         self,
         group: Group,
         state: Callable[[], State],
-        options: TierOptions,
+        homes: Homes,
+        switched: Mapping[str, tuple[Switch, Any]],
         notices: Notices,
         *,
         mesh: Mesh | None,
@@ -96,38 +121,36 @@ class Tiers:
         is_tuned: bool,
     ) -> None:
         """Claims the root for this run, and the home behind it.  Collective; blocks.  `state`: returns the
-        live state.  `is_tuned`: frequencies follow measurements."""
+        live state.  `switched`: the switches of nearer tiers, by name, and what is given for them.
+        `is_tuned`: frequencies follow measurements."""
         self.group = group
         self.state = state
         self.notices = notices
         self.mesh = mesh
         self.on_resize = on_resize
         self.is_tuned = is_tuned
-        homes = (options.root,) if options.upload is None else (options.root, options.upload)
-        self.homes = [open_shared(home, group) for home in homes]
+        urls = (homes.root,) if homes.upload is None else (homes.root, homes.upload)
+        self.homes = [open_shared(url, group) for url in urls]
         """The root, and the home behind it if there is one."""
         self.store = self.homes[0]
-        self._best = options.best
+        self._best = homes.best
         self.claim, self.crashed, self.there = self._take()
         """`crashed`: the previous run did not close; `there`: the steps in the root, in words."""
         self._check_homes()
         sweep_host(self.store)
-        self.saver = Saver(
-            group,
-            mesh=mesh,
-            deadline_s=group.deadline_s,
-            replicas=replicas,
-            carry_bytes=0 if options.memory is None else options.memory.carry_bytes,
-        )
+        self.saver = Saver(group, mesh=mesh, deadline_s=group.deadline_s, replicas=replicas)
         self.durable = Durable(
-            self.store, self.saver, claim=self.claim, run=self.run, keep=options.keep
+            self.store, self.saver, claim=self.claim, run=self.run, keep=homes.keep
         )
         self.unsound: dict[tuple[object, ...], HoldfastError] = {}
         """Errors of steps and records that `find` had found and that could not be restored; `find` passes
         over them."""
         self._tiers: dict[str, Tier] = {}
-        for name, make in MAKERS.items():
-            if (tier := make(self, options)) is not None:
+        if len(self.homes) > 1:
+            self._tiers["upload"] = self._behind(homes.upload_keep or Keep())
+        self._tiers[ROOT] = RootTier(self.durable)
+        for name, (switch, given) in switched.items():
+            if (tier := switch.start(self, given)) is not None:
                 self._tiers[name] = tier
 
     def __iter__(self) -> Iterator[Tier]:
@@ -147,11 +170,17 @@ class Tiers:
 
     # -- the homes --------------------------------------------------------------------------------
 
+    def _behind(self, keep: Keep) -> Tier:
+        """Return the tier of the home behind the root."""
+        from holdfast.tiers.mirror.upload import Upload
+
+        return Upload(self.durable.steps, self.homes[1], self.group, self.claim, keep)
+
     def _take(self) -> tuple[Claim, bool, str]:
         """Claim the homes of the run.  Collective."""
         if len(self.homes) == 1:
             return claim_root(self.store, self.group, self._best)
-        from holdfast.tiers.mirror.claims import claim_both
+        from holdfast.tiers.mirror.homes import claim_both
 
         root, behind = self.homes
         return claim_both(root, behind, self.group, self._best)
@@ -232,57 +261,3 @@ class Tiers:
             raise
         finally:
             self.saver.close()
-
-
-# -- the table ------------------------------------------------------------------------------------
-
-
-def _upload(run: Tiers, options: TierOptions) -> Tier | None:
-    if options.upload is None:
-        return None
-    from holdfast.tiers.mirror.upload import Upload
-
-    keep = options.upload_keep or Keep()
-    return Upload(run.durable.steps, run.homes[1], run.group, run.claim, keep)
-
-
-def _memory(run: Tiers, options: TierOptions) -> Tier | None:
-    if options.memory is None:
-        return None
-    from holdfast.tiers.memory.starting import start
-
-    return start(options.memory, run.saver, run.durable, run.state)
-
-
-def _delta(run: Tiers, options: TierOptions) -> Tier | None:
-    if options.delta is None:
-        return None
-    from holdfast.core.checkpoint.peers import raise_on_all
-    from holdfast.tiers.records.log import mark_log
-    from holdfast.tiers.records.tier import DeltaTier
-
-    with raise_on_all(run.group, 0):
-        tier = DeltaTier(
-            run.state,
-            run.group,
-            run.durable.steps,
-            options.delta,
-            run.notices,
-            run=run.run,
-            mesh=run.mesh,
-            on_resize=run.on_resize,
-            is_tuned=run.is_tuned,
-        )
-    run.durable.steps.also_tidy = partial(mark_log, max_bytes=options.delta.bound)
-    if (upload := run.get("upload")) is not None:
-        upload.keep_records(options.delta, tier.way.flush)
-    return tier
-
-
-MAKERS: dict[str, Callable[[Tiers, TierOptions], Tier | None]] = {
-    "upload": _upload,
-    ROOT: lambda run, options: RootTier(run.durable),
-    "memory": _memory,
-    "delta": _delta,
-}
-"""The makers of tiers, from the farthest to the nearest: each returns None unless its tier is asked for."""

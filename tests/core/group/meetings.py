@@ -22,7 +22,7 @@ from torch import nn
 import holdfast
 import zygote
 from holdfast.base.wire import encode_error
-from holdfast.core.group import Group, exchange
+from holdfast.core.group import exchange, meet
 from holdfast.core.group.meeting import meeting_of_job, meeting_over
 from holdfast.core.group.seal import Seal
 from holdfast.errors import Deadline, HoldfastError, HoldfastWarning, OutOfSpace, UsageError
@@ -217,7 +217,7 @@ def those_of_nodes_that_count_attempts_otherwise_do_too(root: Path) -> None:
 
 
 def a_stranger_at_the_board_decides_nothing(root: Path) -> None:
-    group = Group(LONG_S, "a call")
+    group = meet(LONG_S, "a call")
     assert group._line is not None
     host, port = group._line.ask("where", lambda board: (board.host, board.port), LONG_S)
     assert host == "127.0.0.1"
@@ -238,7 +238,7 @@ def ranks_without_gloo_have_one_key_too(root: Path) -> None:
     for find in (exchange.gloo_of_torch, lambda: None):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(exchange, "gloo_of_torch", find)
-            group = Group(LONG_S, "a call")
+            group = meet(LONG_S, "a call")
         assert group.ask("x/1", b"%d" % dist.get_rank(), b"".join) == b"01"
         theirs: list[Any] = [None, None]
         dist.all_gather_object(theirs, group.hide("a word"))

@@ -41,7 +41,7 @@ import holdfast.dcp
 import holdfast.session.checkpointer
 import holdfast.session.save_and_load
 from holdfast import extend
-from holdfast.core.group import Group
+from holdfast.core.group.ranks import SeveralRanks
 from holdfast.formats.write import converting_ranks as converting
 from holdfast.tiers.memory.node import messages
 from holdfast.tiers.memory.node.client import Client
@@ -491,13 +491,13 @@ def let_down(case: Case) -> None:
         signal.pause()
     if case.fate in ("stopped", "dies"):
         os.kill(os.getpid(), SIGNALS[case.fate])
-    together = Group.together
+    together = SeveralRanks.together
 
-    def then(group: Group, call: str) -> None:
+    def then(group: SeveralRanks, call: str) -> None:
         together(group, call)
         os.kill(os.getpid(), SIGNALS[case.fate])
 
-    Group.together = then  # type: ignore[method-assign]
+    SeveralRanks.together = then  # type: ignore[method-assign]
 
 
 @contextmanager

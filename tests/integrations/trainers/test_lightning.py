@@ -31,6 +31,7 @@ from holdfast.checkpoint import notes
 from holdfast.core.checkpoint.notes import read_notes
 from holdfast.errors import FormatError, NotRecoverable, UsageError
 from holdfast.integrations import lightning as integration
+from holdfast.integrations.lightning_loops import misfit_of_sums
 from holdfast.integrations.lightning_pointers import beside, label_start, read_pointer
 from holdfast.store import open_store
 from integrations.trainers import lit
@@ -192,6 +193,15 @@ def test_a_step_without_parts_of_ranks(tmp_path: Path, monkeypatch: pytest.Monke
     run = settings(tmp_path, epochs=3, ckpt_path="newest")
     fitted(run, lit.checkpoints(run), begun)
     assert begun.step == 24
+
+
+def test_sums_of_metrics_that_a_rank_has_not() -> None:
+    """A step of as many ranks may have them of rank 0 alone."""
+    assert misfit_of_sums({"ranks": 2}, 2) == ""
+    assert misfit_of_sums({"ranks": 1, "of_first": True}, 1) == ""
+    assert "(4 ranks then, 2 now)" in misfit_of_sums({"ranks": 4, "of_first": True}, 2)
+    text = misfit_of_sums({"ranks": 2, "of_first": True}, 2)
+    assert "only those of rank 0" in text and "ranks then" not in text
 
 
 @pytest.mark.timeout(1800)

@@ -10,7 +10,7 @@ import torch
 import holdfast
 from holdfast.base.notices import Notices
 from holdfast.core.checkpoint.notes import read_notes
-from holdfast.core.group import Group
+from holdfast.core.group import meet
 from holdfast.errors import HoldfastError, Unavailable, UsageError
 from holdfast.live.saving import Save
 from holdfast.session.ending import Saves
@@ -49,7 +49,7 @@ def test_a_save_that_ends_during_a_look_back_is_called_for_at_the_next() -> None
             return was_done
 
     called: list[int] = []
-    saves = Saves(Group(60.0, "test"), Notices("raise"))
+    saves = Saves(meet(60.0, "test"), Notices("raise"))
     saves.calls.append(called.append)
     saves.untold.append(EndsWhenAsked(3))
     saves.look_back()

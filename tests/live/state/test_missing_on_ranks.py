@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.live.state.missing_on_ranks import forgotten_names
+from holdfast.live.saving.missing_notices import forgotten_names
 
 Held = list[dict[str, set[str]]]
 

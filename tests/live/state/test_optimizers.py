@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import holdfast
-from holdfast.core.group import Group
+from holdfast.core.group import meet
 from holdfast.errors import StateMismatch, UsageError
 from holdfast.live.restore.groups import moved_groups
 from holdfast.live.restore.optimizer_states import put_common_state
@@ -533,7 +533,7 @@ def test_a_malformed_state_that_belongs_to_no_parameter(tmp_path: Path) -> None:
     with holdfast.open(tmp_path) as found:
         found.manifest.extras["optim.common"] = [1]
         with pytest.raises(holdfast.errors.FormatError, match=r"'optim\.common' is no state"):
-            restore(found, {"net": net, "optim": optimizer}, Group(), RestoreOptions())
+            restore(found, {"net": net, "optim": optimizer}, meet(), RestoreOptions())
 
 
 def test_groups_of_pipeline_stages_share_a_number() -> None:

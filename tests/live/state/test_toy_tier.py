@@ -8,7 +8,7 @@ from safetensors.numpy import load
 from torch import nn
 
 from holdfast.base.threads import Worker
-from holdfast.core.group import Group
+from holdfast.core.group import meet
 from holdfast.errors import HoldfastError
 from holdfast.live.collecting import RunState
 from holdfast.live.saving.operation import Draft, Request, SaveOperation
@@ -54,7 +54,7 @@ def test_three_methods_are_a_tier() -> None:
     """An image is a safetensors file; the optimizer's step waits for it."""
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    state, saver, tier = RunState({"model": model}, {}), Saver(Group(60.0, "test")), Toy()
+    state, saver, tier = RunState({"model": model}, {}), Saver(meet(60.0, "test")), Toy()
     expected = {}
     for step in (1, 2, 3):
         model(torch.ones(1, 4)).sum().backward()
@@ -68,7 +68,7 @@ def test_three_methods_are_a_tier() -> None:
 
 
 def test_what_a_tier_raises_ends_the_operation() -> None:
-    state, saver = RunState({"model": nn.Linear(4, 3)}, {}), Saver(Group(60.0, "test"))
+    state, saver = RunState({"model": nn.Linear(4, 3)}, {}), Saver(meet(60.0, "test"))
     tier = Toy(most_bytes=10)
     op = begun(saver, tier, state, 1)
     with pytest.raises(HoldfastError, match="the toy is full") as failed:

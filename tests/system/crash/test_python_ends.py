@@ -13,7 +13,7 @@ GLOO_LETS_GO = """
 import sys
 import torch
 import torch.distributed as dist
-import holdfast.core.group
+import holdfast.core.group.gloo
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 group = holdfast.core.group.gloo.Gloo(dist.HashStore(), 0, 1, 10.0) if sys.argv[1] == "ours" else dist

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from holdfast.base.threads import in_threads
-from holdfast.tiers.memory import discovery
+from holdfast.tiers.memory import own_agent
 from holdfast.tiers.memory.node import messages as w
 from tiers.memory.agents import noise
 
@@ -60,12 +60,12 @@ def held(agent: str, *manifests: bytes) -> w.Held:
 def test_each_manifest_goes_to_each_rank_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those of a node that the job no longer runs on; the third rank speaks for no node."""
     away = held("away", C, D)
-    monkeypatch.setattr(discovery, "elsewhere", lambda job, helds: [away])
+    monkeypatch.setattr(own_agent, "elsewhere", lambda job, helds: [away])
     ranks, heard = Ranks(4), dict[int, list[w.Held]]()
     mine = [held("one", A, B), held("two", B, C), None, held("three")]
 
     def ask(number: int) -> None:
-        heard[number] = discovery.gather_held(ranks.rank(number), "job", mine[number])  # type: ignore[arg-type]
+        heard[number] = own_agent.gather_held(ranks.rank(number), "job", mine[number])  # type: ignore[arg-type]
 
     in_threads(ask, [0, 1, 2, 3], 4)
     expected = [one for one in mine if one is not None] + [away]

@@ -17,7 +17,7 @@ import holdfast
 from holdfast.core.checkpoint.verifying import verify
 from holdfast.errors import Deadline, HoldfastError, HoldfastWarning, NotFound, UsageError
 from holdfast.store import open_store
-from holdfast.tiers.memory import job, tier
+from holdfast.tiers.memory import starting, tier
 from holdfast.tiers.memory.node import messages as w
 from holdfast.tiers.memory.node.client import Client
 from tiers.memory.agents import agent, kill
@@ -140,7 +140,7 @@ def test_a_script_that_ends_when_all_is_saved_hurries_nobody(root: Path) -> None
     ckpt, save = saving(root)
     save.wait(120)
     tier._at_exit()
-    assert not ckpt._tiers.group._leaving
+    assert not ckpt._tiers.get("memory").agent.client.leaving
     ckpt.close()
 
 
@@ -334,7 +334,7 @@ def test_a_copy_on_a_volume_with_the_same_numbers_is_another_job(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As volumes that are mounted where each root is: the first one's snapshots stay its own."""
-    monkeypatch.setattr(job, "_identity", lambda _: "2")
+    monkeypatch.setattr(starting, "_identity", lambda _: "2")
     options = {"every": holdfast.Every(durable=1)}
     crash(root, 1, **options)
     await_(lambda: holdfast.steps(str(root)) == [1])

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from holdfast.core.group import Group
+from holdfast.core.group import meet
 from holdfast.errors import StoreError
 from holdfast.store import LocalStore
-from holdfast.tiers.memory.job import JOB_KEY, job_of
 from holdfast.tiers.memory.node import visitors as v
 from holdfast.tiers.memory.node.client import Client
 from holdfast.tiers.memory.node.fetch import Peer
 from holdfast.tiers.memory.node.visitors import Visitors, most_strangers
+from holdfast.tiers.memory.starting import JOB_KEY, job_of
 from tiers.memory.agents import JOB, agent, hello, noise, put
 
 MOST = 8
@@ -186,10 +186,10 @@ def test_a_connection_without_the_token_is_closed_with_its_answer(tmp_path: Path
 
 def test_no_other_user_reads_the_name_of_a_job(tmp_path: Path) -> None:
     store, path = LocalStore(tmp_path), tmp_path / JOB_KEY
-    job = job_of(store, Group())
+    job = job_of(store, meet())
     assert path.stat().st_mode & 0o777 == 0o600
     path.chmod(0o644)  # as before
-    assert job_of(store, Group()) == job
+    assert job_of(store, meet()) == job
     assert path.stat().st_mode & 0o777 == 0o600
 
 
@@ -197,7 +197,7 @@ def test_a_job_of_another_user_is_none_of_this_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, read = LocalStore(tmp_path), LocalStore.get_small
-    before = job_of(store, Group())
+    before = job_of(store, meet())
     theirs = (tmp_path / JOB_KEY).read_bytes()
 
     def get(self: Any, key: str) -> bytes:
@@ -206,4 +206,4 @@ def test_a_job_of_another_user_is_none_of_this_one(
         return read(self, key)
 
     monkeypatch.setattr(LocalStore, "get_small", get)
-    assert job_of(store, Group()) != before
+    assert job_of(store, meet()) != before

@@ -25,6 +25,7 @@ import holdfast.live.roots
 from holdfast import events
 from holdfast.base import background
 from holdfast.errors import (
+    AgentError,
     Deadline,
     HoldfastError,
     StateMismatch,
@@ -34,7 +35,7 @@ from holdfast.errors import (
 )
 from holdfast.store import LocalStore, MemoryStore, open_store
 from holdfast.testing import Counting
-from holdfast.tiers.records import capture, copying, queue, writer
+from holdfast.tiers.records import capture, copying, queue, ring, writer
 from holdfast.tiers.records import log as log_module
 from holdfast.tiers.records.log import open_log
 from holdfast.tiers.records.writer_registry import announce
@@ -433,6 +434,37 @@ def test_a_writer_that_cannot_begin(
     check_equal(again.everything(), expected)
     for pid in writers():  # that was told nothing: it ends by itself as soon as it has begun
         await_gone(pid)
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (errno.ENOMEM, "no memory for records: "),
+        (errno.ENOSPC, "no memory for records: "),
+        (errno.EMFILE, "a record could not be made: OSError: "),
+    ],
+    ids=["memory", "space", "files"],
+)
+def test_a_ring_that_cannot_be_made(
+    root: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    text: str,
+) -> None:
+    """The system says why: only what it lacks memory for is said to lack memory."""
+
+    def failing(*_: Any) -> int:
+        raise OSError(code, os.strerror(code))
+
+    run = Plain()
+    monkeypatch.setattr(ring.os, "memfd_create", failing)
+    with checkpointer(root, run) as ckpt:
+        run.step(1)
+        ckpt.step(1)
+        run.step(2)
+        with pytest.raises(AgentError) as caught:
+            ckpt.step(2)
+    assert str(caught.value).startswith(text) and os.strerror(code) in str(caught.value)
 
 
 def test_a_forked_child_that_trains(root: Path) -> None:  # noqa: F811

@@ -15,7 +15,7 @@ from torch import nn
 
 import holdfast
 from holdfast.core.codec.sparse import SPARSE_HEAD_BYTES
-from holdfast.core.group import Group
+from holdfast.core.group import meet
 from holdfast.errors import UsageError
 from holdfast.live.gradient_compression.topk import largest
 from holdfast.live.state.arrays import raw_array
@@ -184,7 +184,7 @@ def layout_of(length: int) -> RecordLayout:
         NamedOptimizer("b", torch.optim.SGD([thin], lr=0.1), [[("t", thin)]]),
     ]
     live = record_tensors(steps, {"c.small": torch.arange(3, dtype=torch.uint8)})
-    agreement, tensors = split_off_sparse(agree(Group(), live, None, 1), 1)
+    agreement, tensors = split_off_sparse(agree(meet(), live, None, 1), 1)
     assert [t.name for t in tensors] == ["b.t.grad"]
     return RecordLayout.of(agreement, tensors, 0, live, steps, 64)
 

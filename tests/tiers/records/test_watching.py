@@ -391,6 +391,25 @@ def test_another_optimizer_in_the_state(root: Path, model: bool, at: int) -> Non
     check_takes_a_full_save(root, change, change, at)
 
 
+def test_optimizers_that_are_replaced_at_every_step(root: Path) -> None:  # noqa: F811
+    """Records end with an error after more than three of these steps in a row; none is missing."""
+    run = Plain()
+    ckpt = unsteered(root, run, on_error="warn")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", holdfast.HoldfastWarning)
+        for number in range(1, 9):
+            run.optim = torch.optim.SGD(run.model.parameters(), lr=0.1)
+            run.state["optim"] = run.optim
+            run.step(number)
+            ckpt.step(number)
+            ckpt.wait()
+    texts = [str(one.message) for one in told]
+    (text,) = [t for t in texts if "at every step, which no record can hold" in t]
+    assert "records end: optimizers of the state are replaced" in text
+    ckpt.close()
+    assert holdfast.steps(root) == [1, 2, 3, 4]
+
+
 def test_gradients_that_no_optimizer_takes(root: Path) -> None:  # noqa: F811
     """A full step of plain SGD does not tell which parameters were trained; its records do."""
     run = Plain(OPTIMIZERS["sgd"])

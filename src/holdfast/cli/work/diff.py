@@ -22,9 +22,9 @@ from typing import Any
 from holdfast.cli.options import open_target
 from holdfast.cli.screen import Result, heading, progress, say, table
 from holdfast.cli.words import and_more, dim, good, many, size
-from holdfast.cli.work.inspect import NOT_OF_OPTIMIZER
 from holdfast.core.checkpoint.diffing import Difference, compare_checkpoints, total_bytes
 from holdfast.core.checkpoint.opened import Checkpoint
+from holdfast.core.format.manifest import MODEL_STATES
 
 _MOST_ROWS = 20
 
@@ -80,8 +80,8 @@ def _show(found: Difference, a: Checkpoint, b: Checkpoint, most: float) -> None:
 def _show_values(found: Difference, most: float) -> None:
     """Show the tensors whose values differ: weights first, then each state of optimizers, the largest
     differences of each first."""
-    weights = [v for v in found.values if v.state in NOT_OF_OPTIMIZER]
-    states = [v for v in found.values if v.state not in NOT_OF_OPTIMIZER]
+    weights = [v for v in found.values if v.state in MODEL_STATES]
+    states = [v for v in found.values if v.state not in MODEL_STATES]
     order = [*dict.fromkeys(v.state for v in states)]
     for title, some in (("Weights", weights), ("Optimizer states", states)):
         if not some:

@@ -24,11 +24,8 @@ from holdfast.core.checkpoint.notes import read_notes
 from holdfast.core.checkpoint.opened import Checkpoint, plain_tensor
 from holdfast.core.checkpoint.statistics import TensorStatistics, tensor_statistics
 from holdfast.core.format.extras import decode
-from holdfast.core.format.manifest import Manifest, TensorEntry, to_sharding
+from holdfast.core.format.manifest import MODEL_STATES, Manifest, TensorEntry, to_sharding
 from holdfast.formats.read.foreign import file_key
-
-NOT_OF_OPTIMIZER = ("param", "buffer", "tensor")
-"""States of tensors that are not an optimizer's."""
 
 _COLUMNS = ("name", ">", "shape", "dtype", "sharding", ">size")
 
@@ -108,7 +105,7 @@ def _stats(c: Checkpoint, name: str | None, show_all: bool) -> Result:
         names = _matching(c, name)
     else:
         every = c.manifest.tensors
-        names = [t.name for t in every if show_all or t.state in NOT_OF_OPTIMIZER]
+        names = [t.name for t in every if show_all or t.state in MODEL_STATES]
         left_out = len(every) - len(names)
     entries = [c.manifest.tensors[c.index(n)] for n in names]
     with progress("reading", sum(map(entry_bytes, entries))) as done:
@@ -261,8 +258,8 @@ def _show_tensors(c: Checkpoint, show_all: bool) -> None:
     else:
         # every tensor of a foreign checkpoint has a sharding of its own
         lies = (lambda t: _lies(c, t)) if c.format != "holdfast" else attrgetter("sharding")
-        rows = fold((t for t in m.tensors if t.state in NOT_OF_OPTIMIZER), lies)
-        others = [t for t in m.tensors if t.state not in NOT_OF_OPTIMIZER]
+        rows = fold((t for t in m.tensors if t.state in MODEL_STATES), lies)
+        others = [t for t in m.tensors if t.state not in MODEL_STATES]
     table(_COLUMNS, [_tensor_row(c, *row) for row in rows])
     for alias, to in m.aliases.items():
         say(f"  {alias} {dim('is')} {to}")

@@ -9,10 +9,10 @@ from typing import Any
 from holdfast.base.errors import UsageError
 from holdfast.cli.screen import TableRow, heading, say, table
 from holdfast.cli.words import and_more, dim, many, shape_text, size
-from holdfast.cli.work.inspect import NOT_OF_OPTIMIZER, fold
+from holdfast.cli.work.inspect import fold
 from holdfast.cli.work.plan import coordinates
 from holdfast.core.checkpoint.opened import Checkpoint
-from holdfast.core.format.manifest import TensorEntry
+from holdfast.core.format.manifest import MODEL_STATES, TensorEntry
 from holdfast.core.layout.view import View
 from holdfast.formats.rules.rule_plan import RuledTensor, RulePlan, Share
 
@@ -34,9 +34,7 @@ def show_plan(checkpoint: Checkpoint, plan: RulePlan, shares: list[Share], show_
     """Show the tensors, then the ranks."""
     say(f"step {checkpoint.step}, by {plan.rules.path}, over {plan.mesh}", "bold")
     heading("Tensors")
-    mine = [
-        r for r in plan.tensors if show_all or r.entry.state in NOT_OF_OPTIMIZER or not r.follows
-    ]
+    mine = [r for r in plan.tensors if show_all or r.entry.state in MODEL_STATES or not r.follows]
     rows = [_row(plan, name, group) for name, group in _fold(mine)]
     left_out = 0 if show_all else max(0, len(rows) - _MOST_ROWS)
     columns = ("name", "shape", "line", "layout", ">fragments", ">bytes per rank")

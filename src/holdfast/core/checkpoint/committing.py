@@ -48,14 +48,14 @@ def commit(
     """
     key = manifest_key(manifest.step)
     data = encode_manifest(manifest) if data is None else data
-    seen = _present(store, key)
+    seen = bytes_at(store, key)
     if mine is not None:
         check_claim(store, mine)
     check_lengths(store, manifest)
     try:
         _put(store, key, data, seen)
     except (Exists, NotFound):
-        now = _present(store, key)
+        now = bytes_at(store, key)
         if now is None and key in store.list(key):  # a link without a target takes the name
             store.put(key, data)
         elif now == data:  # the same commit, by another process: durable when this returns
@@ -67,8 +67,8 @@ def commit(
     return None
 
 
-def _present(store: Store, key: str) -> bytes | None:
-    """The bytes of the present manifest, sound or not; None if there is none."""
+def bytes_at(store: Store, key: str) -> bytes | None:
+    """The bytes under a key, sound or not; None if there are none."""
     try:
         return store.get(key)
     except NotFound:

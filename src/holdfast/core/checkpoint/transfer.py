@@ -39,6 +39,7 @@ from holdfast.base.errors import (
 )
 from holdfast.base.threads import ThreadPages, in_threads
 from holdfast.base.wire import decode_json
+from holdfast.core.checkpoint.committing import bytes_at
 from holdfast.core.checkpoint.files import Files
 from holdfast.core.checkpoint.names import (
     attempt_in,
@@ -100,7 +101,7 @@ def transfer(
     threads = threads or threads_of(source)
     key, tell = manifest_key(step), progress or (lambda _: None)
     manifest, data = _manifest(source, step)
-    seen = _present(target, key)
+    seen = bytes_at(target, key)
     there = set(target.list(step_prefix(step)))
     if seen is not None and seen != data:
         _check_other(target, manifest, seen, replace)
@@ -120,7 +121,7 @@ def transfer(
 def _manifest(source: Store, step: int) -> tuple[Manifest, bytes]:
     """The manifest of a step, and its bytes."""
     key = manifest_key(step)
-    data = _present(source, key)
+    data = bytes_at(source, key)
     if data is None:
         read_manifest(source, step)  # NotFound, with the steps that exist
         raise NotFound(f"step {step} of {source.url} came and went", step=step, key=key)
@@ -131,13 +132,6 @@ def _manifest(source: Store, step: int) -> tuple[Manifest, bytes]:
         raise
     check_step(manifest, step)
     return manifest, data
-
-
-def _present(store: Store, key: str) -> bytes | None:
-    try:
-        return store.get(key)
-    except NotFound:
-        return None
 
 
 def _attempt(data: bytes, step: int) -> str | None:
@@ -176,7 +170,7 @@ def _commit(target: Store, step: int, data: bytes, seen: bytes | None) -> None:
         else:
             target.put(key, data, replacing=seen)
     except (Exists, NotFound):
-        if _present(target, key) != data:
+        if bytes_at(target, key) != data:
             raise Exists(
                 f"another process has saved or deleted step {step} of {target.url} during the copy",
                 step=step,

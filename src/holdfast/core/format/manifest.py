@@ -57,6 +57,16 @@ class ShardingEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     held: tuple[FragmentEntry, ...] | None = None
 
 
+MODEL_STATES = ("param", "buffer", "tensor")
+"""Values of a tensor's `state` that are no states of optimizers."""
+
+
+def owner_of(name: str, state: str) -> str:
+    """The name of what a tensor is of: a parameter, for the `state` of an optimizer, which may have dots;
+    else the tensor itself."""
+    return name if state in MODEL_STATES else name.removesuffix(f".{state}")
+
+
 class TensorEntry(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False
 ):

@@ -6,69 +6,131 @@ broadcasts what rank 0 has read; and `launch`, whose nodes meet before there are
 
 Every collective call begins with a *meeting*, which waits until all ranks have made the call.  Then ranks
 communicate by the *board* (small messages of a save) and the *exchange* (collectives of a load), both apart
-from the training's own collectives.  Without torch.distributed there is one rank, and nothing is sent.
+from the training's own collectives (`ranks`).  Without torch.distributed there is one rank, `Alone`, which
+sends nothing, and needs nothing of these.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch.distributed as dist
 
-from holdfast.core.group.board import Board
-from holdfast.core.group.exchange import Exchange
-from holdfast.core.group.meeting import Meeting, Met, meeting_of_job, meeting_over, store_of_launch
-
 if TYPE_CHECKING:
+    from holdfast.core.group.meeting import Meeting
+    from holdfast.core.group.ranks import SeveralRanks
     from holdfast.core.group.shared_memory import HostWindow
 
+Group: TypeAlias = "Alone | SeveralRanks"
+"""All ranks of a job.  `Board` and `Exchange` describe the methods, which are the same for one rank."""
 
-class Group(Board, Exchange):
-    """All ranks of the default process group; one rank without torch.distributed."""
 
-    def __init__(
-        self,
-        deadline_s: float = 600.0,
-        call: str = "this call of holdfast",
-        *,
-        meeting: Meeting | None = None,
-        meet_s: float | None = None,
-        tell_after_s: float | None = None,
-    ) -> None:
-        """Meet all ranks that make `call`, within `meet_s` (None: `deadline_s`).  Collective; blocks.
+class Alone:
+    """One rank: it agrees with itself, and its messages stay in this object."""
 
-        `deadline_s` bounds every later wait.  `meeting`: of other processes than the default process group.
-        `tell_after_s`: seconds after which to warn which ranks are missing.
-        """
-        self.meeting = meeting if meeting is not None else meeting_of_job()
+    rank, size = 0, 1
+    lost = awaited = ""
+
+    def __init__(self, deadline_s: float) -> None:
         self.deadline_s = deadline_s
-        self.met: Met | None = None
-        self._meet_s = meet_s
-        self._tell_after_s = tell_after_s
-        self.rank = self.meeting.rank if self.meeting is not None else 0
-        self.size = self.meeting.size if self.meeting is not None else 1
-        self.together(call)
-        Board.__init__(self, self.rank, self.size, deadline_s, confide=self.confide)
         self.asked = 0
-        """Counter for the keys of collective questions that have no number of their own."""
+        self._messages: dict[str, bytes] = {}
 
     def together(self, call: str) -> None:
-        """Begin a collective call: block until all ranks have made it.
+        return
 
-        Deadline names the missing ranks; UsageError if ranks have made another call.
-        """
-        if self.meeting is None:
-            return
-        limit = self.deadline_s if self._meet_s is None else self._meet_s
-        self.met = self.meeting.meet(call, limit, holds=self.holds, tell_after_s=self._tell_after_s)
-        if self.met.is_anew:
-            self.meeting.held.clear()
+    def check(self) -> None:
+        return
+
+    def post(self, key: str, value: bytes, limit_s: float | None = None) -> None:
+        self._messages[key] = value
+
+    def post_first(self, key: str, value: bytes) -> None:
+        self._messages.setdefault(key, value)
+
+    def peek(self, key: str) -> bytes | None:
+        return self._messages.get(key)
+
+    def hide(self, text: str) -> str:
+        return text
+
+    def reveal(self, hidden: str) -> str:
+        return hidden
+
+    def gather(
+        self, key: str, value: bytes, deadline_s: float | None = None, awaited: str = ""
+    ) -> list[bytes]:
+        return [value]
+
+    def ask(
+        self,
+        key: str,
+        value: bytes,
+        decide: Callable[[list[bytes]], bytes],
+        deadline_s: float | None = None,
+        awaited: str = "",
+    ) -> bytes:
+        return decide([value])
+
+    def exchange(self, payloads: Sequence[bytes]) -> list[memoryview]:
+        return [memoryview(bytearray(one)) for one in payloads]
+
+    def exchange_parts(self, parts: Sequence[Sequence[bytes | memoryview]]) -> list[memoryview]:
+        return [memoryview(bytearray().join(to)) for to in parts]
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        return [data]
+
+    def any(self, flag: bool) -> bool:
+        return flag
+
+    def all_max(self, number: int) -> int:
+        return number
+
+    def broadcast(self, data: bytes | None, source: int = 0) -> bytes:
+        return data or b""
+
+    def from_rank0(self, work: Callable[[], bytes]) -> bytes:
+        return work()
 
     def window(self, size: int) -> HostWindow:
-        """Return `size` bytes of memory of this rank that the ranks of its host can map.  Collective."""
         from holdfast.core.group.shared_memory import HostWindow
 
         return HostWindow(self, size)
+
+    def abort_waits(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+def meet(
+    deadline_s: float = 600.0,
+    call: str = "this call of holdfast",
+    *,
+    meeting: Meeting | None = None,
+    meet_s: float | None = None,
+    tell_after_s: float | None = None,
+) -> Group:
+    """Meet all ranks of the default process group that make `call`, within `meet_s` (None: `deadline_s`).
+    Collective; blocks.
+
+    `deadline_s` bounds every later wait.  `meeting`: of other processes than the default process group.
+    `tell_after_s`: seconds after which to warn which ranks are missing.
+    """
+    if meeting is None:
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            return Alone(deadline_s)
+        from holdfast.core.group.meeting import meeting_of_job
+
+        meeting = meeting_of_job()
+    if meeting.size == 1:
+        return Alone(deadline_s)
+    from holdfast.core.group.ranks import SeveralRanks
+
+    return SeveralRanks(meeting, deadline_s, call, meet_s=meet_s, tell_after_s=tell_after_s)
 
 
 def launched(deadline_s: float, call: str, meet_s: float, tell_after_s: float) -> Group:
@@ -76,10 +138,12 @@ def launched(deadline_s: float, call: str, meet_s: float, tell_after_s: float) -
 
     They meet within `meet_s`; after `tell_after_s` this process warns which ranks are missing.
     """
-    if dist.is_available() and dist.is_initialized():
-        return Group(deadline_s, call, meet_s=meet_s, tell_after_s=tell_after_s)
-    meeting = meeting_over(*store_of_launch(meet_s))
-    return Group(deadline_s, call, meeting=meeting, meet_s=meet_s, tell_after_s=tell_after_s)
+    meeting = None
+    if not (dist.is_available() and dist.is_initialized()):
+        from holdfast.core.group.meeting import meeting_over, store_of_launch
+
+        meeting = meeting_over(*store_of_launch(meet_s))
+    return meet(deadline_s, call, meeting=meeting, meet_s=meet_s, tell_after_s=tell_after_s)
 
 
-__all__ = ["Group", "launched"]
+__all__ = ["Alone", "Group", "launched", "meet"]

@@ -41,7 +41,7 @@ LOOK = "look at the log of that rank; it may have died or never made this call"
 
 
 class Board:
-    """Messages by key; with a single rank, kept in this object.  The constructor is collective."""
+    """Messages by key.  The constructor is collective."""
 
     def __init__(
         self,
@@ -56,14 +56,13 @@ class Board:
         self.size = size
         self.deadline_s = deadline_s
         self._line: StoreLine | None = None
-        """The line to the board; None with one rank, and after `close`."""
+        """The line to the board; None after `close`."""
         self._lost = ""
-        self._seal = seal or Seal(b"")  # unused with one rank
+        self._seal = seal or Seal(b"")  # until the board has one
         self._has_told = False
         """True once the user was warned of a stranger's message."""
-        if confide is not None and size > 1:
+        if confide is not None:
             self._line = self._open(confide)
-        self._local: dict[str, bytes] = {}
         self._answered: dict[str, str] = {}
         self._leaving = False
         self._waits: dict[int, Callable[[], str]] = {}
@@ -132,17 +131,11 @@ class Board:
 
     def post(self, key: str, value: bytes, limit_s: float | None = None) -> None:
         """Write a message to the board, within `limit_s`."""
-        if self.size == 1:
-            self._local[key] = value
-            return
         closed = self._seal.close(key, value)
         self._ask(f"post {key}", lambda board: board.set(key, closed), limit_s)
 
     def post_first(self, key: str, value: bytes) -> None:
         """Write a message to the board, unless the key is taken."""
-        if self.size == 1:
-            self._local.setdefault(key, value)
-            return
         closed = self._seal.close(key, value)
         self._ask(f"post {key}", lambda board: board.compare_set(key, b"", closed))
 
@@ -213,8 +206,6 @@ class Board:
 
     def peek(self, key: str) -> bytes | None:
         """The message under `key` now; None if there is none."""
-        if self.size == 1:
-            return self._local.get(key)
         return self._ask(f"look for {key}", lambda board: self._read(board, key))
 
     def count(self, keys: list[str], number: int = 0) -> list[int]:
@@ -229,8 +220,6 @@ class Board:
         Deadline names the ranks that did not answer in time, and what was `awaited`: `begun the
         save of step 1`.
         """
-        if self.size == 1:
-            return [value]
         if self.rank != 0:
             self.post(f"{key}/{self.rank}", value, deadline_s)
             return []
@@ -285,8 +274,6 @@ class Board:
         `gather`.
         """
         limit = self.deadline_s if deadline_s is None else deadline_s
-        if self.size == 1:
-            return decide([value])
         if self.rank == 0:
             return self._decide(key, value, decide, limit, awaited)
         self.post(f"{key}/{self.rank}", value, limit)

@@ -36,13 +36,13 @@ _CONNECT_S = 2.0
 
 
 class Exchange:
-    """Collectives among all ranks; with one rank, nothing is sent."""
+    """Collectives among all ranks."""
 
     rank: int
     size: int
     deadline_s: float
-    meeting: Meeting | None
-    met: Met | None
+    meeting: Meeting
+    met: Met
 
     def exchange(self, payloads: Sequence[bytes]) -> list[memoryview]:
         """Send `payloads[r]` to each rank r; return what each rank sent, by rank.  Collective."""
@@ -51,9 +51,7 @@ class Exchange:
     def exchange_parts(self, parts: Sequence[Sequence[bytes | memoryview]]) -> list[memoryview]:
         """`exchange` of payloads in parts: `parts[r]`, joined, goes to rank r.  Collective."""
         out = bytearray().join(p for to in parts for p in to)
-        if (others := self._others) is None:
-            return [memoryview(out)]
-        with self._talking(others, "exchange") as group:
+        with self._talking("exchange") as group:
             sizes = torch.tensor([sum(map(len, to)) for to in parts], dtype=torch.int64)
             theirs = torch.empty_like(sizes)
             group.all_to_all(theirs, sizes)
@@ -68,9 +66,7 @@ class Exchange:
 
     def all_gather(self, data: bytes) -> list[bytes]:
         """Return every rank's bytes; one round trip if all are short.  Collective."""
-        if (others := self._others) is None:
-            return [data]
-        with self._talking(others, "share") as group:
+        with self._talking("share") as group:
             heads = self._all_gather(_SIZE.pack(len(data)) + data, _SHARE_BYTES, group)
             sizes = [_SIZE.unpack(h[: _SIZE.size])[0] for h in heads]
             rest = max(sizes) - (_SHARE_BYTES - _SIZE.size)
@@ -92,19 +88,15 @@ class Exchange:
 
     def all_max(self, number: int) -> int:
         """The largest `number` of any rank.  Collective; blocks until all have called."""
-        if (others := self._others) is None:
-            return number
         said = torch.tensor([number], dtype=torch.int64)
-        with self._talking(others, "agree") as group:
+        with self._talking("agree") as group:
             group.max(said)
         return int(said)
 
     def broadcast(self, data: bytes | None, source: int = 0) -> bytes:
         """Return the bytes of rank `source` on every rank; one round trip if they are few.  Collective."""
         data = data or b""
-        if (others := self._others) is None:
-            return data
-        with self._talking(others, "broadcast") as group:
+        with self._talking("broadcast") as group:
             head = bytearray((_SIZE.pack(len(data)) + data)[:_BROADCAST_BYTES])
             into = torch.frombuffer(head.ljust(_BROADCAST_BYTES, b"\0"), dtype=torch.uint8)
             group.broadcast(into, source)
@@ -122,8 +114,6 @@ class Exchange:
 
         On other ranks an error that is not a HoldfastError becomes an AgentError.
         """
-        if self.size == 1:
-            return work()
         if self.rank == 0:
             try:
                 answer = work()
@@ -137,30 +127,22 @@ class Exchange:
             raise decode_error(answer[1:], rank=0)
         return answer[1:]
 
-    @property
-    def _others(self) -> tuple[Meeting, Met] | None:
-        """The meeting and its last outcome; None if there is one rank."""
-        if self.size == 1 or self.meeting is None or self.met is None:
-            return None
-        return self.meeting, self.met
-
     @contextmanager
-    def _talking(self, others: tuple[Meeting, Met], what: str) -> Iterator[Gloo]:
+    def _talking(self, what: str) -> Iterator[Gloo]:
         """Yield the gloo group; close it if a collective fails, for it is broken on all ranks."""
-        meeting, met = others
+        met = self.met
         try:
-            yield self._gloo_group(meeting, met, what)
+            yield self._gloo_group(met, what)
         except BaseException as error:
-            _, held = meeting.held.pop(self.deadline_s, (0, None))
+            _, held = self.meeting.held.pop(self.deadline_s, (0, None))
             if held is not None:
                 held.end()  # so that the other ranks notice
             if isinstance(error, (RuntimeError, dist.DistError)):
-                raise self._explained(meeting, met, what, error) from error
+                raise self._explained(met, what, error) from error
             raise
 
     def _explained(
         self,
-        meeting: Meeting,
         met: Met,
         what: str,
         error: Exception,
@@ -175,7 +157,7 @@ class Exchange:
         if isinstance(error, AgentError):
             return error
         try:
-            missing = meeting.roll_call(met, _ROLL_CALL_S)
+            missing = self.meeting.roll_call(met, _ROLL_CALL_S)
         except AgentError as gone:
             return gone
         missing = [rank for rank in missing if rank != has_gone_on] or missing
@@ -194,7 +176,7 @@ class Exchange:
     @property
     def holds(self) -> str:
         """Identity of this rank's gloo group; all ranks must have the same."""
-        held = self.meeting.held.get(self.deadline_s) if self.meeting is not None else None
+        held = self.meeting.held.get(self.deadline_s)
         return "" if held is None else str(held[0])
 
     def confide(self, word: bytes | None) -> bytes:
@@ -205,11 +187,8 @@ class Exchange:
         group of holdfast's, whose ranks find each other through the job's store: an attacker who changes
         addresses there at this moment could intercept it, as with torch's own group.
         """
-        if (others := self._others) is None:
-            return word or b""
         if (torchs := gloo_of_torch()) is None:
             return self.broadcast(word)
-        meeting, met = others
         until = time.monotonic() + self.deadline_s
         data = bytearray(_SIZE.pack(len(word or b"")) + (word or b""))
         data = data.ljust(_SIZE.size + _WORD_BYTES, b"\0")
@@ -217,7 +196,7 @@ class Exchange:
             work = broadcast(torchs, torch.frombuffer(data, dtype=torch.uint8), 0)
             if word is not None:
                 return word  # rank 0 does not wait for the others
-            pauses = meeting.pauses()
+            pauses = self.meeting.pauses()
             while not work.is_completed():
                 if time.monotonic() > until:
                     raise RuntimeError("rank 0 has sent nothing")
@@ -225,18 +204,18 @@ class Exchange:
             work.wait()
         except (RuntimeError, dist.DistError) as error:
             what = "hear where the board is"
-            raise self._explained(meeting, met, what, error, has_gone_on=0) from error
+            raise self._explained(self.met, what, error, has_gone_on=0) from error
         (size,) = _SIZE.unpack(data[: _SIZE.size])
         return bytes(data[_SIZE.size : _SIZE.size + size])
 
-    def _gloo_group(self, meeting: Meeting, met: Met, what: str) -> Gloo:
-        kept = meeting.held.get(self.deadline_s)
+    def _gloo_group(self, met: Met, what: str) -> Gloo:
+        kept = self.meeting.held.get(self.deadline_s)
         if kept is not None:
             return kept[1]
         limit = max(self.deadline_s, 1.0)
 
         def make() -> Gloo:
-            store = meeting.line.ask(what, lambda s: s, limit)
+            store = self.meeting.line.ask(what, lambda s: s, limit)
             store = dist.PrefixStore(f"gloo/{met.number}", store)
             return Gloo(store, self.rank, self.size, limit)
 
@@ -244,5 +223,5 @@ class Exchange:
             return RuntimeError("not all ranks have connected to each other")
 
         gloo = call_within(make, limit + _CONNECT_S, late)
-        meeting.held[self.deadline_s] = met.number, gloo
+        self.meeting.held[self.deadline_s] = met.number, gloo
         return gloo

@@ -364,10 +364,8 @@ _meetings: weakref.WeakKeyDictionary[Any, Meeting] = weakref.WeakKeyDictionary()
 """The meeting of each default process group."""
 
 
-def meeting_of_job() -> Meeting | None:
-    """The meeting of the default process group; None if there is one rank."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return None
+def meeting_of_job() -> Meeting:
+    """The meeting of the default process group."""
     world = dist.group.WORLD
     known = _meetings.get(world)
     if known is None:

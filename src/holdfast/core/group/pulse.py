@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 from holdfast.base.errors import AgentError, Deadline
+from holdfast.core.group import Alone, Group
 from holdfast.core.group.board import LOOK, Board
 
 _LOOKS = 10
@@ -25,9 +26,9 @@ _LOOKS = 10
 
 
 @contextmanager
-def pulse(board: Board, call: str, silent_s: float) -> Iterator[None]:
+def pulse(board: Group, call: str, silent_s: float) -> Iterator[None]:
     """In this block, a rank that is silent for `silent_s` ends the waits of rank 0, and so of all ranks."""
-    if board.size == 1:
+    if isinstance(board, Alone):
         yield
         return
     ended = threading.Event()

@@ -9,7 +9,7 @@ import secrets
 import msgspec
 
 from holdfast.base.host import host_id
-from holdfast.core.group.exchange import Exchange
+from holdfast.core.group import Group
 
 _NONCE_BYTES = 16
 
@@ -22,7 +22,7 @@ class HostWindow:
     not, or if memory cannot be shared at all, the other rank counts as remote.
     """
 
-    def __init__(self, group: Exchange, size: int) -> None:
+    def __init__(self, group: Group, size: int) -> None:
         self.theirs: dict[int, memoryview] = {}
         self._maps: list[mmap.mmap] = []
         nonce, fd = secrets.token_bytes(_NONCE_BYTES), -1

@@ -1,4 +1,4 @@
-"""Files that several threads read: through the page cache, or past it (`DirectReader`).
+"""Files that several threads read: through the page cache (`LocalReader`), or past it (`DirectReader`).
 
 The number of a closed descriptor is given to the next file that is opened.  A read that storage has not
 answered in time may still be under way at `close`, and would then read from that other file.  So the last
@@ -76,6 +76,47 @@ class _Spare(threading.local):
 
 
 _spare = _Spare()
+
+
+def _fill(fd: int, offset: int, view: memoryview) -> int:
+    """Read until `view` is full or the file ends; return the number of bytes missing."""
+    while view:
+        num_bytes = os.preadv(fd, [view], offset)
+        if not num_bytes:
+            break
+        offset += num_bytes
+        view = view[num_bytes:]
+    return len(view)
+
+
+class LocalReader:
+    """One object being read.  The kernel reads ahead of sequential reads by one descriptor."""
+
+    def __init__(self, key: str, path: str, patience: Patience) -> None:
+        self.patience = patience
+        self._key = key
+        self._path = path
+        file, _, self._size = open_regular(path, key)
+        self._file = Descriptor(file, key)
+
+    def place_of(self, key: str = "") -> str:
+        """The path."""
+        return self._path
+
+    @patient
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fill `into` with the bytes from `offset` on; `Corrupt` if the object is shorter."""
+        view = target_view(into, offset)
+        with self._file.used() as fd, translated("read", self._key, self._path):
+            check_range(self._key, offset, view, self._size)
+            missing = _fill(fd, offset, view)
+            size = os.fstat(fd).st_size if missing else 0
+        if missing:
+            raise past_end(self._key, offset, offset + len(view), size)
+
+    def close(self) -> None:
+        """Close the file once no read is under way."""
+        self._file.close()
 
 
 class DirectReader:

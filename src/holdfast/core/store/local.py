@@ -19,6 +19,7 @@ import stat
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from holdfast.base.arguments import flag_of, path_of
@@ -36,13 +37,10 @@ from holdfast.core.store.contract import (
     check_key,
     check_length,
     check_prefix,
-    check_range,
     is_key,
     not_found,
     not_the_seen,
-    past_end,
     seen_view,
-    target_view,
 )
 from holdfast.core.store.directories import (
     LinkedFolder,
@@ -54,11 +52,13 @@ from holdfast.core.store.directories import (
     remove_if_empty,
     walk,
 )
-from holdfast.core.store.file_readers import Descriptor, DirectReader
 from holdfast.core.store.oserrors import obstacle, translated
 from holdfast.core.store.regular import has_hole, open_regular, read_whole
 from holdfast.core.store.replacing import locked
 from holdfast.core.store.tempfiles import TempFile, open_temp, sweep_temp_files
+
+if TYPE_CHECKING:
+    from holdfast.core.store.file_readers import DirectReader, LocalReader
 
 _SYNC_THREADS = 16
 
@@ -169,6 +169,8 @@ class LocalStore:
         """Open an object for many reads.  It stays readable, its space in use, until `close`."""
         path = self._path(key)
         with translated("read", key, path):
+            from holdfast.core.store.file_readers import LocalReader
+
             return LocalReader(key, path, self.patience)
 
     @patient_or(lambda reader: reader.close())
@@ -176,6 +178,8 @@ class LocalStore:
         """Open an object to be read only once, past the page cache."""
         path = self._path(key)
         with translated("read", key, path):
+            from holdfast.core.store.file_readers import DirectReader
+
             return DirectReader(key, path, self.patience)
 
     @patient
@@ -280,47 +284,6 @@ class LocalStore:
     def _path(self, key: str) -> str:
         check_key(key)
         return os.path.join(self.root, key)
-
-
-def _fill(fd: int, offset: int, view: memoryview) -> int:
-    """Read until `view` is full or the file ends; return the number of bytes missing."""
-    while view:
-        num_bytes = os.preadv(fd, [view], offset)
-        if not num_bytes:
-            break
-        offset += num_bytes
-        view = view[num_bytes:]
-    return len(view)
-
-
-class LocalReader:
-    """One object being read.  The kernel reads ahead of sequential reads by one descriptor."""
-
-    def __init__(self, key: str, path: str, patience: Patience) -> None:
-        self.patience = patience
-        self._key = key
-        self._path = path
-        file, _, self._size = open_regular(path, key)
-        self._file = Descriptor(file, key)
-
-    def place_of(self, key: str = "") -> str:
-        """The path."""
-        return self._path
-
-    @patient
-    def read(self, offset: int, into: memoryview) -> None:
-        """Fill `into` with the bytes from `offset` on; `Corrupt` if the object is shorter."""
-        view = target_view(into, offset)
-        with self._file.used() as fd, translated("read", self._key, self._path):
-            check_range(self._key, offset, view, self._size)
-            missing = _fill(fd, offset, view)
-            size = os.fstat(fd).st_size if missing else 0
-        if missing:
-            raise past_end(self._key, offset, offset + len(view), size)
-
-    def close(self) -> None:
-        """Close the file once no read is under way."""
-        self._file.close()
 
 
 class LocalWriter:

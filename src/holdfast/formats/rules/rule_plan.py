@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from holdfast.core.format.dtypes import DTYPES
-from holdfast.core.format.manifest import Manifest, TensorEntry
+from holdfast.core.format.manifest import MODEL_STATES, Manifest, TensorEntry, owner_of
 from holdfast.core.layout import Mesh
 from holdfast.formats.rules import Layout, RuleSet
 from holdfast.formats.rules.layout import ShapeLayout
-
-_OF_THE_MODEL = ("param", "buffer", "tensor")
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ class RulePlan:
     def of(manifest: Manifest, rules: RuleSet, mesh: Mesh) -> RulePlan:
         """Plan a step.  RuleError if names and rules do not match, or ranks would not hold all once."""
         shapes = {
-            parameter_of(t): t.shape for t in manifest.tensors if t.state in _OF_THE_MODEL
+            parameter_of(t): t.shape for t in manifest.tensors if t.state in MODEL_STATES
         } or {parameter_of(t): t.shape for t in manifest.tensors if t.shape}
         whole = {t.name: t.shape for t in manifest.tensors}
         tied = {_without_key(a): whole[to] for a, to in manifest.aliases.items() if to in whole}
@@ -69,7 +67,7 @@ class RulePlan:
         found = []
         for t in manifest.tensors:
             name = parameter_of(t)
-            other = t.state not in _OF_THE_MODEL and t.shape != shapes.get(name)
+            other = t.state not in MODEL_STATES and t.shape != shapes.get(name)
             layout = None if other else rules.layout(name, t.shape, mesh, state=_state(t))
             found.append(RuledTensor(t, name, layout))
         return RulePlan(manifest, rules, mesh, tuple(found))
@@ -95,10 +93,7 @@ class RulePlan:
 
 def parameter_of(t: TensorEntry) -> str:
     """The parameter's name, without the key of the state and the name of an optimizer state."""
-    name = _without_key(t.name)
-    if t.state not in _OF_THE_MODEL:
-        name = name.removesuffix(f".{t.state}")
-    return name
+    return _without_key(owner_of(t.name, t.state))
 
 
 def _without_key(name: str) -> str:
@@ -106,7 +101,7 @@ def _without_key(name: str) -> str:
 
 
 def _state(t: TensorEntry) -> str:
-    return "param" if t.state in _OF_THE_MODEL else t.state
+    return "param" if t.state in MODEL_STATES else t.state
 
 
 def _bytes(ruled: RuledTensor) -> int:

@@ -19,7 +19,7 @@ from holdfast.core.checkpoint.consolidating import keep_extras
 from holdfast.core.checkpoint.opened import Checkpoint, plain_tensor
 from holdfast.core.format.dtypes import DTYPES
 from holdfast.core.format.extras import decode
-from holdfast.core.format.manifest import TensorEntry
+from holdfast.core.format.manifest import TensorEntry, owner_of
 from holdfast.formats.write.archive import ArchivedTensor, ArchivePlan, add_archive, for_torch
 from holdfast.formats.write.file_plans import Planned, WriteOptions
 from holdfast.formats.write.pickling import (
@@ -122,8 +122,8 @@ def _paths(source: Checkpoint, extras: dict[str, Any]) -> dict[str, _Path]:
         state = states[source.manifest.aliases.get(name, name)]
         if name in inside:
             found[name] = inside[name]
-        elif key in optimizers and rest.endswith(f".{state}"):
-            found[name] = (key, "state", rest[: -len(state) - 1], state)
+        elif key in optimizers and (param := owner_of(rest, state)) != rest:
+            found[name] = (key, "state", param, state)
         else:
             found[name] = (key, rest) if rest else (key,)
     return found

@@ -372,8 +372,8 @@ class Restoring:
         for key in sorted(self.kinds, key=lambda k: (k == "rng", k)):
             self.kinds[key].put(self)
             self.settings.put_back(key)
-            if written is not None and key in having:
-                written.look(key)
+            if written is not None:
+                (written.look if key in having else written.accept)(key)
         if not self.group.rank or self.manifest.per_rank:
             self.filling.tell(self.group.rank)
         self.settings.tell()

@@ -51,7 +51,7 @@ def compare_tensors(checkpoint: Checkpoint, live: Prepared, options: RestoreOpti
         if entry.shape != placed.shape and not rows_differ:
             said = f"saved with shape {entry.shape}, here {placed.shape}"
             found.found.append(differs(name, said))
-        elif entry.dtype != placed.dtype and not options.cast:
+        elif entry.dtype != placed.dtype and not (options.cast or name in live.recast):
             said = f"saved as {entry.dtype}, here {placed.dtype} (cast=True converts)"
             found.found.append(differs(name, said))
     if live.frozen or checkpoint.left_out:

@@ -20,10 +20,16 @@ from torch import nn
 from holdfast.base.events import emit
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.format.extras import MADE_OF
-from holdfast.core.format.manifest import FileEntry, Manifest, TensorEntry
+from holdfast.core.format.manifest import (
+    MODEL_STATES,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    owner_of,
+)
 from holdfast.live.restore.groups import optimizer_body
 from holdfast.live.state.modules import inside_framework, reshard
-from holdfast.live.state.optimizers import MODEL_STATES, LiveOptimizer
+from holdfast.live.state.optimizers import LiveOptimizer
 from holdfast.live.state.recognising import State, modules_in
 from holdfast.live.state.wrappers import SECOND, TAKEN_OUT, paths
 
@@ -132,8 +138,8 @@ class NewNames:
         names = self.of_optimizer.get(key)
         if names is None:
             return name
-        if state not in MODEL_STATES:
-            param = rest.removesuffix(f".{state}")
+        param = owner_of(rest, state)
+        if param != rest:
             return f"{key}.{names.get(param, param)}.{state}"
         starts = [old for old in names if rest.startswith(f"{old}.")]
         if not starts:
@@ -173,7 +179,7 @@ def _parameters(checkpoint: Checkpoint, key: str) -> set[str]:
     start = f"{key}."
     for t in checkpoint.manifest.tensors:
         if t.state not in MODEL_STATES and t.name.startswith(start):
-            found.add(t.name[len(start) : -len(t.state) - 1])
+            found.add(owner_of(t.name, t.state)[len(start) :])
     return found
 
 

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from holdfast.base.errors import FormatError, need
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.format.extras import MADE_OF
+from holdfast.core.format.manifest import MODEL_STATES, owner_of
 from holdfast.core.layout import Axis
 from holdfast.live.restore.expected import Fitting
 from holdfast.live.restore.groups import fill_in_place, optimizer_body, plain_states
@@ -30,7 +31,6 @@ from holdfast.live.restore.targets import RestoreOptions, counts_stay, empty_in
 from holdfast.live.sources import Master
 from holdfast.live.state.named import Prepared
 from holdfast.live.state.optimizers import (
-    MODEL_STATES,
     LiveOptimizer,
     add_state,
     add_ties,
@@ -59,7 +59,7 @@ def saved_states(checkpoint: Checkpoint, key: str) -> dict[str, list[str]]:
     for name in checkpoint.names():
         state = checkpoint.manifest.tensors[checkpoint.index(name)].state
         if state not in MODEL_STATES and name.startswith(key + "."):
-            states = found.setdefault(name[len(key) + 1 : -len(state) - 1], {})
+            states = found.setdefault(owner_of(name, state)[len(key) + 1 :], {})
             states[_outer(checkpoint, name, state) if "." in state else state] = None
     return {name: list(states) for name, states in found.items()}
 
@@ -189,8 +189,19 @@ class StatePlaces:
 
             said = self.checkpoint.manifest.extras[full + MADE_OF]
             return make_state(full, said, optimizer, p, self.live.saved)
-        was, order = self._was.get(name), self._orders.get(name, {}).get(state)
-        return _new_state(self.checkpoint, full, p, group, master, was, order)
+        dtype = self._dtype(name, state, p, master)
+        order = self._orders.get(name, {}).get(state)
+        return _new_state(self.checkpoint, full, p, group, master, dtype, order)
+
+    def _dtype(self, name: str, state: str, p: torch.Tensor, master: Master | None) -> torch.dtype:
+        """The dtype in which a state lives: the saved one, but for a state that is saved in another, and
+        for one that was saved in the saved parameter's: it gets the parameter's."""
+        if master is not None and state in master.stored:
+            return master.tensor.dtype
+        info = self.checkpoint.info(f"{self.key}.{name}.{state}")
+        if info.dtype == self._was.get(name) and info.shape == tuple(p.shape) != ():
+            return p.dtype
+        return torch_dtype(info.dtype)
 
     def _dropped(
         self, name: str, have: dict[str, Any], saved: list[str], *, is_torchs: bool
@@ -212,6 +223,8 @@ class StatePlaces:
         self, name: str, p: torch.Tensor, master: Master | None, states: dict[str, torch.Tensor]
     ) -> None:
         for state, value in states.items():
+            if master is not None and state in master.stored:
+                self.live.recast.add(f"{self.key}.{name}.{state}")
             add_state(self.live, f"{self.key}.{name}", state, p, value, master)
             add_ties(self.live, self.key, state, self.optimizer.names.get(id(p), ()))
 
@@ -222,19 +235,15 @@ def _new_state(
     p: torch.Tensor,
     group: dict[str, Any],
     master: Master | None,
-    was: str | None,
+    dtype: torch.dtype,
     order: list[int] | None,
 ) -> torch.Tensor:
     """Memory for a saved state: cut like its parameter if it has its shape, else as `empty_beside` says.
     Numbers are on the parameter's device, as torch's optimizers load them, but for counts that stay.
 
-    It gets the parameter's dtype if it was saved in the saved parameter's (`was`); its dims lie in that
-    `order`.
+    Its dims lie in that `order`.
     """
     info = checkpoint.info(name)
-    dtype = torch_dtype(info.dtype)
-    if info.dtype == was and info.shape == tuple(p.shape) != ():
-        dtype = p.dtype
     is_count = name.endswith(".step")
     with torch.no_grad():
         if info.shape == () and (is_count or p.shape != ()):

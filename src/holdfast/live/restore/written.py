@@ -41,6 +41,11 @@ class WrittenByLoads:
         seen: dict[str, Any] = {name: view.tobytes() for name, view in self._views.items()}
         return seen | {f"{k}.state": len(one.state) for k, one in self._optimizers.items()}
 
+    def accept(self, key: str) -> None:
+        """Take states that a restore has just put into the optimizer of this key as they are."""
+        if (one := self._optimizers.get(key)) is not None:
+            self._before[f"{key}.state"] = len(one.state)
+
     def look(self, by: str) -> None:
         """HoldfastWarning for tensors that the object of the key `by` wrote to while it was loaded."""
         before, self._before = self._before, self._seen()

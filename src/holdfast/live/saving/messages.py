@@ -16,9 +16,9 @@ from holdfast.base.errors import RuleError, UsageError
 from holdfast.base.wire import WireError
 from holdfast.core.codec.digest import hexdigest
 from holdfast.core.format.manifest import FileEntry
+from holdfast.live.state.agreed import Class, Sample
 from holdfast.live.state.encoding import PER_RANK
 from holdfast.live.state.named import Collected
-from holdfast.live.state.sampling import Class, Sample
 
 
 class ReadyToSave(msgspec.Struct, frozen=True, array_like=True):

@@ -24,14 +24,11 @@ class Noting:
         group: Group,
         steps: RootSteps,
         coming: Mapping[int, int],
-        changed: Callable[[], object] | None,
     ) -> None:
-        """`coming`: the run of each step that is being saved.  `changed`: called on rank 0 after each
-        change."""
+        """`coming`: the run of each step that is being saved."""
         self._group = group
         self._steps = steps
         self._coming = coming
-        self._changed = changed
 
     def pin(self, step: Any, label: Any) -> None:
         call = "Checkpointer.pin"
@@ -90,8 +87,7 @@ class Noting:
         def done() -> bytes:
             self._steps.known.has_notes = True
             work()
-            if self._changed is not None:
-                self._changed()
+            self._steps.noted()
             return b""
 
         self._group.from_rank0(done)

@@ -48,6 +48,7 @@ from holdfast.live.state.window import Window
 if TYPE_CHECKING:
     from holdfast.live.saving.attaching import Attached
     from holdfast.live.saving.saver import Saver
+    from holdfast.live.state.replicas import Replicas
 
 
 @dataclass(frozen=True)
@@ -260,8 +261,8 @@ class SaveOperation:
         if agreed is None:
             self._leave_out()
             return
-        if not self.request.is_rehearsal:
-            self._check_replicas(agreed.plan, agreed.verdict)
+        if self.saver.replicas is not None and not self.request.is_rehearsal:
+            self._check_replicas(self.saver.replicas, agreed.plan, agreed.verdict)
         draft = self._draft(agreed)
         if self.request.is_rehearsal:
             self.saver.make_room(draft)
@@ -289,7 +290,7 @@ class SaveOperation:
         if buffer is None or not verdict.go:
             return None
         plan = self.saver.planner.plan_for(self, description, verdict)
-        if verdict.describe:
+        if verdict.describe and self.saver.replicas is not None:
             self.saver.replicas.is_due = True
         return AgreedSave(verdict, plan, description, buffer)
 
@@ -301,13 +302,13 @@ class SaveOperation:
         together.__cause__ = self.error
         return together
 
-    def _check_replicas(self, plan: SavePlan, verdict: Verdict) -> None:
+    def _check_replicas(self, replicas: Replicas, plan: SavePlan, verdict: Verdict) -> None:
         """LayoutError on every rank if replicas differ."""
         # with a replica on the host, training changes the live state meanwhile
         live = None if self.replica is not None else self.live
-        self.saver.replicas.next_round(verdict.round)
+        replicas.next_round(verdict.round)
         try:
-            self.saver.replicas.check(
+            replicas.check(
                 f"replicas/{self.number}",
                 live,
                 self.saver.aside,

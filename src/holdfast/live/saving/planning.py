@@ -21,7 +21,6 @@ from holdfast.core.layout import Mesh, Placement
 from holdfast.live.saving.messages import ReadyToSave, Verdict, check_kinds, digests, sort_extras
 from holdfast.live.state.agreed import Agreement, merge_descriptions
 from holdfast.live.state.named import Collected
-from holdfast.live.state.sampling import differing_classes
 from holdfast.live.state.snapshot import Copies, SetAside, fingerprint
 
 if TYPE_CHECKING:
@@ -114,13 +113,19 @@ class Planner:
             from holdfast.live.saving.merging import check_own
 
             check_own(ready, per_rank, self._told)
-        if len(ready) > 1 and any(r.extras.keys() != ready[0].extras.keys() for r in ready):
+        verdict = Verdict(True, describing, per_rank, send, {})
+        if len(ready) == 1:
+            return msgspec.msgpack.encode(verdict)
+        if any(r.extras.keys() != ready[0].extras.keys() for r in ready):
             from holdfast.live.saving.missing_notices import tell_keys
 
             tell_keys(ready, self._told)
+        from holdfast.live.state.sampling import differing_classes
+
         following, doubted = differing_classes([r.sample for r in ready])
-        doubted = [] if describing else doubted
-        verdict = Verdict(True, describing, per_rank, send, {}, doubted, following)
+        verdict = msgspec.structs.replace(
+            verdict, doubted=[] if describing else doubted, round=following
+        )
         return msgspec.msgpack.encode(verdict)
 
     def plan_for(self, op: SaveOperation, description: bytes, verdict: Verdict) -> SavePlan:

@@ -15,16 +15,15 @@ from holdfast.core.layout import Mesh
 from holdfast.live.saving.handle import Save
 from holdfast.live.saving.operation import Companion, Draft, Keeper, Request, SaveOperation
 from holdfast.live.saving.planning import Planner
-from holdfast.live.state.agreed import describe_tensors
+from holdfast.live.state.agreed import Sample, describe_tensors
 from holdfast.live.state.copy_timing import CopyTiming
 from holdfast.live.state.named import Collected, LiveTensor
-from holdfast.live.state.replicas import Replicas
-from holdfast.live.state.sampling import Sample
 from holdfast.live.state.snapshot import SetAside
 from holdfast.live.state.window import Gate, resting
 
 if TYPE_CHECKING:
     from holdfast.live.state.carrying import CarryBuffer
+    from holdfast.live.state.replicas import Replicas
 
 
 MUCH_BYTES = 1 << 30
@@ -45,17 +44,19 @@ class Saver:
         mesh: Mesh | None = None,
         deadline_s: float = 600.0,
         replicas: Literal["once", "verify", "trust"] = "once",
-        carry_bytes: int = 0,
     ) -> None:
         self.group = group
         self.deadline_s = deadline_s
-        self.replicas = Replicas(replicas)
+        self.verifies = replicas == "verify"
+        """True if each save compares all replicas."""
+        self.replicas: Replicas | None = None
+        """The replicas that ranks compare; None with one rank."""
+        if group.size > 1:
+            from holdfast.live.state.replicas import Replicas
+
+            self.replicas = Replicas(replicas)
         self.room: CarryBuffer | None = None
         """Memory for tensors that are not copied when the window ends; None unless it was asked for."""
-        if carry_bytes:
-            from holdfast.live.state.carrying import CarryBuffer
-
-            self.room = CarryBuffer(carry_bytes)
         self.planner = Planner(group, mesh, deadline_s)
         self.aside: SetAside = {}
         """Tensors that were set aside at the last call."""
@@ -74,6 +75,13 @@ class Saver:
         )
         """`_lie_of` each tensor, the aliases, and the description that was made from both."""
         self._worker = Worker("holdfast-saving")
+
+    def carry_up_to(self, carry_bytes: int) -> None:
+        """Give tensors that are not copied when the window ends so much memory."""
+        if carry_bytes:
+            from holdfast.live.state.carrying import CarryBuffer
+
+            self.room = CarryBuffer(carry_bytes)
 
     # -- training thread --------------------------------------------------------------------------
 
@@ -149,7 +157,7 @@ class Saver:
         """Take a sample of the replicas at the moment of a save, to be compared; None without a plan, which
         states what is replicated, or if this rank has no live state to sample."""
         plan = self.planner.plan
-        if self.group.size == 1 or plan is None or plan.description != description:
+        if self.replicas is None or plan is None or plan.description != description:
             return None
         if op.request.busy or op.error is not None or op.replica is not None:
             return None

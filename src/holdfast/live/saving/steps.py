@@ -7,7 +7,8 @@ operation that may become a step of the root is registered from before it begins
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
 
 from holdfast.base.errors import Deadline, FormatError, HoldfastError, Unavailable, notice_text
 from holdfast.base.events import emit, span
@@ -17,7 +18,6 @@ from holdfast.core.checkpoint.claiming import Claim
 from holdfast.core.checkpoint.committing import commit
 from holdfast.core.checkpoint.lineage import Lineage, Owns, is_in_line
 from holdfast.core.checkpoint.names import (
-    AND_LOG,
     Known,
     RootKeys,
     Saved,
@@ -32,6 +32,30 @@ from holdfast.live.saving.labels import PendingLabels
 from holdfast.live.saving.operation import SaveOperation
 
 
+class Follower(Protocol):
+    """What a tier does, on rank 0, as the steps of a root change.  It holds no state of the training."""
+
+    below: Sequence[str] = ()
+    """The beginnings of further keys beside the steps, which `mark` sees."""
+
+    def noted(self) -> None:
+        """Note that labels or metrics of steps have changed."""
+        return
+
+    def reading(self) -> Collection[int]:
+        """Return the steps that it reads now, which must not be deleted."""
+        return ()
+
+    def needed(self) -> Sequence[Saved]:
+        """Return steps that lie elsewhere, and need what leads on from them here."""
+        return ()
+
+    def mark(self, keys: RootKeys, saved: list[Saved], owns: Owns) -> None:
+        """Mark further keys to delete.  `saved`: the steps of this run that stay, and those `needed`;
+        `owns`: recognises steps of this run."""
+        return
+
+
 class RootSteps:
     """The steps of a root.  Every rank has one; only rank 0's changes anything."""
 
@@ -41,11 +65,8 @@ class RootSteps:
         """This run's claim on the root; None for a save by itself."""
         self.known = Known()
         """The steps that rank 0 has seen and committed."""
-        self.also_tidy: Callable[[RootKeys, list[Saved], Owns], None] | None = None
-        """Marks further keys to delete; called on rank 0 with the keys of steps and records, the remaining
-        steps of this run, and the function that recognises such steps."""
-        self.also_noted: Callable[[], object] | None = None
-        """Called on rank 0 when labels or metrics of steps have changed."""
+        self.followers: list[Follower] = []
+        """The tiers that do something of their own when steps change."""
         self.worker = Worker("holdfast-tidy")
         self.line: Lineage = ()
         """The steps that this run went on from; steps outside of it, of other runs, are never deleted."""
@@ -56,8 +77,6 @@ class RootSteps:
         self._lock = threading.Lock()
         self.committing = threading.Lock()
         """Held while a step is committed, deleted or pinned."""
-        self.reading: set[int] = set()
-        """Steps that are being copied to another home, and must not be deleted."""
         self.news: list[str] = []
         """Warnings for the user."""
         self.was_full = False
@@ -155,7 +174,7 @@ class RootSteps:
     def make_room(self, op: SaveOperation) -> None:
         """Delete steps that `keep` does not keep, if the disk has no room for the next save.  On rank 0;
         blocks, and the other ranks wait for its answer."""
-        keeps_all = self._keep.keeps_all and self.also_tidy is None
+        keeps_all = self._keep.keeps_all and not self._below
         if self._rank or self.claim is None or keeps_all or op.request.is_rehearsal:
             return
         try:
@@ -186,13 +205,29 @@ class RootSteps:
 
     def tidy_log(self) -> None:
         """Tidy up the records, if there are any."""
-        if self.also_tidy is not None:
+        if self._below:
             with self._keys() as keys:
-                owns = self.owns()
-                self.also_tidy(keys, [s for s in keys.saved if owns(s)], owns)
+                self._mark(keys, gone=())
+
+    def noted(self) -> None:
+        """Let followers know that labels or metrics of steps have changed."""
+        for follower in self.followers:
+            follower.noted()
+
+    @property
+    def _below(self) -> list[str]:
+        return [start for follower in self.followers for start in follower.below]
 
     def _keys(self) -> RootKeys:
-        return RootKeys(self.store, self.known, AND_LOG if self.also_tidy else ["steps/"])
+        return RootKeys(self.store, self.known, [*self._below, "steps/"])
+
+    def _mark(self, keys: RootKeys, gone: Collection[int]) -> None:
+        """Have followers mark further keys to delete; the steps `gone` are deleted now."""
+        owns = self.owns()
+        stay = [s for s in keys.saved if s.step not in gone and owns(s)]
+        needed = [saved for follower in self.followers for saved in follower.needed()]
+        for follower in self.followers:
+            follower.mark(keys, [*stay, *needed], owns)
 
     def _tidy(self, number: int, step: int, replaced: str | None) -> None:
         """Delete the replaced attempt, steps that `keep` does not keep, and leftovers of crashes."""
@@ -207,10 +242,7 @@ class RootSteps:
                     discard(self.store, step, replaced, keys)
                     gone = self._prune(keys, tuple(watched.values()))
                     sweep(self.store, self.claim, min([number, *(n - 1 for n in watched)]), keys)
-                    if self.also_tidy is not None:
-                        owns = self.owns()
-                        stay = [s for s in keys.saved if s.step not in gone and owns(s)]
-                        self.also_tidy(keys, stay, owns)
+                    self._mark(keys, gone)
         except Exception as error:
             emit("tidy.failed", error=str(error))
 
@@ -227,7 +259,7 @@ class RootSteps:
         from holdfast.core.checkpoint.pruning import prune
 
         try:
-            spare = (*spare, *self.reading)
+            spare = (*spare, *(step for one in self.followers for step in one.reading()))
             owns = self.owns()
             return prune(
                 self.store, self._keep, spare=spare, owns=owns, lock=self.committing, keys=keys

@@ -20,6 +20,14 @@ from holdfast.core.layout import Axis, Box, Cut, Mesh, Sharding, chunk, common_m
 from holdfast.live.state.named import Collected
 from holdfast.live.state.placed import dtype_name
 
+# of replicas, which are sampled to be compared (`live.state.sampling`)
+Class = tuple[int, int, bool]
+"""(number of a sharding, part, whether they are buffers): what is compared in one digest first."""
+SampleRow = tuple[int, int, int]
+"""(tensor number, part, digest)"""
+Sample = tuple[int, dict[Class, int]]
+"""(number of the round, digests by class)"""
+
 
 class Described(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One tensor: `cuts` as (dim, stride, size, axis name), or the rank's `boxes` if irregular."""

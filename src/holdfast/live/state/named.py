@@ -193,6 +193,8 @@ class Prepared(NamedTensors):
     objects, and numbers that ZeRO keeps once for many parameters."""
     taken: set[str] = field(default_factory=set)
     """Extras of modules that have a place."""
+    recast: set[str] = field(default_factory=set)
+    """States that are saved in another dtype than they live in (`Master.stored`)."""
     frozen: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     """Dtype and shape of each parameter that is left out (`trainable_only`), by name."""
     misfits: list[Misfit] = field(default_factory=list)

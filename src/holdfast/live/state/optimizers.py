@@ -17,12 +17,21 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.base.errors import UsageError
+from holdfast.core.format.manifest import MODEL_STATES
 from holdfast.live.sources import Group, Master, Source
 from holdfast.live.state.encoding import encode_extra
 from holdfast.live.state.modules import named_parameters
 from holdfast.live.state.named import Collected, NamedTensors
 from holdfast.live.state.placed import Placed, parts_in, place
-from holdfast.live.state.recognising import State, in_order, is_plain, is_stateful, modules_in
+from holdfast.live.state.recognising import (
+    State,
+    in_order,
+    is_optimizer,
+    is_plain,
+    is_stateful,
+    modules_in,
+    sources_in,
+)
 from holdfast.live.state.several import CombinedOptimizer, holder
 from holdfast.live.state.wrapped import stepping
 
@@ -180,13 +189,19 @@ def add_optimizer(live: Collected, optimizer: LiveOptimizer) -> None:
         for name, p in pairs:
             plain = {}
             master = optimizer.source.master(p)
+            if master is not None and master.stored and optimizer.source.by_master:
+                raise UsageError(
+                    f"{key}.{name}: a state that several weights share is not saved in another dtype"
+                )
             for state, value in param_states(optimizer.value, p, master).items():
                 _check_state(f"{key}.{name}", state)
                 if isinstance(value, torch.Tensor):
+                    stored = stored_form(state, value, master)
                     # one number of a master may serve many parameters
                     steady = master is None or (master.steady_states and value.ndim > 0)
+                    steady &= stored is value
                     prefix = f"{key}.{name}"
-                    add_state(live, prefix, str(state), p, value, master, steady=steady)
+                    add_state(live, prefix, str(state), p, stored, master, steady=steady)
                     add_ties(live, key, str(state), all_names.get(id(p), ()))
                     if master is None:
                         note_order(orders, (name, str(state)), value, p)
@@ -208,10 +223,6 @@ def add_optimizer(live: Collected, optimizer: LiveOptimizer) -> None:
     body |= {"plain": beside} if has_inside else {}
     live.extras[key] = {"$optimizer": body}
     live.rules[key] = "merge"
-
-
-MODEL_STATES = ("param", "buffer", "tensor")
-"""Values of a tensor's `state` in the manifest that are no states of optimizers."""
 
 
 def _check_state(name: str, state: Any) -> None:
@@ -311,6 +322,25 @@ def param_states(optimizer: Any, p: torch.Tensor, master: Master | None) -> Mapp
     if master is not None and master.plain_numbers and isinstance(found.get("step"), int):
         return {**found, "step": torch.tensor(float(found["step"]))}
     return found
+
+
+def stored_form(state: str, value: torch.Tensor, master: Master | None) -> torch.Tensor:
+    """What is saved of a state: the live tensor, or a copy in the dtype that its master states."""
+    dtype = None if master is None else master.stored.get(state)
+    return value if dtype is None else value.to(dtype)
+
+
+def check_exact(state: State, what: str) -> None:
+    """UsageError if a save rounds states of optimizers: `what` goes on from the live ones."""
+    sources = sources_in(state)
+    for key, value in state.items():
+        groups = sources.of(value).groups(value) if is_optimizer(value) else []
+        masters = (sources.of(value).master(p) for _, params in groups for p in params)
+        if names := sorted({name for m in masters if m is not None for name in m.stored}):
+            raise UsageError(
+                f"{what} needs states as they are, and {names[0]!r} of {key!r} is saved in another dtype",
+                hint="use durable saves, and snapshots of the whole state",
+            )
 
 
 def add_state(

@@ -37,10 +37,11 @@ from holdfast.base.wire import WireError, decode_msgpack, rank_errors
 from holdfast.core.codec.digest import digest
 from holdfast.core.group import Group
 from holdfast.core.layout import Placement
+from holdfast.live.state.agreed import Class, Sample, SampleRow
 from holdfast.live.state.arrays import raw_array
 from holdfast.live.state.devices import devices_of, on, wait_for
 from holdfast.live.state.named import Collected, LiveTensor
-from holdfast.live.state.sampling import Class, Replicated, Sample, Sampler, SampleRow, value_of
+from holdfast.live.state.sampling import Replicated, Sampler, value_of
 from holdfast.live.state.snapshot import SetAside, StateView
 
 MAX_LISTED = 20
@@ -113,8 +114,6 @@ class Replicas:
         has not done; `doubted`: classes of which the ranks' samples differ.  Collective; after a failure
         all have to plan anew, for `is_due` must be alike on all ranks.
         """
-        if group.size == 1:
-            return
         talk = _Talk(name, placement.table.names, group, limit_s, awaited, self.mode == "trust")
         if doubted := list(doubted):
             self._settle(talk, live, _Rows(self._sampler.rows(doubted), {}), doubted)

@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from holdfast.core.codec.digest import digest
+from holdfast.live.state.agreed import Class, Sample, SampleRow
 from holdfast.live.state.devices import Moment, after, on_stream
 from holdfast.live.state.named import LiveTensor
 from holdfast.live.state.snapshot import SetAside
@@ -38,13 +39,6 @@ RUNS = 8
 RUN_BYTES = 1 << 10
 BOX = 16
 """Most elements along a dim of what is taken of a large tensor that is not contiguous."""
-
-Class = tuple[int, int, bool]
-"""(number of a sharding, part, whether they are buffers): what is compared in one digest first."""
-SampleRow = tuple[int, int, int]
-"""(tensor number, part, digest)"""
-Sample = tuple[int, dict[Class, int]]
-"""(number of the round, digests by class)"""
 
 
 @dataclass(frozen=True, slots=True)

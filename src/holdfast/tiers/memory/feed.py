@@ -33,7 +33,7 @@ from holdfast.live.saving.planning import SavePlan
 from holdfast.live.state.arrays import raw_array
 from holdfast.live.state.modules import named_parameters
 from holdfast.live.state.named import Collected, LiveTensor
-from holdfast.live.state.optimizers import named_groups, param_names
+from holdfast.live.state.optimizers import check_exact, named_groups, param_names
 from holdfast.live.state.placed import Placed
 from holdfast.live.state.recognising import State, is_optimizer, modules_in
 from holdfast.live.state.several import check_apart
@@ -376,6 +376,7 @@ def optimizers(state: State) -> dict[str, Any]:
 def check_feedable(state: State) -> None:
     """UsageError for optimizers that no twin can follow on parts of a parameter."""
     check_apart(state, 'Memory(feed="gradient")')
+    check_exact(state, 'Memory(feed="gradient")')
     found = optimizers(state)
     for key, optimizer in found.items():
         kind = type(optimizer).__name__

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from holdfast.base.errors import UsageError
-from holdfast.core.format.manifest import FileEntry, TensorEntry
+from holdfast.core.format.manifest import FileEntry, TensorEntry, owner_of
 from holdfast.live.saving.planning import SavePlan
 from holdfast.live.state.named import Collected, LiveTensor
-from holdfast.live.state.optimizers import named_groups, param_names
+from holdfast.live.state.optimizers import check_exact, named_groups, param_names
 from holdfast.live.state.placed import place, torch_dtype
 from holdfast.live.state.recognising import State
 from holdfast.live.state.wrapped import is_zero1
@@ -72,16 +72,16 @@ class RecomputedStates:
                     self.twins.end(f"{entry.name} lies on several ranks")
                     return
                 wanted[entry.name] = (entry, at, size)
-        prefixes = {name[: -len(entry.state)] for name, (entry, _, _) in wanted.items()}
+        prefixes = {_prefix(entry) for entry, _, _ in wanted.values()}
         if prefixes != {part.name for twin in self.twins.all for part in twin.parts}:
             self.twins.make(self._parts(prefixes))
             return
 
         def states() -> list[list[dict[str, torch.Tensor]]]:
             found: dict[str, dict[str, torch.Tensor]] = {}
-            for name, (entry, at, size) in wanted.items():
+            for entry, at, size in wanted.values():
                 value = _read(image[at : at + size], torch_dtype(entry.dtype), entry.shape)
-                found.setdefault(name[: -len(entry.state)], {})[entry.state] = value
+                found.setdefault(_prefix(entry), {})[entry.state] = value
             return [[found[part.name] for part in twin.parts] for twin in self.twins.all]
 
         if self.twins.learn(number, states):
@@ -121,12 +121,18 @@ class RecomputedStates:
         self._num_differences = 0
 
 
+def _prefix(entry: TensorEntry) -> str:
+    """The beginning of the names of all states of a parameter."""
+    return f"{owner_of(entry.name, entry.state)}."
+
+
 def recomputed_states(state: State) -> RecomputedStates:
     """Return the recomputed states for the optimizers whose states each lie on one rank, while all
     ranks have the gradients.
 
     UsageError if there is no such optimizer.
     """
+    check_exact(state, "redundancy='recompute'")
     found = {key: value for key, value in state.items() if is_zero1(value)}
     if not found:
         raise UsageError(

@@ -63,9 +63,10 @@ class Turns:
 
     def take(self, limit_s: float, handed_over: threading.Event) -> None:
         """Wait until the previous snapshot has ended, and is `handed_over` if it goes to storage: until
-        then it must stay the newest.  Deadline."""
+        then it must stay the newest.  Deadline after `limit_s` for both."""
+        until = time.monotonic() + limit_s
         for event in (self._is_free, handed_over):
-            if not event.wait(limit_s):
+            if not event.wait(max(until - time.monotonic(), 0.0)):
                 raise Deadline(f"the previous snapshot did not end within {limit_s:g} s")
         self._is_free.clear()
 
@@ -166,7 +167,7 @@ class MemoryTier(Tier):
     def replica(self, op: SaveOperation) -> Replica | None:
         """Return the replica that gradients keep current; None if a snapshot cannot be taken from it, as it
         may have missed steps."""
-        if self._feed is None or self.saver.replicas.mode == "verify":
+        if self._feed is None or self.saver.verifies:
             return None
         if is_bypassed(self.saver, op.live):
             return None

@@ -15,17 +15,16 @@ reads `newest`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from holdfast.base.errors import FormatError, HoldfastError, NotFound
 from holdfast.base.events import emit, span
 from holdfast.core.checkpoint.claiming import Claim
 from holdfast.core.checkpoint.committing import commit
 from holdfast.core.checkpoint.files import Files
-from holdfast.core.checkpoint.lineage import Owns, is_in_line
+from holdfast.core.checkpoint.lineage import is_in_line
 from holdfast.core.checkpoint.listing import came_later, stated_attempt
 from holdfast.core.checkpoint.names import (
-    AND_LOG,
     Known,
     RootKeys,
     Saved,
@@ -39,7 +38,7 @@ from holdfast.core.checkpoint.tidying import Keep, discard, sweep
 from holdfast.core.checkpoint.transfer import transfer_files
 from holdfast.core.format.manifest import FileEntry, Manifest
 from holdfast.core.store import Store
-from holdfast.live.saving.steps import RootSteps
+from holdfast.live.saving.steps import Follower, RootSteps
 
 ALL = 10**12
 """A number above all attempts of a run: none is on its way when the store is swept."""
@@ -60,9 +59,8 @@ class HomeBehind:
         one of the run's own steps."""
         self.committing = threading.Lock()
         """Held while a step is committed, and while the homes are claimed under another number."""
-        self.also_tidy: Callable[[RootKeys, list[Saved], Owns], None] | None = None
-        """Called on rank 0 after steps have been tidied up, with those of the run that the store still has;
-        as `RootSteps.also_tidy`."""
+        self.log: Follower | None = None
+        """Tidies up the records in the store, if the run makes records."""
         self.newest: Saved | None = None
         """The newest step of the store, as rank 0 knows it."""
         self.notes_lag = False
@@ -129,7 +127,7 @@ class HomeBehind:
     def tidy(self, step: int) -> None:
         """Delete what need not stay in the store.  No upload may be on its way."""
         try:
-            below = AND_LOG if self.also_tidy else ["steps/"]
+            below = [*(() if self.log is None else self.log.below), "steps/"]
             with (
                 span("upload.tidy", step=step),
                 RootKeys(self.store, self._known, below) as keys,
@@ -139,9 +137,9 @@ class HomeBehind:
                 spare = () if self._base is None else (self._base,)
                 gone = prune(self.store, self._keep, spare=spare, owns=self._owns, keys=keys)
                 sweep(self.store, self.claim, ALL, keys)
-                if self.also_tidy is not None:
+                if self.log is not None:
                     stay = [s for s in keys.saved if s.step not in gone and self._owns(s)]
-                    self.also_tidy(keys, stay, self._owns)
+                    self.log.mark(keys, stay, self._owns)
         except HoldfastError as error:
             emit("tidy.failed", error=str(error))
 

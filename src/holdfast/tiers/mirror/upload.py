@@ -56,17 +56,16 @@ from holdfast.core.group import Group
 from holdfast.core.store import Store
 from holdfast.live.saving import Save
 from holdfast.live.saving.progress import TierProgress, TierStatus
-from holdfast.live.tier import Tier
+from holdfast.live.saving.steps import Follower, RootSteps
+from holdfast.live.tier import LogOfRun, Tier
 from holdfast.tiers.mirror.behind import HomeBehind
 from holdfast.tiers.mirror.news import UploadNews
 from holdfast.tiers.mirror.waiting import Newest, WaitingSaves
 
 if TYPE_CHECKING:
     from holdfast.live.restore.candidates import Candidate
-    from holdfast.live.saving.steps import RootSteps
     from holdfast.live.shelves import Shelf
     from holdfast.tiers.mirror.records import RecordUpload
-    from holdfast.tiers.records.options import Delta
 
 PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
 """Seconds from a failed upload to the next try: they double from the first number up to the second."""
@@ -105,10 +104,10 @@ class RoundOutcome(msgspec.Struct, frozen=True, array_like=True):
     error: WireError | None = None
 
 
-class Upload(Tier):
+class Upload(Tier, Follower):
     """Copies the steps of a root to another store.
 
-    All ranks call its methods in the same order.
+    All ranks call its methods in the same order, but for those of a `Follower`.
     """
 
     name = "upload"
@@ -126,7 +125,9 @@ class Upload(Tier):
         self.news = self._news.messages
         self._shelf: Shelf | None = None
         """The steps behind the root, as a restart has found them."""
-        steps.also_noted = self.renew_notes
+        self._reading: tuple[int, ...] = ()
+        """The step that is being copied, on rank 0."""
+        steps.followers.append(self)
         self._records: RecordUpload | None = None
         self._progress = TierProgress()
         self._copied_bytes = 0
@@ -145,26 +146,16 @@ class Upload(Tier):
         """Upload the step of a save when it is committed, unless a newer one is by then."""
         save.add_done_callback(partial(self._done, self._waiting.next_number()))
 
-    def keep_records(self, options: Delta, flush: Callable[[float], None]) -> None:
+    def copy_records(self, log: LogOfRun) -> None:
         """Upload records, too.  The root's log keeps the records after the newest uploaded step, unless
-        uploads fail.  `flush`: as of `RecordUpload`."""
+        uploads fail."""
         from holdfast.tiers.mirror.records import RecordUpload
-        from holdfast.tiers.records.log import mark_log
 
-        home, every_s = self.home, options.upload_every_s
-        mark = partial(mark_log, max_bytes=options.bound)
-        self._steps.also_tidy = lambda keys, saved, owns: mark(
-            keys, [*saved, *self._needed()], owns
-        )
-        home.also_tidy = mark
+        home = self.home
+        home.log = log.follower
         self._records = RecordUpload(
-            home.root, home.store, self.group, every_s, flush=flush, news=self.news
+            home.root, home.store, self.group, log.upload_every_s, flush=log.flush, news=self.news
         )
-
-    def _needed(self) -> list[Saved]:
-        """The newest step behind the root, whose records have to come there, too; none in an outage."""
-        newest = self.home.newest
-        return [] if newest is None or self._news.is_outage else [newest]
 
     def unheard(self) -> list[str]:
         """Return the messages that the user would get if the run ended now."""
@@ -174,11 +165,22 @@ class Upload(Tier):
     def status(self) -> TierStatus:
         return self._progress.status
 
-    def renew_notes(self) -> None:
-        """Carry labels and metrics that have changed to the home behind, without an upload.  On rank 0."""
+    # -- the steps of the root, on rank 0 ---------------------------------------------------------
+
+    def noted(self) -> None:
+        """Carry labels and metrics that have changed to the home behind, without an upload."""
         self.home.notes_lag = True
         with suppress(RuntimeError):  # it is closed
             self._worker.submit(self.home.carry_notes)
+
+    def reading(self) -> tuple[int, ...]:
+        return self._reading
+
+    def needed(self) -> list[Saved]:
+        """Return the newest step behind the root, whose records have to come there, too; none in an
+        outage."""
+        newest = self.home.newest
+        return [] if newest is None or self._news.is_outage else [newest]
 
     # -- a restart --------------------------------------------------------------------------------
 
@@ -216,7 +218,7 @@ class Upload(Tier):
         self._retry.cancel()
         self._begin()
         if self.home.notes_lag:
-            self.renew_notes()
+            self.noted()
         until = time.monotonic() + limit_s
         with suppress(TimeoutError):
             self._worker.settle(limit_s)
@@ -271,8 +273,8 @@ class Upload(Tier):
         except Exception as error:  # the other ranks cannot be reached
             outcome = RoundOutcome("again", WireError.of(error))
         self._tell(choice, outcome, time.monotonic() - began)
-        if self.group.rank == 0 and self._steps.reading:
-            self._steps.reading = set()
+        if self.group.rank == 0 and self._reading:
+            self._reading = ()
             self._steps.tidy_again(choice.step)
         if outcome.verdict in ("again", "ended"):
             self._has_ended = outcome.verdict == "ended"
@@ -296,7 +298,7 @@ class Upload(Tier):
         """Rank 0: choose the newest step that all ranks know, with its attempt in the root now."""
         known = min((decode_msgpack(a, Newest) for a in answers), key=lambda k: k.number)
         step = known.step if known.number else self.home.left_by_earlier_runs()
-        self._steps.reading = set() if step is None else {step}
+        self._reading = () if step is None else (step,)
         attempt = None if step is None else self.home.attempt_of(step)
         if step is None or attempt is None:
             return msgspec.msgpack.encode(Choice(known.number))

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from holdfast.base.errors import NotFound, NotRecoverable, UsageError
 from holdfast.core.checkpoint.names import committed
 from holdfast.core.checkpoint.opened import Checkpoint
-from holdfast.core.group import Group
+from holdfast.core.group import meet
 from holdfast.core.store import Store
 from holdfast.formats.read.unpickle import understood
 from holdfast.live.restore.targets import RestoreOptions
@@ -103,7 +103,7 @@ def _replay_to(store: Store, step: int) -> tuple[State, int, list[str]]:
     state = state_of(checkpoint, steps)
     lost = sorted(checkpoint.manifest.per_rank) if checkpoint.manifest.layout.world > 1 else []
     options = RestoreOptions(on_resize=dict.fromkeys(lost, "fresh"))
-    group = Group()
+    group = meet()
     try:
         restore(checkpoint, state, group, options)
         tell_exactness(checkpoint.manifest)

@@ -19,7 +19,7 @@ from holdfast.base.errors import UsageError
 from holdfast.live.gradient_compression.marks import HALVES
 from holdfast.live.state.gradient_copies import is_torchs
 from holdfast.live.state.observer import HookOrder, Observer, StepCall, calls_hooks, hooks_after
-from holdfast.live.state.optimizers import named_groups, param_names, served_modules
+from holdfast.live.state.optimizers import check_exact, named_groups, param_names, served_modules
 from holdfast.live.state.placed import local_of
 from holdfast.live.state.recognising import State, is_optimizer
 from holdfast.live.state.several import check_apart
@@ -56,6 +56,7 @@ def optimizers(state: State) -> list[NamedOptimizer]:
     """Every optimizer of a state.  UsageError if there is none, or one that cannot be recorded."""
     named: list[NamedOptimizer] = []
     check_apart(state, "delta=")
+    check_exact(state, "delta=")
     for key, value in state.items():
         if not is_optimizer(value):
             continue

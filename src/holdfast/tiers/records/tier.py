@@ -12,6 +12,7 @@ that records begin with.
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -68,7 +69,10 @@ NO_RECORDS = (
 LEAST_S = 0.1
 """Seconds that tidying up may take, however late it is."""
 MAX_EDITS = 3
-"""Steps in a row with writes outside of optimizers' steps, after which records end with an error."""
+"""Steps in a row with writes outside of optimizers' steps, or with other optimizers, after which records
+end with an error."""
+WRITTEN = "weights or states of optimizers are written outside optimizer.step()"
+REPLACED = "optimizers of the state are replaced"
 FAILED = "the step of an optimizer failed"
 MAX_IDLE = 20
 """Records in a row without the step of any optimizer, before the user is told."""
@@ -146,8 +150,9 @@ class DeltaTier(Tier):
         """This rank's parts of objects' sharded tensors, as planned."""
         self._bases = Bases(group)
         self._unrecorded = Unrecorded()
-        self._edits = 0
-        """Number of steps in a row without a record, because something else wrote to weights or states."""
+        self._edits: list[str] = []
+        """Why steps in a row have no record: something else wrote to weights or states, or replaced the
+        optimizers."""
         self._idle = IdleRecords()
         self._clock = Clock()
         self._optimizers = ObservedOptimizers(state(), self._before_step, self._after_step)
@@ -308,10 +313,9 @@ class DeltaTier(Tier):
     @property
     def error(self) -> HoldfastError | None:
         """Why nothing is recorded any more, until records begin from another base."""
-        if self._edits > MAX_EDITS:
+        if len(self._edits) > MAX_EDITS:
             return UsageError(
-                "weights or states of optimizers are written outside optimizer.step() at every step, "
-                "which no record can hold",
+                f"{self._edits[-1]} at every step, which no record can hold",
                 hint="make such changes in the optimizer, or do without delta=",
             )
         return self._capture.error
@@ -328,7 +332,7 @@ class DeltaTier(Tier):
 
     def _end_at_write(self, when: str) -> None:
         """End the records, as something other than the optimizers has written to weights or states."""
-        self._edits += 1
+        self._edits.append(WRITTEN)
         self._replan(
             "weights or states of an optimizer were written outside optimizer.step(), or replaced, "
             + when
@@ -336,8 +340,8 @@ class DeltaTier(Tier):
 
     def _fail(self, error: Exception) -> None:
         """End the records by an error; the training goes on."""
-        if isinstance(error, OSError) and not isinstance(error, HoldfastError):
-            error = AgentError(f"no memory for records: {error.strerror or error}")
+        if isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.ENOSPC):
+            error = AgentError(f"no memory for records: {error.strerror}")
         elif not isinstance(error, HoldfastError):
             error = AgentError(f"a record could not be made: {type(error).__name__}: {error}")
         self._capture.failure = error
@@ -506,6 +510,7 @@ class DeltaTier(Tier):
             self._replan(FAILED)
             return
         if self._optimizers.follow(self.state()):
+            self._edits.append(REPLACED)
             self._replan("the state has other optimizers")
             return
         with self._clock.held(), span("delta.call", step=step), asked_once():
@@ -593,7 +598,7 @@ class DeltaTier(Tier):
             record, step, parent, unchanged=unchanged, notes=digests(rest), late=late
         )
         self._unrecorded.forget()
-        self._edits = 0
+        self._edits = []
         self._clock.note_record()
         self._optimizers.observer.come_last()
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from holdfast.base.errors import FormatError, NotFound, UsageError
 from holdfast.core.checkpoint.opened import Checkpoint
+from holdfast.core.format.manifest import owner_of
 from holdfast.core.store import Store
 from holdfast.formats.read.deepspeed import rest, stage0, tensors, universal
 from holdfast.formats.read.deepspeed.grid import (
@@ -112,9 +113,9 @@ class _TagContents:
             names.setdefault(name, []).append(alias)
         for t in self.tensors:
             key, _, rest_ = t.name.partition(".")
-            end = len(rest_) - (len(t.state) + 1 if key == "optim" else 0)
-            for alias in names.get(rest_[:end], ()) if key in ("model", "optim") else ():
-                self.aliases[f"{key}.{alias}{rest_[end:]}"] = t.name
+            param = owner_of(rest_, t.state)
+            for alias in names.get(param, ()) if key in ("model", "optim") else ():
+                self.aliases[f"{key}.{alias}{rest_.removeprefix(param)}"] = t.name
         if "optim" in self.extras:
             rest.tie(self.extras["optim"], names)
 
