@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from holdfast.prove.causes import Finding
-    from holdfast.prove.proving import Proof
+    from holdfast.prove.proving import ResumeProof
 
 TO_DO = {
     "not-in-checkpoint": "add it to what is saved: register_buffer, or state_dict and load_state_dict",
@@ -29,13 +29,13 @@ TO_DO = {
     "ranks-disagree": "agree on the step, over all ranks, before one restores",
     "replicas-differ": "restore every rank from the same values, or broadcast them",
     "weights": "save and load all of model.state_dict(), with strict=True",
-    "not-deterministic": "seed all generators, use torch.use_deterministic_algorithms(True); or --tolerance T",
+    "not-deterministic": "seed all generators, torch.use_deterministic_algorithms(True); or --tolerance T",
     "elsewhere": "what is kept for each rank (batches, generators, batch size) has to be cut anew",
     "unexplained": "see what the script does at that step that it did not do before",
 }
 
 
-def lines(proof: Proof) -> list[str]:
+def lines(proof: ResumeProof) -> list[str]:
     """The answer in a few lines: what was run, and that it is exact, or what is not."""
     out = []
     runs = [f"killed at {_steps(kills)}" for kills, _ in proof.resumes]
@@ -44,7 +44,7 @@ def lines(proof: Proof) -> list[str]:
     head = ", ".join([f"{proof.steps} steps", _ranks(proof.ranks), *runs])
     if proof.finding is None and proof.nondeterminism is None:
         out.append(f"bit-exact: {head}")
-    elif proof.finding is None:
+    elif proof:
         out.append(f"within tolerance: {head}")
     else:
         out.append(f"not exact: {head}")
@@ -53,8 +53,8 @@ def lines(proof: Proof) -> list[str]:
     if proof.elsewhere is not None:
         one = proof.elsewhere
         out.append(
-            f"  on {_ranks(proof.elsewhere_ranks)}: after step {one.step}, {one.compared} parameters are at most "
-            f"{one.worst:.1e} of their way apart; {one.samples or 'no'} samples differ"
+            f"  on {_ranks(proof.elsewhere_ranks)}: after step {one.step}, {one.compared} parameters are "
+            f"at most {one.worst:.1e} of their way apart; {one.samples or 'no'} samples differ"
         )
     for finding in (proof.finding, proof.nondeterminism):
         if finding is not None:
@@ -78,7 +78,7 @@ def _finding(finding: Finding) -> list[str]:
     ]
 
 
-def as_json(proof: Proof) -> dict[str, object]:
+def as_json(proof: ResumeProof) -> dict[str, object]:
     """What `--json` prints."""
     one = proof.finding or proof.nondeterminism
     return {

@@ -14,19 +14,27 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.base.errors import HoldfastError
-from holdfast.prove.courses import Gathering, Life, Save, Segment, Tick, begin_of, renamed
+from holdfast.prove.courses import (
+    Gathering,
+    Life,
+    SeenSave,
+    Segment,
+    TrainingTick,
+    begin_of,
+    renamed,
+)
 from holdfast.prove.messages import (
     ADDRESS,
     GO,
     LAST,
-    After,
+    AfterStep,
+    BeforeStep,
     Incoming,
-    Loaded,
+    LoadedNames,
     Message,
-    Names,
-    Saved,
-    Step,
     Trouble,
+    WasLoaded,
+    WasSaved,
 )
 from holdfast.prove.workspace import Folder
 
@@ -64,7 +72,7 @@ class _Rank:
         return self.segment.begin + len(self.segment.ticks) - 1
 
 
-class Launch:
+class Trial:
     """A process tree of the training, from its start until all ranks have made a step, or it ends."""
 
     def __init__(
@@ -72,7 +80,7 @@ class Launch:
         folder: Folder,
         until: int,
         last: int,
-        course: dict[int, list[Tick]],
+        course: dict[int, list[TrainingTick]],
         patience_s: float,
     ) -> None:
         """`until`: the last step to be made; it is observed afterwards, too, if it is `last`.
@@ -155,19 +163,19 @@ class Launch:
         attempt, gathering = self._gatherings.setdefault(channel, (0, Gathering()))
         if isinstance(message, Trouble):
             self._trouble = message
-        elif isinstance(message, (Loaded, Names)):
+        elif isinstance(message, (WasLoaded, LoadedNames)):
             gathering.note(message)
-            if isinstance(message, Loaded) and message.kind == "group" and self.course:
+            if isinstance(message, WasLoaded) and message.kind == "group" and self.course:
                 rank = next((r for r in self._ranks.values() if r.channel is channel), None)
                 if rank is not None and len(rank.segment.ticks) < _FIRST:
                     self._anew.add(channel)
-        elif isinstance(message, Saved):
+        elif isinstance(message, WasSaved):
             made = max((r.made for r in self._ranks.values()), default=0)
-            self.life.saves.append(Save(made + 1, message.leaves))
-        elif isinstance(message, After):
+            self.life.saves.append(SeenSave(made + 1, message.leaves))
+        elif isinstance(message, AfterStep):
             for rank in self._ranks.values():
                 if rank.channel is channel:
-                    rank.segment.add(Tick(message.items))
+                    rank.segment.add(TrainingTick(message.items))
                     rank.made_last = True
         else:
             if message.attempt != attempt:
@@ -182,14 +190,14 @@ class Launch:
             else:
                 self._tick(channel, message, tick)
 
-    def _is_none_of_training(self, rank: int, tick: Tick) -> bool:
-        """Whether a step is one that only has states made: nothing came before it, as it does in training."""
+    def _is_none_of_training(self, rank: int, tick: TrainingTick) -> bool:
+        """Whether a step only has states made: nothing came before it, as it does in training."""
         if tick.losses or tick.batches or any(s.rank == rank for s in self.life.segments):
             return False
         course = self.course.get(rank, [])
         return bool(course) and all(one.losses for one in course[:3])
 
-    def _tick(self, channel: socket.socket, step: Step, tick: Tick) -> None:
+    def _tick(self, channel: socket.socket, step: BeforeStep, tick: TrainingTick) -> None:
         self.life.world = step.world
         self.life.unseen |= step.unseen
         key = step.pid, step.attempt
@@ -283,7 +291,7 @@ class Launch:
         self._ranks = {key: rank for key, rank in gone.items() if key[0] != pid}
         self._listen(selector, listener, process)
 
-    def _so_far(self) -> dict[int, list[Tick]]:
+    def _so_far(self) -> dict[int, list[TrainingTick]]:
         return {s.rank: s.ticks for s in self.life.segments if s.begin == 0} or self.course
 
     def _look_at_files(self) -> dict[str, tuple[int, int, int]]:

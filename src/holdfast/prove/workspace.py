@@ -146,7 +146,7 @@ class Workspace:
         return Folder(path, words, env, temporary)
 
     def _link(self, real: Path, shadow: Path, without: Sequence[Path]) -> None:
-        """Link the entries of a folder; a folder on the way to one of `without` is made, and filled alike."""
+        """Link the entries of a folder; one on the way to any of `without` is made, and filled alike."""
         if not real.is_dir():
             return
         for entry in real.iterdir():

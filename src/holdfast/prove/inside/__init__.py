@@ -1,1 +1,1 @@
-"""Runs in the processes of a training under `holdfast prove`: observes each optimizer step, and reports it."""
+"""Runs in the processes of a training under `holdfast prove`: observes each optimizer step, and reports."""

@@ -10,7 +10,7 @@ from holdfast.prove.messages import ADDRESS, Message, Trouble, send
 
 
 class Channel:
-    """One connection for each process, made when there is something to tell; safe to use from any thread."""
+    """A connection of each process, made when there is something to tell; safe to use from any thread."""
 
     def __init__(self) -> None:
         self._address = os.environ[ADDRESS]

@@ -1,4 +1,4 @@
-"""Arms the observer when Python starts: what waits for torch to be imported, and what watches for writes."""
+"""Arms the observer when Python starts: one part waits for torch, and another watches what is written."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class _Finder:
         self._asked.add(name)
         spec: ModuleSpec | None = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, lambda: self.install(name))
+            loader: Any = _Loader(spec.loader, lambda: self.install(name))
+            spec.loader = loader
         return spec
 
     def install(self, name: str) -> None:

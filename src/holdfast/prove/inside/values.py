@@ -81,7 +81,7 @@ def _local(value: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
 
 
 def _offsets(value: Any, module: Any) -> tuple[int, ...] | None:
-    """Where this rank's part begins; None for a copy that another rank counts, or a layout not known here."""
+    """Where this rank's part begins; None for a copy that another rank counts, or an unknown layout."""
     offsets, sizes = [0] * value.dim(), list(value.shape)
     for place, size, index in zip(
         value.placements,
