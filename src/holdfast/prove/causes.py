@@ -216,7 +216,7 @@ def _states(e: Evidence) -> Finding | None:
     if all(d.found is NOTHING for d in states):
         loaded = [x for x in e.loaded.loaded if x.kind == "group" and x.items["states"].text != "0"]
         names = {e.loaded.names.get(x.owner) for x in loaded if x.owner in e.loaded.trained}
-        if e.apart.found.optimizer in names:
+        if names & {*e.apart.found.optimizers[:1], *e.loaded.optimizers[:1]}:
             why = "the optimizer had loaded its states, and lost them again"
             return _finding(e, "overwritten", one, why)
         if any(x.owner not in e.loaded.trained for x in loaded):

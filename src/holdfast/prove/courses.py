@@ -32,7 +32,8 @@ class TrainingTick:
     trained: frozenset[int] = frozenset()
     others: frozenset[str] = frozenset()
     """Keys of what other optimizers step, which did so before this tick."""
-    optimizer: str = ""
+    optimizers: tuple[str, ...] = ()
+    """Names of the optimizers, in the order in which they stepped first."""
 
 
 @dataclass
@@ -43,7 +44,7 @@ class Segment:
     begin: int
     ticks: list[TrainingTick] = field(default_factory=list)
     renamed: dict[str, str] = field(default_factory=dict)
-    """LoadedNames of parameters in the course, by those that this process gives them."""
+    """Names of parameters in the course, by those that this process gives them."""
 
     def add(self, tick: TrainingTick) -> None:
         """Take the next tick, with the names of the course."""
@@ -99,16 +100,24 @@ class Gathering:
     """Puts together the ticks of one process, whose other optimizers step between those of the first."""
 
     def __init__(self) -> None:
-        self.main = ""
+        self.order: list[str] = []
         self._before: list[BeforeStep] = []
         self._loaded: list[WasLoaded] = []
         self._names: dict[int, str] = {}
         self._trained: set[int] = set()
 
-    def add(self, step: BeforeStep) -> TrainingTick | None:
-        """Return the tick that is complete with this step, if it is one of the first optimizer."""
-        self.main = self.main or step.optimizer
-        if step.optimizer != self.main:
+    def add(self, step: BeforeStep, known: Sequence[str] = ()) -> TrainingTick | None:
+        """Return the tick that is complete with this step, if it is one of the first optimizer.
+
+        `known`: the names that optimizers had before, in the order in which they step.
+        """
+        if step.optimizer not in self.order:
+            self.order.append(step.optimizer)
+        name = (*known, *self.order[len(known) :])[self.order.index(step.optimizer)]
+        if name != step.optimizer:
+            own, before = f"group {step.optimizer}.", f"group {name}."
+            step.items = {k.replace(own, before, 1): item for k, item in step.items.items()}
+        if step.optimizer != self.order[0]:
             self._before.append(step)
             return None
         items, others = dict(step.items), set()
@@ -122,7 +131,7 @@ class Gathering:
         tick = TrainingTick(
             items, [b for s in steps for b in s.batches], [x for s in steps for x in s.losses],
             self._loaded, dict(self._names), frozenset(self._trained),
-            frozenset(others), self.main,
+            frozenset(others), tuple((*known, *self.order[len(known) :])),
         )  # fmt: skip
         self._before, self._loaded = [], []
         return tick

@@ -1,8 +1,8 @@
 """What the processes of a training tell `holdfast prove`, and its answers; over a Unix socket.
 
-A message is a msgpack array after its length (u32, little-endian).  A process sends `BeforeStep` before each
-optimizer step, and waits for one byte: `GO`, or `LAST`, upon which it sends `AfterStep` when the step is made.
-It waits for ever where a run is to end: whoever runs it kills it there.
+A message is a msgpack array after its length (u32, little-endian).  A process sends `BeforeStep` before
+each optimizer step, and waits for one byte: `GO`, or `LAST`, upon which it sends `AfterStep` when the step
+is made.  It waits for ever where a run is to end: whoever runs it kills it there.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import math
 import socket
 import struct
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
+
+from holdfast.base.wire import decode_msgpack
 
 ADDRESS = "HOLDFAST_PROVE"
 """Environment variable: the path of the socket."""
@@ -88,7 +89,7 @@ class WasLoaded(msgspec.Struct, tag=True, array_like=True):
 
 
 class LoadedNames(msgspec.Struct, tag=True, array_like=True):
-    """LoadedNames of the objects that took a state_dict, by their `id`, and whether the loop trains them."""
+    """Names of the objects that took a state_dict, by their `id`, and which of them the loop trains."""
 
     names: dict[int, str]
     trained: list[int]
@@ -103,7 +104,6 @@ class Trouble(msgspec.Struct, tag=True, array_like=True):
 
 Message = BeforeStep | AfterStep | WasSaved | WasLoaded | LoadedNames | Trouble
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Message)
 
 
 def distance(a: Sequence[float], b: Sequence[float]) -> float:
@@ -138,6 +138,6 @@ class Incoming:
             end = _LENGTH.size + _LENGTH.unpack_from(self._buffer)[0]
             if len(self._buffer) < end:
                 break
-            out.append(_decoder.decode(bytes(self._buffer[_LENGTH.size : end])))
+            out.append(decode_msgpack(bytes(self._buffer[_LENGTH.size : end]), Message))
             del self._buffer[:end]
         return out

@@ -181,7 +181,8 @@ class Trial:
             if message.attempt != attempt:
                 gathering = Gathering()
                 self._gatherings[channel] = message.attempt, gathering
-            tick = gathering.add(message)
+            course = self.course.get(message.rank) or next(iter(self.course.values()), [])
+            tick = gathering.add(message, course[-1].optimizers if course else ())
             if tick is None:
                 channel.sendall(GO)
             elif self._is_none_of_training(message.rank, tick):
@@ -206,13 +207,12 @@ class Trial:
             course = self.course.get(step.rank) or next(iter(self.course.values()), [])
             segment = Segment(step.rank, 0, renamed=renamed(tick, course) if course else {})
             segment.add(tick)
-            others = [s.begin for s in self.life.segments if s.rank != step.rank]
-            segment.begin = begin_of(tick, course, others) if course else 0
             again = [s for s in self.life.segments if s.rank == step.rank and key in self._ranks]
             self.life.segments = [s for s in self.life.segments if s not in again] + [segment]
             for old in [k for k, r in self._ranks.items() if r.segment.rank == step.rank]:
                 del self._ranks[old]
             self._ranks[key] = _Rank(channel, segment)
+            self._find_begins()
         else:
             self._ranks[key].segment.add(tick)
         rank = self._ranks[key]
@@ -224,6 +224,16 @@ class Trial:
             is_last = rank.made + 1 == self.until == self.last
             channel.sendall(LAST if is_last else GO)
             rank.is_held = is_last
+
+    def _find_begins(self) -> None:
+        """Find out where ranks go on; of one that has just begun, the others may tell."""
+        for one in self.life.segments if self.course else ():
+            if len(one.ticks) < _FIRST:
+                others = [
+                    s.begin for s in self.life.segments if s is not one and s.rank != one.rank
+                ]
+                course = self.course.get(one.rank) or next(iter(self.course.values()))
+                one.begin = begin_of(one.ticks[0], course, others)
 
     def _is_done(self) -> bool:
         held = [
@@ -259,6 +269,8 @@ class Trial:
                 "asked-for-input", f"the training asked for input: {self._trouble.about!r}",
                 hint="give it by arguments: nobody is there to answer",
             )  # fmt: skip
+        if self._trouble is not None and self._trouble.kind == "observer":
+            raise CannotProve("no-steps", f"a step could not be observed:\n{self._trouble.about}")
         if self._trouble is not None:
             raise CannotProve(
                 "one-place",

@@ -150,7 +150,8 @@ class Objects:
         """`id` of the tensors that modules and optimizers have, wherever else they are met."""
         found = list(self._found.values())
         modules = [m for m in found if isinstance(m, nn.Module)]
-        states = [s for o in found if isinstance(o, Optimizer) for s in o.state.values()]
+        optimizers = [o for o in found if isinstance(o, Optimizer)]
+        states = [s for o in optimizers for s in vars(o).get("state", {}).values()]
         return {
             *self.parameters,
             *(id(t) for m in modules for t in (*m.parameters(), *m.buffers())),

@@ -14,6 +14,7 @@ import os
 import random
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -95,7 +96,12 @@ class StepObserver:
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Tell everything as the optimizer takes it: with a closure, when this has made the gradients."""
-        if os.getpid() != self._pid or _is_of_dcp() or _holds_others(optimizer):
+        if (
+            "state" not in vars(optimizer)
+            or os.getpid() != self._pid
+            or _is_of_dcp()
+            or _holds_others(optimizer)
+        ):
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
@@ -116,6 +122,13 @@ class StepObserver:
 
     def _tell(self, optimizer: Optimizer) -> None:
         """Tell everything, and wait for leave to go on."""
+        try:
+            self._tell_all(optimizer)
+        except Exception:
+            self._channel.end_for("observer", traceback.format_exc())
+            raise
+
+    def _tell_all(self, optimizer: Optimizer) -> None:
         self._unseen = {}
         name = self._name(optimizer)
         rank, world = _rank()
