@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,6 +41,27 @@ def test_what_was_mended_is_exact(
     at_home(tmp_path, monkeypatch)
     cause, text = proved(case, HERE / case.script, tmp_path, "--right")
     assert cause == "exact", text
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("launcher", "cause"),
+    [
+        ([], "begun-anew"),
+        (["-m", "torchrun", "--standalone", "--nproc-per-node", "2"], "replicas-differ"),
+    ],
+    ids=["python", "torchrun"],
+)
+def test_new_interpreters_are_observed_as_forked_ones(
+    launcher: list[str], cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_home(tmp_path, monkeypatch)
+    script = HERE / "causes" / f"{cause.replace('-', '_')}.py"
+    prove = [sys.executable, "-m", "holdfast", "prove", "--steps", "12", "--json", "--"]
+    command = [*prove, sys.executable, *launcher, str(script), "--root", "root"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
+    said = json.loads(done.stdout)
+    assert (done.returncode, said["exact"], said["cause"]) == (1, False, cause), done.stderr
 
 
 def at_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
