@@ -23,7 +23,8 @@ torch.manual_seed(0)
 inputs = torch.randn(128, 8)
 data = TensorDataset(inputs, inputs.sin().sum(1, keepdim=True))
 sampler = DistributedSampler(data)
-loader = DataLoader(data, batch_size=8, sampler=sampler, generator=torch.Generator())
+seeds = torch.Generator()
+loader = DataLoader(data, batch_size=8, sampler=sampler, generator=seeds)
 model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 1))
 ddp = DistributedDataParallel(model)
 optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -38,7 +39,7 @@ if os.path.exists(path):
 while step < 12:
     epoch, skip = divmod(step, len(loader))
     sampler.set_epoch(epoch)
-    loader.generator.manual_seed(epoch)
+    seeds.manual_seed(epoch)
     for x, y in islice(loader, skip, 12 - epoch * len(loader)):
         loss = nn.functional.mse_loss(ddp(x), y)
         optim.zero_grad()

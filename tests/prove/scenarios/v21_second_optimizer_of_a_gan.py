@@ -33,10 +33,10 @@ if os.path.exists(path):
     if args.right:
         judge_optim.load_state_dict(saved["judge_optim"])
     step = saved["step"]
-while step < 6:
+while step < 12:
     epoch, skip = divmod(step, len(loader))
     order.manual_seed(epoch)
-    for x, _ in islice(loader, skip, 6 - epoch * len(loader)):
+    for x, _ in islice(loader, skip, 12 - epoch * len(loader)):
         made = maker(x[:, :4])
         loss = nn.functional.softplus(judge(made.detach())) + nn.functional.softplus(-judge(x))
         judge_optim.zero_grad()
@@ -46,7 +46,7 @@ while step < 6:
         nn.functional.softplus(-judge(made)).mean().backward()
         maker_optim.step()
         step += 1
-        if step % 2 == 0:
+        if step % 3 == 0:
             state = {"maker": maker.state_dict(), "judge": judge.state_dict(), "step": step}
             state["maker_optim"] = maker_optim.state_dict()
             if args.right:
