@@ -1,4 +1,4 @@
-"""Runs a script in a forked process, observed by `holdfast prove` as in a new one: `-m prove.armed SCRIPT`."""
+"""Runs a script in a forked process, observed as `holdfast prove` has it: `-m prove.armed SCRIPT ...`."""
 
 import os
 import runpy

@@ -1,6 +1,14 @@
 """What `holdfast prove` has to say of a script: the form of the rows of the tables."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.prove.proving import Plan, prove
+from holdfast.prove.running import CannotProve
+from prove.forked import listening
 
 
 @dataclass(frozen=True)
@@ -16,3 +24,18 @@ class Case:
     why: str
     ranks: int = 1
     options: tuple[str, ...] = ()
+
+
+def proved(case: Case, script: Path, folder: Path, *words: str) -> tuple[str, str]:
+    """What is said of a script in this working directory, as an id and as text."""
+    options: dict[str, Any] = {"seed": 1}
+    for option, value in zip(case.options[::2], case.options[1::2]):
+        name = option.removeprefix("--").replace("-", "_")
+        options[name] = int(value) if value.isdigit() else value
+    with listening(folder) as command:
+        words = (*command(case.ranks), str(script), "--root", "root", *words)
+        try:
+            proof = prove(Plan(words, steps=12, **options))
+        except CannotProve as error:
+            return error.cause, str(error)
+    return proof.cause or "exact", repr(proof)

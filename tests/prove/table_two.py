@@ -25,6 +25,7 @@ CASES = (
         "40_frozen_later_not_saved.py",
         "not-in-checkpoint",
         "a layer that was trained, then frozen, is in no file",
+        options=AT_7,
     ),
     Case("41_vocabulary_grew.py", "weights", "the embedding has another shape and is left out"),
     Case("42_names_of_the_wrapper.py", "weights", "no saved name fits the model"),
@@ -186,7 +187,12 @@ CASES = (
         "v21_second_optimizer_of_a_gan.py", "fresh-optimizer", "the second optimizer has no states"
     ),
     Case("v22_bad_rounds.py", "not-in-checkpoint", "the count that lowers the rate is in no state"),
-    Case("v23_curriculum.py", "sampler-order", "the sampler is back at its first level"),
+    Case(
+        "v23_curriculum.py",
+        "sampler-order",
+        "the sampler is back at its first level",
+        options=AT_7,
+    ),
     Case(
         "v24_rank_1_reads_an_older_file.py",
         "ranks-disagree",
@@ -242,6 +248,11 @@ CASES = (
         "the rate is written over the restored one",
         options=AT_7,
     ),
+    Case("v42_loop_in_a_class.py", "not-in-checkpoint", "the loop's count is in no state"),
+    Case("v43_batches_drawn_by_hand.py", "generator", "torch's generator begins anew"),
+    Case("v44_error_of_the_load_swallowed.py", "no-resume", "the error of the load is swallowed"),
+    Case("v45_left_in_eval.py", "not-in-checkpoint", "model.training is False, and in no state"),
+    Case("v46_read_ahead.py", "batches-left-out", "two batches that were read are never used"),
 )
 
 LEFT_OUT = {

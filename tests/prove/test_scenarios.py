@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from holdfast.prove.proving import Plan, prove
-from holdfast.prove.running import CannotProve
-from prove.cases import Case
-from prove.forked import listening
+from prove.cases import Case, proved
 from prove.table_two import CASES, LEFT_OUT
 
 SCRIPTS = Path(__file__).with_name("scenarios")
@@ -30,7 +26,7 @@ QUICK = (
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_the_cause_is_named(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(shutil.copytree(SCRIPTS, tmp_path / "scripts"))
-    cause, text = proved(case, tmp_path)
+    cause, text = proved(case, Path(case.script), tmp_path)
     assert cause == case.answer, f"{case.why}; but prove says\n{text}"
 
 
@@ -40,23 +36,8 @@ def test_what_was_mended_is_exact(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(shutil.copytree(SCRIPTS, tmp_path / "scripts"))
-    cause, text = proved(case, tmp_path, "--right")
+    cause, text = proved(case, Path(case.script), tmp_path, "--right")
     assert cause == "exact", text
-
-
-def proved(case: Case, folder: Path, *words: str) -> tuple[str, str]:
-    """What is said of a script in this working directory, as an id and as text."""
-    options: dict[str, Any] = {"seed": 1}
-    for option, value in zip(case.options[::2], case.options[1::2]):
-        name = option.removeprefix("--").replace("-", "_")
-        options[name] = int(value) if value.isdigit() else value
-    with listening(folder) as command:
-        script = [*command(case.ranks), case.script, "--root", "root", *words]
-        try:
-            proof = prove(Plan(script, steps=12, **options))
-        except CannotProve as error:
-            return error.cause, str(error)
-    return proof.cause or "exact", repr(proof)
 
 
 def test_each_report_has_a_script_or_a_reason() -> None:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.base.errors import UsageError
-from holdfast.prove.proving import Plan, Proof
+from holdfast.prove.proving import Plan, ResumeProof
 from holdfast.prove.proving import prove as prove_plan
 
 _STATE = "holdfast-state"
 
 
-def prove(train: Callable[[Path], object], *, ranks: int = 1, **options: Any) -> Proof:
+def prove(train: Callable[[Path], object], *, ranks: int = 1, **options: Any) -> ResumeProof:
     """Prove that a training goes on exactly when it is killed; blocks until all its runs are done.
 
     `train(root)` trains, saves into the folder `root`, and goes on from there; a function of a module,

@@ -6,11 +6,12 @@ rule that finds its own signs gives the cause.  `docs/reference/causes.md` says 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from holdfast.prove.comparing import NOTHING, Apart, Difference
-from holdfast.prove.courses import Life, Save, Segment, Tick, digest_of, kind_of
+from holdfast.prove.comparing import NOTHING, Apart, Deviation
+from holdfast.prove.courses import Life, SeenSave, Segment, TrainingTick, digest_of, kind_of
 from holdfast.prove.messages import Batch, Item, distance
 
 
@@ -33,14 +34,14 @@ class Evidence:
     apart: Apart
     life: Life
     """The life that the resume began."""
-    saves: Sequence[Save]
+    saves: Sequence[SeenSave]
     """What was saved before it."""
     begin: int
-    others: Mapping[int, Sequence[Tick]]
+    others: Mapping[int, Sequence[TrainingTick]]
     """The courses of all ranks."""
 
     @property
-    def loaded(self) -> Tick:
+    def loaded(self) -> TrainingTick:
         """The first tick of the resumed process, which has what was loaded."""
         segment = self._segment()
         return segment.ticks[0] if segment is not None else self.apart.found
@@ -51,10 +52,10 @@ class Evidence:
         segment = self._segment()
         return segment.renamed if segment is not None else {}
 
-    def right(self, kind: str) -> list[Difference]:
+    def right(self, kind: str) -> list[Deviation]:
         """Return what does not differ."""
         return [
-            Difference(k, i, i) for k, i in self.apart.expected.items.items()
+            Deviation(k, i, i) for k, i in self.apart.expected.items.items()
             if kind_of(k) == kind and digest_of(self.apart.found, k) == i.digest
         ]  # fmt: skip
 
@@ -75,7 +76,10 @@ def of_ranks(life: Life) -> Finding | None:
 
 
 def of_begin(
-    segment: Segment, written: Sequence[int], saves: Sequence[Save], course: Sequence[Tick]
+    segment: Segment,
+    written: Sequence[int],
+    saves: Sequence[SeenSave],
+    course: Sequence[TrainingTick],
 ) -> Finding | None:
     """Find a resume that never happened, or one from an older step than the newest that was saved."""
     if segment.begin == 0 and (written or saves):
@@ -84,7 +88,9 @@ def of_begin(
             "no-resume", 1, segment.rank, "the step at which training went on: 0",
             f"something was saved after step {after}, and the first step again is step 1",
         )  # fmt: skip
-    newest = max((_step_of(save, course) for save in saves), default=0)
+    by_step = Counter(save.step for save in saves)
+    whole = [save for save in saves if by_step[save.step] == max(by_step.values())]
+    newest = max((_step_of(save, course) for save in whole), default=0)
     if newest > segment.begin:
         return Finding(
             "older-step", segment.begin + 1, segment.rank,
@@ -94,7 +100,7 @@ def of_begin(
     return None
 
 
-def _step_of(save: Save, course: Sequence[Tick]) -> int:
+def _step_of(save: SeenSave, course: Sequence[TrainingTick]) -> int:
     """The step whose state a save has, by the values in it; 0 if it has none of the training."""
     digests = {leaf.digest for leaf in save.leaves.values()}
     best, most = 0, 0
@@ -119,33 +125,63 @@ def cause_of(evidence: Evidence) -> Finding:
     return _finding(evidence, "unexplained", one, "nothing that was observed before it differs")
 
 
+def _untrained(e: Evidence) -> Finding | None:
+    params = e.apart.of("param")
+    if not params or not e.apart.is_first:
+        return None
+    if any(name.split(".")[-3:-2] == ["params"] for name in e.renamed):
+        why = "the optimizer steps tensors that are in no module any more"
+        return _finding(e, "untrained-object", params[0], why)
+    right = _loaded_right(e, "param", params)
+    return _finding(e, right[0], params[0], right[1]) if right is not None else None
+
+
 def _saved_wrong(e: Evidence) -> Finding | None:
-    """What was restored is what was saved, and that was not the value of its step."""
+    """What was restored is what was saved, and that was not the value of its step and rank."""
     if not e.apart.is_first or not e.saves:
         return None
-    leaves = e.saves[-1].leaves
+    newest = e.saves[-1].step
+    leaves = [(p, x) for s in e.saves if s.step == newest for p, x in s.leaves.items()]
     for one in e.apart.differences:
         name = one.key.rpartition(".")[2]
-        saved = {
-            x.digest for path, x in leaves.items() if not x.text or path.rpartition(".")[2] == name
-        }
-        if one.found.digest not in saved or one.expected.digest in saved:
+        saved = {x.digest for path, x in leaves if not x.text or path.rpartition(".")[2] == name}
+        kind = kind_of(one.key)
+        if one.expected.digest in saved or kind in (
+            "generator",
+            "counter",
+            "batch",
+            "loss",
+            "grad",
+        ):
             continue
+        rank = _rank_with(e, one)
+        if rank is not None and not _are_replicas(e, [one]):
+            return _finding(
+                e, "not-in-checkpoint", one, f"what was saved of it is that of rank {rank}"
+            )
         steps = [
             n for n, t in enumerate(e.apart.course) if digest_of(t, one.key) == one.found.digest
         ]
-        names = [
-            k
-            for k, i in e.apart.expected.items.items()
-            if i.digest == one.found.digest and not i.text
-        ]
-        if kind_of(one.key) in ("generator", "counter", "batch", "loss", "grad") or not (
-            steps or names
-        ):
-            continue
-        what = f"the value of step {steps[-1]}" if steps else names[0].partition(" ")[2]
-        return _finding(e, "not-in-checkpoint", one, f"what was saved of it is {what}")
+        expected = e.apart.expected.items.items()
+        names = [k for k, i in expected if i.digest == one.found.digest and not i.text]
+        if one.found.digest in saved and (steps or names):
+            what = f"the value of step {steps[-1]}" if steps else names[0].partition(" ")[2]
+            return _finding(e, "not-in-checkpoint", one, f"what was saved of it is {what}")
     return None
+
+
+def _rank_with(e: Evidence, one: Deviation) -> int | None:
+    """Another rank that has, at this step of the course, what was found."""
+    at = e.apart.step - 1
+    for rank, course in e.others.items():
+        is_other = rank != e.apart.rank and at < len(course)
+        if is_other and digest_of(course[at], one.key) == one.found.digest:
+            return rank
+    return None
+
+
+def _shuffled(e: Evidence) -> Finding | None:
+    return _swapped(e, e.apart.of("state")) if e.apart.is_first else None
 
 
 def _weights(e: Evidence) -> Finding | None:
@@ -159,12 +195,6 @@ def _weights(e: Evidence) -> Finding | None:
         )
     if all(_is_rounded(d) for d in params):
         return _finding(e, "low-precision", one, "its values are those rounded to bfloat16")
-    if any(name.split(".")[-3:-2] == ["params"] for name in e.renamed):
-        why = "the optimizer steps tensors that are in no module any more"
-        return _finding(e, "untrained-object", one, why)
-    elsewhere = _loaded_right(e, "param", params)
-    if elsewhere is not None:
-        return _finding(e, elsewhere[0], one, elsewhere[1])
     if (
         one.expected is not NOTHING
         and not _is_any_saved(e, params)
@@ -186,16 +216,13 @@ def _states(e: Evidence) -> Finding | None:
     if all(d.found is NOTHING for d in states):
         loaded = [x for x in e.loaded.loaded if x.kind == "group" and x.items["states"].text != "0"]
         names = {e.loaded.names.get(x.owner) for x in loaded if x.owner in e.loaded.trained}
-        if e.apart.found.optimizer in names:
+        if names & {*e.apart.found.optimizers[:1], *e.loaded.optimizers[:1]}:
             why = "the optimizer had loaded its states, and lost them again"
             return _finding(e, "overwritten", one, why)
         if any(x.owner not in e.loaded.trained for x in loaded):
             why = "a state_dict was loaded into an optimizer that is not the one that steps"
             return _finding(e, "untrained-object", one, why)
         return _finding(e, "fresh-optimizer", one, "the optimizer began without states")
-    swapped = _swapped(e, states)
-    if swapped is not None:
-        return swapped
     tensors = [d for d in states if not d.expected.text]
     if tensors and all(_is_rounded(d) for d in tensors):
         return _finding(e, "low-precision", one, "its values are those rounded to bfloat16")
@@ -206,7 +233,7 @@ def _states(e: Evidence) -> Finding | None:
     )
 
 
-def _swapped(e: Evidence, states: Sequence[Difference]) -> Finding | None:
+def _swapped(e: Evidence, states: Sequence[Deviation]) -> Finding | None:
     owner = {
         i.digest: k
         for k, i in e.apart.expected.items.items()
@@ -291,11 +318,14 @@ def _attributes(e: Evidence) -> Finding | None:
             continue  # what counts batches differs with them
         if (
             one.kind == "buffer"
-            and e.apart.kinds & {"loss", "batch"}
+            and e.apart.kinds & {"param", "batch", "generator"}
             and e.apart.moves(one.key)
             and not _is_from_before(e, one)
         ):
             continue
+        if one.kind == "buffer" and _are_replicas(e, [one]):
+            why = "other ranks have the value that this one should have"
+            return _finding(e, "replicas-differ", one, why)
         if _is_saved(e, one):
             right = _loaded_right(e, "param", [one])
             if right is not None:
@@ -348,9 +378,10 @@ def _batches(e: Evidence) -> Finding | None:
     if own or (e.apart.of("generator") and not set(batch[0].samples) & known):
         which = (own or e.apart.of("generator"))[0]
         return _finding(e, "generator", which, "the order, or the samples, are drawn with it")
-    return _finding(
-        e, "sampler-order", one, "the same place in the epoch, and other samples: another order"
-    )
+    why = "the same place in the epoch, and other samples: another order"
+    if any(d.key == "generator torch" for d in e.apart.differences):
+        why += "; torch's generator differs, too: where the order is drawn from it, restore that"
+    return _finding(e, "sampler-order", one, why)
 
 
 def _generators(e: Evidence) -> Finding | None:
@@ -377,12 +408,12 @@ def _replicas(e: Evidence) -> Finding | None:
 
 
 _RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
-    _saved_wrong, _weights, _states, _accumulation, _settings, _schedulers, _scaler, _attributes, _batches,
-    _generators, _replicas,
+    _untrained, _shuffled, _saved_wrong, _weights, _states, _accumulation, _settings, _schedulers, _scaler,
+    _attributes, _batches, _generators, _replicas,
 )  # fmt: skip
 
 
-def _are_replicas(e: Evidence, params: Sequence[Difference]) -> bool:
+def _are_replicas(e: Evidence, params: Sequence[Deviation]) -> bool:
     """Whether other ranks have what this one should have: all had the same, and they still do."""
     if len(e.others) < 2:
         return False
@@ -400,7 +431,7 @@ def _are_replicas(e: Evidence, params: Sequence[Difference]) -> bool:
 
 
 def _loaded_right(
-    e: Evidence, kind: str, differences: Sequence[Difference]
+    e: Evidence, kind: str, differences: Sequence[Deviation]
 ) -> tuple[str, str] | None:
     """Return what became of values that a state_dict did bring: cause and reason; None if none did."""
     expected = {d.expected.digest for d in differences}
@@ -416,13 +447,13 @@ def _loaded_right(
     return None
 
 
-def _is_any_saved(e: Evidence, differences: Sequence[Difference]) -> bool:
+def _is_any_saved(e: Evidence, differences: Sequence[Deviation]) -> bool:
     """Whether a save before has the right values of one of these."""
     digests = {d.expected.digest for d in differences}
     return any(leaf.digest in digests for save in e.saves for leaf in save.leaves.values())
 
 
-def _is_rounded(one: Difference) -> bool:
+def _is_rounded(one: Deviation) -> bool:
     a, b = one.found.sketch, one.expected.sketch
     is_near = (
         a is None or b is None or distance(a, b) < 0.02 * (1e-30 + distance(b, [0.0] * len(b)))
@@ -430,20 +461,20 @@ def _is_rounded(one: Difference) -> bool:
     return one.found.narrow and not one.expected.narrow and is_near
 
 
-def _is_at_first(e: Evidence, one: Difference) -> bool:
+def _is_at_first(e: Evidence, one: Deviation) -> bool:
     return digest_of(e.apart.course[0], one.key) == one.found.digest
 
 
-def _is_from_before(e: Evidence, one: Difference) -> bool:
+def _is_from_before(e: Evidence, one: Deviation) -> bool:
     """Whether a buffer has a value that no forward pass of this step explains: one that is older."""
     return any(digest_of(t, one.key) == one.found.digest for t in e.apart.course[: e.begin])
 
 
-def _first_or_not(e: Evidence, one: Difference) -> str:
+def _first_or_not(e: Evidence, one: Deviation) -> str:
     return "it is back at its first value" if _is_at_first(e, one) else "it was restored otherwise"
 
 
-def _is_saved(e: Evidence, one: Difference) -> bool:
+def _is_saved(e: Evidence, one: Deviation) -> bool:
     """Whether a save before has a value of this name, or a tensor with these values."""
     name = one.key.rpartition(".")[2]
     at = e.apart.course[: e.apart.step]
@@ -461,7 +492,7 @@ def _has_scheduler(e: Evidence) -> bool:
     return any(kind_of(k) == "scheduler" for k in e.apart.expected.items)
 
 
-def _setting(one: Difference) -> str:
+def _setting(one: Deviation) -> str:
     return one.key.rpartition(".")[2]
 
 
@@ -471,11 +502,11 @@ def _at(batch: Batch) -> str:
     )
 
 
-def _finding(e: Evidence, cause: str, one: Difference, why: str) -> Finding:
+def _finding(e: Evidence, cause: str, one: Deviation, why: str) -> Finding:
     return Finding(cause, e.apart.step, e.apart.rank, _said(one), why)
 
 
-def _said(one: Difference) -> str:
+def _said(one: Deviation) -> str:
     """A value's name, what it is, and what it should be."""
     name = one.key.partition(" ")[2] or one.kind
     kind = {"grad": "gradient of ", "generator": "generator ", "loss": "", "batch": ""}.get(

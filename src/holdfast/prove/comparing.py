@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from holdfast.prove.courses import Segment, Tick, digest_of, kind_of
+from holdfast.prove.courses import Segment, TrainingTick, digest_of, kind_of
 from holdfast.prove.messages import Item, distance
 
 NOTHING = Item(0, "nothing")
@@ -21,7 +21,7 @@ _ONLY_IF_MOVING = ("counter", "copies", "generator")
 
 
 @dataclass(frozen=True)
-class Difference:
+class Deviation:
     """A value that is not the one of the course."""
 
     key: str
@@ -51,12 +51,12 @@ class Apart:
     rank: int
     is_first: bool
     """True for the first step after the resume, of each optimizer: what differs was not restored."""
-    differences: list[Difference]
-    found: Tick
-    course: Sequence[Tick]
+    differences: list[Deviation]
+    found: TrainingTick
+    course: Sequence[TrainingTick]
 
     @property
-    def expected(self) -> Tick:
+    def expected(self) -> TrainingTick:
         return self.course[self.step - 1]
 
     @property
@@ -72,18 +72,22 @@ class Apart:
         """Whether a value changes in the course."""
         return len({digest_of(t, key) for t in self.course}) > 1
 
-    def of(self, *kinds: str) -> list[Difference]:
+    def of(self, *kinds: str) -> list[Deviation]:
         """Return the differences of some kinds."""
         return [d for d in self.differences if d.kind in kinds]
 
 
 def first_apart(
-    segment: Segment, course: Sequence[Tick], keys: set[str], tolerance: Tolerance | None = None
+    segment: Segment,
+    course: Sequence[TrainingTick],
+    keys: set[str],
+    tolerance: Tolerance | None = None,
 ) -> Apart | None:
     """Return where a process first left the course of its rank; None if it never did.
 
     `keys`: what moves in the run that was never killed.
     """
+    consequence: Apart | None = None
     for number, tick in enumerate(segment.ticks):
         at = segment.begin + number
         if at >= len(course):
@@ -92,18 +96,24 @@ def first_apart(
         found = [
             d
             for d in _differences(tick, course[at], keys)
-            if d.key not in late or d.found is not NOTHING
+            if (d.key not in late or d.found is not NOTHING)
+            and not (tolerance is not None and _is_near(d, course[segment.begin], tolerance))
         ]
-        if tolerance is not None:
-            found = [d for d in found if not _is_near(d, course[segment.begin], tolerance)]
-        if found:
-            found.sort(key=lambda d: ORDER.index(d.kind))
-            is_first = not number or (number == 1 and all(d.key in tick.others for d in found))
-            return Apart(at + 1, segment.rank, is_first, found, tick, course)
+        if not found:
+            consequence = None
+            continue
+        found.sort(key=lambda d: ORDER.index(d.kind))
+        is_first = not number or (number == 1 and all(d.key in tick.others for d in found))
+        apart = Apart(at + 1, segment.rank, is_first, found, tick, course)
+        if consequence is not None or apart.kinds != {"grad"}:
+            return consequence or apart
+        consequence = (
+            apart  # gradients that are made within the step are seen too early to count alone
+        )
     return None
 
 
-def _differences(tick: Tick, other: Tick, moves: set[str]) -> Iterator[Difference]:
+def _differences(tick: TrainingTick, other: TrainingTick, moves: set[str]) -> Iterator[Deviation]:
     for key in [*other.items, *(k for k in tick.items if k not in other.items)]:
         if digest_of(tick, key) == digest_of(other, key):
             continue
@@ -112,21 +122,21 @@ def _differences(tick: Tick, other: Tick, moves: set[str]) -> Iterator[Differenc
             continue
         if kind in _ONLY_IF_MOVING and key not in moves:
             continue
-        yield Difference(key, tick.items.get(key, NOTHING), other.items.get(key, NOTHING))
+        yield Deviation(key, tick.items.get(key, NOTHING), other.items.get(key, NOTHING))
     for number in range(1, len(other.batches) + 1):
         found = tick.batches[-number].digest if number <= len(tick.batches) else 0
         if found != other.batches[-number].digest:
-            yield Difference("batch ", Item(found), Item(other.batches[-number].digest))
+            yield Deviation("batch ", Item(found), Item(other.batches[-number].digest))
             break
     fewest = len(tick.losses) if other.others and not tick.others else len(other.losses)
     for number in range(1, min(fewest, len(other.losses)) + 1):
         loss = tick.losses[-number] if number <= len(tick.losses) else NOTHING
         if loss.digest != other.losses[-number].digest:
-            yield Difference("loss ", loss, other.losses[-number])
+            yield Deviation("loss ", loss, other.losses[-number])
             break
 
 
-def _is_near(one: Difference, begin: Tick, tolerance: Tolerance) -> bool:
+def _is_near(one: Deviation, begin: TrainingTick, tolerance: Tolerance) -> bool:
     """Whether a value that two runs alike do not have in common is as near as these may be."""
     if one.kind not in tolerance.noisy:
         return False
@@ -137,7 +147,7 @@ def _is_near(one: Difference, begin: Tick, tolerance: Tolerance) -> bool:
     return distance(a, b) <= tolerance.share * way + 1e-6 * distance(b, [0.0] * len(b))
 
 
-def whole_of(ticks: Mapping[int, Tick], key: str) -> list[float] | None:
+def whole_of(ticks: Mapping[int, TrainingTick], key: str) -> list[float] | None:
     """Return the sketch of a whole tensor from those of its parts on all ranks; None without one."""
     items = [t.items[key] for _, t in sorted(ticks.items()) if key in t.items]
     if not items:
@@ -162,7 +172,9 @@ class Elsewhere:
 
 
 def elsewhere(
-    found: Mapping[int, Sequence[Tick]], begin: int, course: Mapping[int, Sequence[Tick]]
+    found: Mapping[int, Sequence[TrainingTick]],
+    begin: int,
+    course: Mapping[int, Sequence[TrainingTick]],
 ) -> Elsewhere:
     """Compare parameters as wholes, and samples as a set, from step `begin` on."""
     length = min([len(t) for t in found.values()] + [len(t) - begin for t in course.values()])
@@ -184,8 +196,8 @@ def elsewhere(
 
 
 def _samples(
-    ticks: Mapping[int, Sequence[Tick]], begin: int, length: int,
-    course: Mapping[int, Sequence[Tick]], at: int,
+    ticks: Mapping[int, Sequence[TrainingTick]], begin: int, length: int,
+    course: Mapping[int, Sequence[TrainingTick]], at: int,
 ) -> set[int]:  # fmt: skip
     """The samples of the batches that the steps used: of each step, as many batches as the course has."""
     used = len(next(iter(course.values()))[at].batches)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from holdfast.prove.messages import Batch, Item, Loaded, Names, Step, distance
+from holdfast.prove.messages import Batch, BeforeStep, Item, LoadedNames, WasLoaded, distance
 
 _WEIGHTS = {
     "param": 12.0, "state": 4.0, "batch": 4.0, "scheduler": 2.0, "group": 1.0, "average": 1.0,
@@ -14,25 +14,26 @@ _WEIGHTS = {
 """What speaks for the step at which a process goes on.  Generators do not: they begin anew anyway."""
 _WEIGHT_OF_FIRST = 3.0
 """Of parameters that are those of the first step: everything else may have been restored."""
-_NEAR, _AS_OTHERS = 2.0, 3.0
+_NEAR, _AS_OTHERS = 2.0, 6.0
 _SAVE = 0.2
 """Share of the largest change of files that makes another one a save."""
 
 
 @dataclass
-class Tick:
+class TrainingTick:
     """Everything at one step of the first optimizer, as it takes it."""
 
     items: dict[str, Item]
     batches: list[Batch] = field(default_factory=list)
     losses: list[Item] = field(default_factory=list)
-    loaded: list[Loaded] = field(default_factory=list)
+    loaded: list[WasLoaded] = field(default_factory=list)
     """Objects that took a state_dict since the tick before."""
     names: dict[int, str] = field(default_factory=dict)
     trained: frozenset[int] = frozenset()
     others: frozenset[str] = frozenset()
     """Keys of what other optimizers step, which did so before this tick."""
-    optimizer: str = ""
+    optimizers: tuple[str, ...] = ()
+    """Names of the optimizers, in the order in which they stepped first."""
 
 
 @dataclass
@@ -41,11 +42,11 @@ class Segment:
 
     rank: int
     begin: int
-    ticks: list[Tick] = field(default_factory=list)
+    ticks: list[TrainingTick] = field(default_factory=list)
     renamed: dict[str, str] = field(default_factory=dict)
     """Names of parameters in the course, by those that this process gives them."""
 
-    def add(self, tick: Tick) -> None:
+    def add(self, tick: TrainingTick) -> None:
         """Take the next tick, with the names of the course."""
         if self.renamed:
             tick.items = {self._of_course(k): item for k, item in tick.items.items()}
@@ -63,7 +64,7 @@ class Segment:
 
 
 @dataclass
-class Save:
+class SeenSave:
     """What was saved after a step."""
 
     step: int
@@ -75,7 +76,7 @@ class Life:
     """From a start of the command to its end."""
 
     segments: list[Segment] = field(default_factory=list)
-    saves: list[Save] = field(default_factory=list)
+    saves: list[SeenSave] = field(default_factory=list)
     """What `torch.save` and DCP were given."""
     written: list[tuple[int, int]] = field(default_factory=list)
     """Steps after which files had changed, and the bytes of these files."""
@@ -99,16 +100,24 @@ class Gathering:
     """Puts together the ticks of one process, whose other optimizers step between those of the first."""
 
     def __init__(self) -> None:
-        self.main = ""
-        self._before: list[Step] = []
-        self._loaded: list[Loaded] = []
+        self.order: list[str] = []
+        self._before: list[BeforeStep] = []
+        self._loaded: list[WasLoaded] = []
         self._names: dict[int, str] = {}
         self._trained: set[int] = set()
 
-    def add(self, step: Step) -> Tick | None:
-        """Return the tick that is complete with this step, if it is one of the first optimizer."""
-        self.main = self.main or step.optimizer
-        if step.optimizer != self.main:
+    def add(self, step: BeforeStep, known: Sequence[str] = ()) -> TrainingTick | None:
+        """Return the tick that is complete with this step, if it is one of the first optimizer.
+
+        `known`: the names that optimizers had before, in the order in which they step.
+        """
+        if step.optimizer not in self.order:
+            self.order.append(step.optimizer)
+        name = (*known, *self.order[len(known) :])[self.order.index(step.optimizer)]
+        if name != step.optimizer:
+            own, before = f"group {step.optimizer}.", f"group {name}."
+            step.items = {k.replace(own, before, 1): item for k, item in step.items.items()}
+        if step.optimizer != self.order[0]:
             self._before.append(step)
             return None
         items, others = dict(step.items), set()
@@ -119,21 +128,21 @@ class Gathering:
                 items[key] = item
                 others.add(key)
         steps = (*self._before, step)
-        tick = Tick(
+        tick = TrainingTick(
             items, [b for s in steps for b in s.batches], [x for s in steps for x in s.losses],
             self._loaded, dict(self._names), frozenset(self._trained),
-            frozenset(others), self.main,
+            frozenset(others), tuple((*known, *self.order[len(known) :])),
         )  # fmt: skip
         self._before, self._loaded = [], []
         return tick
 
-    def again(self, tick: Tick) -> None:
+    def again(self, tick: TrainingTick) -> None:
         """Put what was loaded before a tick to the next one."""
         self._loaded = [*tick.loaded, *self._loaded]
 
-    def note(self, message: Loaded | Names) -> None:
+    def note(self, message: WasLoaded | LoadedNames) -> None:
         """Take what was loaded, and what it is called."""
-        if isinstance(message, Loaded):
+        if isinstance(message, WasLoaded):
             self._loaded.append(message)
         else:
             self._names |= message.names
@@ -144,7 +153,7 @@ def kind_of(key: str) -> str:
     return key.partition(" ")[0]
 
 
-def renamed(tick: Tick, course: Sequence[Tick]) -> dict[str, str]:
+def renamed(tick: TrainingTick, course: Sequence[TrainingTick]) -> dict[str, str]:
     """Return the names that parameters had in the course, if this process has others in the same places."""
     own = [k.partition(" ")[2] for k in tick.items if kind_of(k) == "param"]
     known = [k.partition(" ")[2] for k in course[0].items if kind_of(k) == "param"]
@@ -153,7 +162,7 @@ def renamed(tick: Tick, course: Sequence[Tick]) -> dict[str, str]:
     return dict(zip(new, gone, strict=True)) if len(new) == len(gone) else {}
 
 
-def moving(course: Sequence[Tick]) -> set[str]:
+def moving(course: Sequence[TrainingTick]) -> set[str]:
     """Return the keys whose values change in the course."""
     first: dict[str, int] = {}
     out = set()
@@ -165,7 +174,9 @@ def moving(course: Sequence[Tick]) -> set[str]:
     return out | absent
 
 
-def begin_of(tick: Tick, course: Sequence[Tick], of_others: Iterable[int] = ()) -> int:
+def begin_of(
+    tick: TrainingTick, course: Sequence[TrainingTick], of_others: Iterable[int] = ()
+) -> int:
     """Return after which step of the course a process went on whose first tick this is.
 
     The step at which the most is equal: the parameters first, then what else was restored, and the batch.
@@ -187,7 +198,7 @@ def begin_of(tick: Tick, course: Sequence[Tick], of_others: Iterable[int] = ()) 
 
 
 def _evidence(
-    tick: Tick, other: Tick, by_kind: Mapping[str, list[str]], is_first: bool
+    tick: TrainingTick, other: TrainingTick, by_kind: Mapping[str, list[str]], is_first: bool
 ) -> Iterable[float]:
     for kind, keys in by_kind.items():
         weight = _WEIGHT_OF_FIRST if is_first and kind == "param" else _WEIGHTS.get(kind, 0.0)
@@ -201,11 +212,11 @@ def _evidence(
         yield _WEIGHTS["batch"]
 
 
-def _same(tick: Tick, other: Tick, keys: Iterable[str]) -> int:
+def _same(tick: TrainingTick, other: TrainingTick, keys: Iterable[str]) -> int:
     return sum(digest_of(tick, k) == digest_of(other, k) for k in keys)
 
 
-def _gap(tick: Tick, other: Tick, keys: Iterable[str]) -> float:
+def _gap(tick: TrainingTick, other: TrainingTick, keys: Iterable[str]) -> float:
     total = 0.0
     for key in keys:
         a, b = tick.items.get(key), other.items.get(key)
@@ -214,6 +225,6 @@ def _gap(tick: Tick, other: Tick, keys: Iterable[str]) -> float:
     return total
 
 
-def digest_of(tick: Tick, key: str) -> int | None:
+def digest_of(tick: TrainingTick, key: str) -> int | None:
     item = tick.items.get(key)
     return None if item is None else item.digest

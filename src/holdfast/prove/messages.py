@@ -1,8 +1,8 @@
 """What the processes of a training tell `holdfast prove`, and its answers; over a Unix socket.
 
-A message is a msgpack array after its length (u32, little-endian).  A process sends `Step` before each
-optimizer step, and waits for one byte: `GO`, or `LAST`, upon which it sends `After` when the step is made.
-It waits for ever where a run is to end: whoever runs it kills it there.
+A message is a msgpack array after its length (u32, little-endian).  A process sends `BeforeStep` before
+each optimizer step, and waits for one byte: `GO`, or `LAST`, upon which it sends `AfterStep` when the step
+is made.  It waits for ever where a run is to end: whoever runs it kills it there.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import math
 import socket
 import struct
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
+
+from holdfast.base.wire import decode_msgpack
 
 ADDRESS = "HOLDFAST_PROVE"
 """Environment variable: the path of the socket."""
@@ -47,7 +48,7 @@ class Batch(msgspec.Struct, array_like=True):
     samples: list[int]
 
 
-class Step(msgspec.Struct, tag=True, array_like=True):
+class BeforeStep(msgspec.Struct, tag=True, array_like=True):
     """An optimizer that is about to step, and everything as it takes it."""
 
     rank: int
@@ -66,29 +67,29 @@ class Step(msgspec.Struct, tag=True, array_like=True):
     """What was not looked at, by name, and why."""
 
 
-class After(msgspec.Struct, tag=True, array_like=True):
+class AfterStep(msgspec.Struct, tag=True, array_like=True):
     """Everything as the last step left it."""
 
     items: dict[str, Item]
 
 
-class Saved(msgspec.Struct, tag=True, array_like=True):
+class WasSaved(msgspec.Struct, tag=True, array_like=True):
     """What `torch.save` or DCP was given: digests by the path of keys."""
 
     leaves: dict[str, Item]
 
 
-class Loaded(msgspec.Struct, tag=True, array_like=True):
+class WasLoaded(msgspec.Struct, tag=True, array_like=True):
     """An object that has taken a state_dict, and its values right after it."""
 
     kind: str
     owner: int
-    """`id` of the object; `Step` of the same process, later, tells names."""
+    """`id` of the object; `BeforeStep` of the same process, later, tells names."""
     items: dict[str, Item]
 
 
-class Names(msgspec.Struct, tag=True, array_like=True):
-    """Names of the objects that took a state_dict, by their `id`, and whether the loop trains them."""
+class LoadedNames(msgspec.Struct, tag=True, array_like=True):
+    """Names of the objects that took a state_dict, by their `id`, and which of them the loop trains."""
 
     names: dict[int, str]
     trained: list[int]
@@ -101,9 +102,8 @@ class Trouble(msgspec.Struct, tag=True, array_like=True):
     about: str
 
 
-Message = Step | After | Saved | Loaded | Names | Trouble
+Message = BeforeStep | AfterStep | WasSaved | WasLoaded | LoadedNames | Trouble
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Message)
 
 
 def distance(a: Sequence[float], b: Sequence[float]) -> float:
@@ -138,6 +138,6 @@ class Incoming:
             end = _LENGTH.size + _LENGTH.unpack_from(self._buffer)[0]
             if len(self._buffer) < end:
                 break
-            out.append(_decoder.decode(bytes(self._buffer[_LENGTH.size : end])))
+            out.append(decode_msgpack(bytes(self._buffer[_LENGTH.size : end]), Message))
             del self._buffer[:end]
         return out

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field, replace
 from holdfast.base.errors import UsageError
 from holdfast.prove.causes import Evidence, Finding, cause_of, of_begin, of_ranks
 from holdfast.prove.comparing import Apart, Elsewhere, Tolerance, elsewhere, first_apart
-from holdfast.prove.courses import Life, Save, Segment, Tick, moving
-from holdfast.prove.running import CannotProve, Launch, kill_all
+from holdfast.prove.courses import Life, SeenSave, Segment, TrainingTick, moving
+from holdfast.prove.running import CannotProve, Trial, kill_all
 from holdfast.prove.workspace import Folder, Workspace
 
 SHARE = 0.05
@@ -54,7 +54,7 @@ class Plan:
 
 
 @dataclass
-class Proof:
+class ResumeProof:
     """What became of it; true if every resume was exact, or within the tolerance that was asked for."""
 
     exact: bool = True
@@ -94,7 +94,7 @@ class Proof:
 Said = Callable[[str], None]
 
 
-def prove(plan: Plan, say: Said = lambda _: None) -> Proof:
+def prove(plan: Plan, say: Said = lambda _: None) -> ResumeProof:
     """Run a training several times, and compare; blocks until it is done, and leaves nothing behind.
 
     `say` is told in a sentence what is being done.  Raises CannotProve for a training that saves nothing,
@@ -125,14 +125,14 @@ class _Proving:
         self.plan, self.workspace, self.say = plan, workspace, say
         self.seed = random.randrange(1 << 16) if plan.seed is None else plan.seed
         self.random = random.Random(self.seed)
-        self.proof = Proof(seed=self.seed)
-        self.course: dict[int, list[Tick]] = {}
+        self.proof = ResumeProof(seed=self.seed)
+        self.course: dict[int, list[TrainingTick]] = {}
         self.tolerance: Tolerance | None = None
         self.again_up_to = 0
         self.beyond = False
         self.steps = plan.steps
 
-    def run(self) -> Proof:
+    def run(self) -> ResumeProof:
         """Make the runs in turn, and stop at the first that differs."""
         self._whole()
         kill_at = self._kill_steps()
@@ -153,7 +153,7 @@ class _Proving:
     def _whole(self) -> None:
         self.say(f"whole: up to step {self.steps}")
         folder = self.workspace.new()
-        launch = Launch(folder, self.steps, self.steps, {}, self.plan.patience_s)
+        launch = Trial(folder, self.steps, self.steps, {}, self.plan.patience_s)
         life = launch.run(folder.command)
         self.course = {s.rank: s.ticks for s in life.segments}
         made = min((len(t) for t in self.course.values()), default=0) - (life.status is None)
@@ -204,7 +204,7 @@ class _Proving:
         left = None
         for until in (*kill_at, self.steps):
             is_last = until == self.steps
-            launch = Launch(folder, until, self.steps, own if lives else {}, plan.patience_s)
+            launch = Trial(folder, until, self.steps, own if lives else {}, plan.patience_s)
             command = _with(folder.command, plan.resume_with) if lives else folder.command
             life = launch.run(command, plan.kill if not is_last and plan.kill == "one" else "all")
             lives.append(life)
@@ -224,7 +224,7 @@ class _Proving:
         self.proof.resumes.append((tuple(kill_at), tuple(begins)))
         return left
 
-    def _check_end(self, life: Life, launch: Launch) -> None:
+    def _check_end(self, life: Life, launch: Trial) -> None:
         if life.status is not None and not life.segments:
             raise CannotProve(
                 "ended-early",
@@ -233,7 +233,7 @@ class _Proving:
                 hint="--resume-with ARGS adds what it needs to go on",
             )
 
-    def _first_apart(self, segment: Segment, course: Sequence[Tick]) -> Apart | None:
+    def _first_apart(self, segment: Segment, course: Sequence[TrainingTick]) -> Apart | None:
         return first_apart(segment, course, self.moves.get(segment.rank, set()), self.tolerance)
 
     def _compare_again(self, life: Life, share: float | None = None) -> None:
@@ -265,7 +265,7 @@ class _Proving:
         self,
         life: Life,
         lives: Sequence[Life],
-        own: Mapping[int, list[Tick]],
+        own: Mapping[int, list[TrainingTick]],
         kill_at: Sequence[int],
     ) -> bool:
         """Compare a resumed life with the course; False, and a finding, where it differs."""
@@ -288,7 +288,7 @@ class _Proving:
         return finding is None
 
     def _apart(
-        self, life: Life, saves: Sequence[Save], own: Mapping[int, list[Tick]]
+        self, life: Life, saves: Sequence[SeenSave], own: Mapping[int, list[TrainingTick]]
     ) -> Finding | None:
         """Return what differs first, of all ranks: what does not follow from what another rank has."""
         found = [
@@ -302,7 +302,7 @@ class _Proving:
         if self.tolerance is None and found[0][0].step > self.again_up_to:
             self.say("again, whole: is it the training itself that differs there?")
             folder = self.workspace.new()
-            launch = Launch(folder, self.steps, self.steps, {}, self.plan.patience_s)
+            launch = Trial(folder, self.steps, self.steps, {}, self.plan.patience_s)
             self._compare_again(launch.run(folder.command))
             if self.tolerance is not None:
                 return self._apart(life, saves, own)
@@ -322,7 +322,7 @@ class _Proving:
         command = shlex.split(plan.then) if plan.then else _for_ranks(left.command, plan.ranks or 1)
         folder = self.workspace.copy(left, command)
         self.say(f"elsewhere: {shlex.join(command)}")
-        launch = Launch(folder, self.steps, self.steps, self.course, plan.patience_s)
+        launch = Trial(folder, self.steps, self.steps, self.course, plan.patience_s)
         life = launch.run(_with(folder.command, "" if plan.then else plan.resume_with))
         self._check_end(life, launch)
         begins = {s.begin for s in life.segments}
@@ -351,7 +351,7 @@ class _Proving:
         self.proof.finding = finding
 
 
-def _joined(life: Life, course: Mapping[int, list[Tick]]) -> dict[int, list[Tick]]:
+def _joined(life: Life, course: Mapping[int, list[TrainingTick]]) -> dict[int, list[TrainingTick]]:
     """The course of a run that is not deterministic: what it went through, then that of the whole run."""
     own = dict(course)
     for one in life.segments:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from holdfast.prove.causes import Finding
-    from holdfast.prove.proving import Proof
+    from holdfast.prove.proving import ResumeProof
 
 TO_DO = {
     "not-in-checkpoint": "add it to what is saved: register_buffer, or state_dict and load_state_dict",
@@ -35,7 +35,7 @@ TO_DO = {
 }
 
 
-def lines(proof: Proof) -> list[str]:
+def lines(proof: ResumeProof) -> list[str]:
     """The answer in a few lines: what was run, and that it is exact, or what is not."""
     out = []
     runs = [f"killed at {_steps(kills)}" for kills, _ in proof.resumes]
@@ -78,7 +78,7 @@ def _finding(finding: Finding) -> list[str]:
     ]
 
 
-def as_json(proof: Proof) -> dict[str, object]:
+def as_json(proof: ResumeProof) -> dict[str, object]:
     """What `--json` prints."""
     one = proof.finding or proof.nondeterminism
     return {

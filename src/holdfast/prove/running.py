@@ -14,19 +14,27 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.base.errors import HoldfastError
-from holdfast.prove.courses import Gathering, Life, Save, Segment, Tick, begin_of, renamed
+from holdfast.prove.courses import (
+    Gathering,
+    Life,
+    SeenSave,
+    Segment,
+    TrainingTick,
+    begin_of,
+    renamed,
+)
 from holdfast.prove.messages import (
     ADDRESS,
     GO,
     LAST,
-    After,
+    AfterStep,
+    BeforeStep,
     Incoming,
-    Loaded,
+    LoadedNames,
     Message,
-    Names,
-    Saved,
-    Step,
     Trouble,
+    WasLoaded,
+    WasSaved,
 )
 from holdfast.prove.workspace import Folder
 
@@ -64,7 +72,7 @@ class _Rank:
         return self.segment.begin + len(self.segment.ticks) - 1
 
 
-class Launch:
+class Trial:
     """A process tree of the training, from its start until all ranks have made a step, or it ends."""
 
     def __init__(
@@ -72,7 +80,7 @@ class Launch:
         folder: Folder,
         until: int,
         last: int,
-        course: dict[int, list[Tick]],
+        course: dict[int, list[TrainingTick]],
         patience_s: float,
     ) -> None:
         """`until`: the last step to be made; it is observed afterwards, too, if it is `last`.
@@ -155,25 +163,26 @@ class Launch:
         attempt, gathering = self._gatherings.setdefault(channel, (0, Gathering()))
         if isinstance(message, Trouble):
             self._trouble = message
-        elif isinstance(message, (Loaded, Names)):
+        elif isinstance(message, (WasLoaded, LoadedNames)):
             gathering.note(message)
-            if isinstance(message, Loaded) and message.kind == "group" and self.course:
+            if isinstance(message, WasLoaded) and message.kind == "group" and self.course:
                 rank = next((r for r in self._ranks.values() if r.channel is channel), None)
                 if rank is not None and len(rank.segment.ticks) < _FIRST:
                     self._anew.add(channel)
-        elif isinstance(message, Saved):
+        elif isinstance(message, WasSaved):
             made = max((r.made for r in self._ranks.values()), default=0)
-            self.life.saves.append(Save(made + 1, message.leaves))
-        elif isinstance(message, After):
+            self.life.saves.append(SeenSave(made + 1, message.leaves))
+        elif isinstance(message, AfterStep):
             for rank in self._ranks.values():
                 if rank.channel is channel:
-                    rank.segment.add(Tick(message.items))
+                    rank.segment.add(TrainingTick(message.items))
                     rank.made_last = True
         else:
             if message.attempt != attempt:
                 gathering = Gathering()
                 self._gatherings[channel] = message.attempt, gathering
-            tick = gathering.add(message)
+            course = self.course.get(message.rank) or next(iter(self.course.values()), [])
+            tick = gathering.add(message, course[-1].optimizers if course else ())
             if tick is None:
                 channel.sendall(GO)
             elif self._is_none_of_training(message.rank, tick):
@@ -182,14 +191,14 @@ class Launch:
             else:
                 self._tick(channel, message, tick)
 
-    def _is_none_of_training(self, rank: int, tick: Tick) -> bool:
+    def _is_none_of_training(self, rank: int, tick: TrainingTick) -> bool:
         """Whether a step only has states made: nothing came before it, as it does in training."""
         if tick.losses or tick.batches or any(s.rank == rank for s in self.life.segments):
             return False
         course = self.course.get(rank, [])
         return bool(course) and all(one.losses for one in course[:3])
 
-    def _tick(self, channel: socket.socket, step: Step, tick: Tick) -> None:
+    def _tick(self, channel: socket.socket, step: BeforeStep, tick: TrainingTick) -> None:
         self.life.world = step.world
         self.life.unseen |= step.unseen
         key = step.pid, step.attempt
@@ -198,13 +207,12 @@ class Launch:
             course = self.course.get(step.rank) or next(iter(self.course.values()), [])
             segment = Segment(step.rank, 0, renamed=renamed(tick, course) if course else {})
             segment.add(tick)
-            others = [s.begin for s in self.life.segments if s.rank != step.rank]
-            segment.begin = begin_of(tick, course, others) if course else 0
             again = [s for s in self.life.segments if s.rank == step.rank and key in self._ranks]
             self.life.segments = [s for s in self.life.segments if s not in again] + [segment]
             for old in [k for k, r in self._ranks.items() if r.segment.rank == step.rank]:
                 del self._ranks[old]
             self._ranks[key] = _Rank(channel, segment)
+            self._find_begins()
         else:
             self._ranks[key].segment.add(tick)
         rank = self._ranks[key]
@@ -216,6 +224,16 @@ class Launch:
             is_last = rank.made + 1 == self.until == self.last
             channel.sendall(LAST if is_last else GO)
             rank.is_held = is_last
+
+    def _find_begins(self) -> None:
+        """Find out where ranks go on; of one that has just begun, the others may tell."""
+        for one in self.life.segments if self.course else ():
+            if len(one.ticks) < _FIRST:
+                others = [
+                    s.begin for s in self.life.segments if s is not one and s.rank != one.rank
+                ]
+                course = self.course.get(one.rank) or next(iter(self.course.values()))
+                one.begin = begin_of(one.ticks[0], course, others)
 
     def _is_done(self) -> bool:
         held = [
@@ -251,6 +269,8 @@ class Launch:
                 "asked-for-input", f"the training asked for input: {self._trouble.about!r}",
                 hint="give it by arguments: nobody is there to answer",
             )  # fmt: skip
+        if self._trouble is not None and self._trouble.kind == "observer":
+            raise CannotProve("no-steps", f"a step could not be observed:\n{self._trouble.about}")
         if self._trouble is not None:
             raise CannotProve(
                 "one-place",
@@ -283,7 +303,7 @@ class Launch:
         self._ranks = {key: rank for key, rank in gone.items() if key[0] != pid}
         self._listen(selector, listener, process)
 
-    def _so_far(self) -> dict[int, list[Tick]]:
+    def _so_far(self) -> dict[int, list[TrainingTick]]:
         return {s.rank: s.ticks for s in self.life.segments if s.begin == 0} or self.course
 
     def _look_at_files(self) -> dict[str, tuple[int, int, int]]:

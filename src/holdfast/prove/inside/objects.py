@@ -56,8 +56,14 @@ class Objects:
         """`id` of optimizers that step, of their modules and of the schedulers."""
         self._found: dict[int, Any] = {}
 
-    def find(self, frame: FrameType | None, optimizer: Optimizer) -> None:
-        """Look at everything that the frames reach, breadth first: the shortest path is the name."""
+    def find(
+        self, frame: FrameType | None, optimizer: Optimizer, living: Mapping[str, Optimizer]
+    ) -> str:
+        """Look at everything that the frames reach, breadth first: the shortest path is the name.
+
+        Returns the name of `optimizer`.  Those that have stepped before, `living`, keep theirs as long as
+        they are reached.
+        """
         queue: deque[tuple[str, Any, int]] = deque(_of_frames(frame))
         self._found.clear()
         self.names.clear()
@@ -71,14 +77,16 @@ class Objects:
             self.names[id(value)] = name
             if depth < _DEEPEST:
                 queue.extend((f"{name}.{key}", v, depth + 1) for key, v in _inside(value))
-        if id(optimizer) not in self.names:
-            name = type(optimizer).__name__.lower()
-            taken = sum(
-                n.startswith(name) and o is not optimizer for n, o in self.optimizers.items()
-            )
-            self.names[id(optimizer)] = f"{name}{taken or ''}"
-            self._found[id(optimizer)] = optimizer
+        reached = {name: one for name, one in living.items() if id(one) in self._found}
+        self.names |= {id(one): name for name, one in reached.items()}
+        name = self.names.get(id(optimizer), type(optimizer).__name__.lower())
+        known = sum(one is not optimizer and n.startswith(name) for n, one in reached.items())
+        if reached.get(name, optimizer) is not optimizer:
+            name = f"{name}{known + 1}"
+        self.names[id(optimizer)] = name
+        self._found[id(optimizer)] = optimizer
         self._name_parameters(optimizer)
+        return name
 
     def _name_parameters(self, optimizer: Optimizer) -> None:
         named = {self.names[id(o)]: o for o in self._found.values() if isinstance(o, Optimizer)}
@@ -113,6 +121,7 @@ class Objects:
             for g in o.param_groups for p in g["params"]
         }  # fmt: skip
         done: set[int] = set()
+        known = self._known_tensors()
         for value in list(self._found.values()):
             name = self.names[id(value)]
             if isinstance(value, nn.Module):
@@ -128,7 +137,7 @@ class Objects:
                 yield f"generator {name}", value, None
             elif _is_average(value, shapes) and not self._is_trainers(value):
                 kind = "copies" if isinstance(value, dict) else "average"
-                yield from _tensors_of(value, name, kind, self.parameters)
+                yield from _tensors_of(value, name, kind, known)
                 yield from _attributes(value, name, kind, set())
             elif _is_of_script(value) or isinstance(value, Sampler):
                 yield from _attributes(value, name, "counter", set())
@@ -136,6 +145,18 @@ class Objects:
     def forget(self) -> None:
         """Hold nothing of the training any more but what `places` has given."""
         self._found.clear()
+
+    def _known_tensors(self) -> set[int]:
+        """`id` of the tensors that modules and optimizers have, wherever else they are met."""
+        found = list(self._found.values())
+        modules = [m for m in found if isinstance(m, nn.Module)]
+        optimizers = [o for o in found if isinstance(o, Optimizer)]
+        states = [s for o in optimizers for s in vars(o).get("state", {}).values()]
+        return {
+            *self.parameters,
+            *(id(t) for m in modules for t in (*m.parameters(), *m.buffers())),
+            *(id(t) for s in states if isinstance(s, dict) for t in s.values()),
+        }
 
     def _is_trainers(self, value: Any) -> bool:
         """Whether an object holds an optimizer, as what runs a loop does."""
@@ -268,16 +289,16 @@ def _attributes(value: Any, name: str, kind: str, without: set[str]) -> Iterator
             )  # fmt: skip
 
 
-def _tensors_of(value: Any, name: str, kind: str, parameters: Mapping[int, str]) -> Iterator[Place]:
+def _tensors_of(value: Any, name: str, kind: str, known: set[int]) -> Iterator[Place]:
     """Yield the tensors of an average, one level down; not those that are the parameters themselves."""
     holder = value if isinstance(value, dict) else vars(value)
     for key, held in holder.items():
-        if isinstance(held, Tensor) and id(held) not in parameters:
+        if isinstance(held, Tensor) and id(held) not in known:
             yield f"{kind} {name}.{key}", holder, key
         elif isinstance(held, (dict, list)):
             items: Sequence[Any] = list(held) if isinstance(held, dict) else range(len(held))
             for inner in items:
-                if isinstance(held[inner], Tensor) and id(held[inner]) not in parameters:
+                if isinstance(held[inner], Tensor) and id(held[inner]) not in known:
                     yield f"{kind} {name}.{key}.{inner}", held, inner
 
 

@@ -14,6 +14,7 @@ import os
 import random
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -31,14 +32,23 @@ from torch.optim.optimizer import (
 from holdfast.prove.inside import values
 from holdfast.prove.inside.channel import Channel
 from holdfast.prove.inside.objects import Objects, Place
-from holdfast.prove.messages import LAST, After, Batch, Item, Loaded, Names, Saved, Step
+from holdfast.prove.messages import (
+    LAST,
+    AfterStep,
+    Batch,
+    BeforeStep,
+    Item,
+    LoadedNames,
+    WasLoaded,
+    WasSaved,
+)
 
 _SKETCHED = ("param ", "average ", "copies ")
 
 
 def install(channel: Channel) -> None:
     """Observe this process; called when torch has been imported."""
-    observer = Observer(channel)
+    observer = StepObserver(channel)
     register_optimizer_step_pre_hook(observer.before)
     register_optimizer_step_post_hook(observer.after)
     _wrap(torch.autograd, "backward", observer.on_backward)
@@ -63,10 +73,10 @@ def install_loader(channel: Channel) -> None:
     _watch_batches(module._BaseDataLoaderIter, _observers[0])
 
 
-_observers: list[Observer] = []
+_observers: list[StepObserver] = []
 
 
-class Observer:
+class StepObserver:
     """Sees the steps of a process; other processes that it forks are not seen."""
 
     def __init__(self, channel: Channel) -> None:
@@ -84,14 +94,45 @@ class Observer:
         self._unseen: dict[str, str] = {}
         self._busy = threading.local()
 
-    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Tell everything as the optimizer takes it, and wait for leave to go on."""
-        if os.getpid() != self._pid or _is_of_dcp():
-            return
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Tell everything as the optimizer takes it: with a closure, when this has made the gradients."""
+        if (
+            "state" not in vars(optimizer)
+            or os.getpid() != self._pid
+            or _is_of_dcp()
+            or _holds_others(optimizer)
+        ):
+            return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._tell(optimizer)
+            return None
+        told: list[bool] = []
+
+        def then_told() -> Any:
+            out = closure()
+            if not told:
+                told.append(True)
+                self._tell(optimizer)
+            return out
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": then_told}
+        return (args[0], then_told, *args[2:]), kwargs
+
+    def _tell(self, optimizer: Optimizer) -> None:
+        """Tell everything, and wait for leave to go on."""
+        try:
+            self._tell_all(optimizer)
+        except Exception:
+            self._channel.end_for("observer", traceback.format_exc())
+            raise
+
+    def _tell_all(self, optimizer: Optimizer) -> None:
         self._unseen = {}
         name = self._name(optimizer)
         rank, world = _rank()
-        step = Step(
+        step = BeforeStep(
             rank, world, self._pid, self._attempt, name, self._look(optimizer, name == self._main),
             self._batches, self._losses, self._unseen,
         )  # fmt: skip
@@ -99,16 +140,16 @@ class Observer:
         if self._loaded:
             names = {i: n for i, n in self._objects.names.items() if i in self._loaded}
             trained = [i for i in self._loaded if i in self._objects.trained]
-            self._channel.tell(Names(names, trained))
+            self._channel.tell(LoadedNames(names, trained))
         answer = self._channel.ask(step)
-        if name == self._main:  # others may step within its step
+        if name == self._main:
             self._is_last = answer == LAST
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Where this step was to be the last one, tell what it left, and wait to be killed."""
         is_main = self._is_last and self._stepped[self._main]() is optimizer
         if is_main and os.getpid() == self._pid:
-            self._channel.ask(After(self._look(optimizer, True)))
+            self._channel.ask(AfterStep(self._look(optimizer, True)))
 
     def on_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
         """Take the loss."""
@@ -132,7 +173,7 @@ class Observer:
                 state = {
                     k: v.state_dict() if hasattr(v, "state_dict") else v for k, v in state.items()
                 }
-            self._channel.tell(Saved(dict(values.leaves_of(state))))
+            self._channel.tell(WasSaved(dict(values.leaves_of(state))))
         finally:
             self._busy.saving = False
 
@@ -152,7 +193,7 @@ class Observer:
         else:
             items = {k: values.scalar(v) for k, v in vars(owner).items() if values.is_scalar(v)}
         self._loaded.add(id(owner))
-        self._channel.tell(Loaded(kind, id(owner), items))
+        self._channel.tell(WasLoaded(kind, id(owner), items))
 
     def _name(self, optimizer: Optimizer) -> str:
         """The name of an optimizer; another one of the same name begins an attempt anew.
@@ -161,8 +202,8 @@ class Observer:
         """
         known = next((n for n, o in self._stepped.items() if o() is optimizer), None)
         if known is None or known == self._main:
-            self._objects.find(sys._getframe(2), optimizer)
-            name = self._objects.names[id(optimizer)]
+            living = {n: o for n, one in self._stepped.items() if (o := one()) is not None}
+            name = self._objects.find(sys._getframe(1), optimizer, living)
             if known is None:
                 if name in self._stepped:
                     self._stepped.clear()
@@ -216,6 +257,14 @@ def _is_of_dcp() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _holds_others(optimizer: Optimizer) -> bool:
+    """Whether an optimizer steps others, which are seen themselves."""
+    held = [v for k, v in vars(optimizer).items() if k not in ("state", "param_groups", "defaults")]
+    inside = [x for v in held if isinstance(v, (list, tuple)) for x in v]
+    inside += [x for v in held if isinstance(v, dict) for x in v.values()]
+    return any(isinstance(one, Optimizer) for one in (*held, *inside))
 
 
 def _item(value: object, sketched: bool) -> Item:
@@ -293,7 +342,7 @@ def _and_below(kind: type) -> Iterator[type]:
         yield from _and_below(one)
 
 
-def _watch_batches(kind: Any, observer: Observer) -> None:
+def _watch_batches(kind: Any, observer: StepObserver) -> None:
     """See each batch of the iterators of a DataLoader, with its number in its iterator."""
     inner = kind.__next__
 
