@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast.base.arguments import MAX_STEP, count_of
-from holdfast.base.entry import public
+from holdfast.base.entry import options, public
 from holdfast.base.errors import UsageError
 
 
+@options
 @dataclass(frozen=True, slots=True)
 class Every:
     """Number of steps after which each tier acts again.  None: only when asked."""
