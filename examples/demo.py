@@ -168,14 +168,16 @@ def draw(reference: Run, runs: list[Run], assassin: Assassin, path: Path) -> Non
         above.axvline(run.starts()[-1]["restored_from"], color="0.5", linestyle=":", linewidth=1)
     killed = f"rank {assassin.rank} killed in mid-save"
     above.plot(assassin.step, expected[assassin.step], "rx", markersize=12, label=killed)
-    above.set(ylabel="loss", title="killed, then moved to two other layouts (dotted: restored)")
+    above.set(ylabel="loss", title="killed, then moved to fewer processes (dotted: restored)")
     above.legend()
-    below.set(xlabel="step", ylabel="difference")
+    below.set(xlabel="step", ylabel="from reference")
     figure.savefig(path, dpi=120)
 
 
 def described(run: Run) -> str:
-    return f"{run.phase.name}: {run.phase.layout}"
+    """How many processes trained, and how they shared the model: `2 fewer: 2 processes, FSDP x2`."""
+    number = run.phase.dp * run.phase.tp
+    return f"{run.phase.name}: {processes(number)}" + f", {run.phase.layout}" * (number > 1)
 
 
 def play() -> int:

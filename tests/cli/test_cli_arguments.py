@@ -78,7 +78,7 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
     ),
     "pin": (
         ("URL", "1", "best"),
-        {"URL": PATHS, "1": ("", "x", "1.5", "-1", "9" * 400), "best": ("", " ", "a\nb", "x" * 101)},
+        {"URL": PATHS, "1": ("", "1.5", "-1", "9" * 400), "best": ("", " ", "a\nb", "x" * 101)},
     ),
     "log": (("URL",), {"URL": PATHS}),
     "replay": (("URL", "DST", "--to=2"), {"URL": PATHS, "DST": PATHS, "--to": INTEGERS}),

@@ -91,6 +91,8 @@ def test_too_many_arguments() -> None:
 
 
 def test_options_of_the_command_itself() -> None:
+    code, _, err = call("versoin")
+    assert code == 2 and "did you mean 'version'" in err
     code, _, err = call("--versoin")
     assert code == 2 and "holdfast has no option '--versoin'" in err and "'--version'" in err
     assert call("-h")[0] == 0 and call()[0] == 2 and call("-h")[1] == call()[1]

@@ -96,7 +96,7 @@ def _run(words: Sequence[str]) -> int:
     if verb not in VERBS:
         raise UsageError(
             f"there is no verb {verb!r}; there are {', '.join((*VERBS, LAUNCH))}",
-            hint=did_you_mean(verb, (*VERBS, LAUNCH)),
+            hint=did_you_mean(verb, (*VERBS, LAUNCH, "help", "version")),
         )
     parser = parser_of(verb)
     if parser.asks_for_help(words[1:]):

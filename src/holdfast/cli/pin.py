@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-from holdfast.base.arguments import step_of
+from holdfast.base.arguments import named_step_of
 from holdfast.base.errors import NotFound, UsageError
 from holdfast.cli.options import Argument, Option, RootArgument, own_root
 from holdfast.cli.screen import Result, say
 
+if TYPE_CHECKING:
+    from holdfast.core.store import Store
+
 EXAMPLES = (
     "holdfast pin runs/gpt 1000 best",
+    "holdfast pin runs/gpt@newest good",
     "holdfast pin runs/gpt best --remove",
 )
-STEP_AND_LABEL = "The step, and a label for it; with --remove the label alone."
+STEP_AND_LABEL = """The step, and a label for it; the label alone with --remove, and behind an address \
+that names the step."""
 
 
 def run(
@@ -26,13 +31,16 @@ def run(
     A label names one step: if it named another, it moves. `holdfast ls` shows labels.
     """
     from holdfast.core.checkpoint import notes
+    from holdfast.formats.read.addresses import split_address
 
-    if len(words) != (1 if remove else 2):
-        takes = "--remove LABEL" if remove else "STEP LABEL"
-        raise UsageError(f"holdfast pin takes URL {takes}, not {len(words)} words after URL")
-    label = notes.label_of(words[-1], "pin")
-    store = own_root(url, "holdfast only reads")
-    step = None if remove else step_of(_number(words[0]), "pin")
+    root, named = (url, None) if remove else split_address(url)
+    given = [*([] if named is None else [named]), *words]
+    if len(given) != (1 if remove else 2):
+        takes = "--remove LABEL" if remove else "STEP LABEL, or URL@STEP LABEL"
+        raise UsageError(f"holdfast pin takes URL {takes}, not {len(words)} words after {url}")
+    label = notes.label_of(given[-1], "pin")
+    store = own_root(root, "holdfast only reads")
+    step = None if remove else _number(store, given[0])
     if step is not None:
         notes.pin(store, step, label, second_look_s=notes.SECOND_LOOK_S)
         text = f"step {step} of {store.url} is pinned as {label!r}"
@@ -44,8 +52,13 @@ def run(
     return Result(lambda: {"url": store.url, "step": step, "label": label}, lambda: say(text))
 
 
-def _number(word: str) -> object:
-    return int(word) if word.isascii() and word.isdigit() and len(word) <= 40 else word
+def _number(store: Store, word: int | str) -> int:
+    """The number of the step that is typed: as such, as a label, `best` or `newest`."""
+    from holdfast.core.checkpoint.naming import step_named
+
+    is_number = isinstance(word, str) and word.isascii() and word.isdigit() and len(word) <= 40
+    step = named_step_of(int(word) if is_number else word, "pin")
+    return step_named(store, step) if isinstance(step, str) else step
 
 
 if __name__ == "__main__":

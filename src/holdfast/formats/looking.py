@@ -12,6 +12,7 @@ from holdfast.base.errors import Deadline, NotFound, NotRecoverable, Unavailable
 from holdfast.base.storage_deadlines import bounded
 from holdfast.core.checkpoint.lone import root_at
 from holdfast.core.checkpoint.names import Known, Saved, committed, seen, steps_text
+from holdfast.core.checkpoint.naming import read_named
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.checkpoint.unproved import tell_unreadable
 from holdfast.core.store import LocalStore, open_store
@@ -46,7 +47,11 @@ def _open(address: str, named: int | str | None, verify: bool) -> Checkpoint:
     if found is not None:
         return open_as(found, url, step)
     try:
-        return Checkpoint.open(url, step, verify=verify)
+        return read_named(
+            step,
+            lambda: located(address, named)[1],
+            lambda n: Checkpoint.open(url, n, verify=verify),
+        )
     except NotRecoverable as error:
         error.hint = near_path(url) or error.hint
         raise

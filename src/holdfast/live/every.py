@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from holdfast.base.arguments import MAX_STEP, count_of, unfit
-from holdfast.base.entry import public
+from holdfast.base.entry import options, public
 from holdfast.base.errors import UsageError
 
 if TYPE_CHECKING:
     from holdfast.policy.tuning import Auto
 
 
+@options
 @dataclass(frozen=True, slots=True)
 class Every:
     """Number of steps after which each tier acts again.  None: only when asked."""

@@ -25,6 +25,7 @@ from holdfast.core.checkpoint.names import (
     step_numbers,
     steps_text,
 )
+from holdfast.core.checkpoint.naming import read_named
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.checkpoint.peers import raise_on_all
 from holdfast.core.checkpoint.recorded import is_recorded, last_recorded
@@ -55,6 +56,30 @@ def located(address: str, step: int | str | None, group: Group) -> tuple[str, in
     is_split, number = decode_json(group.from_rank0(look), tuple[bool, int | None])
     parts = addresses.parts_of(address) if is_split else None  # ranks may have other paths to it
     return (parts[0] if parts else address), number
+
+
+def load_named(
+    address: str,
+    named: int | str | None,
+    group: Group,
+    state: State,
+    options: RestoreOptions,
+    *,
+    verify: bool,
+) -> tuple[str, int | None, int]:
+    """Load the step that an address or `named` names; return the root, the number that was named (None: the
+    newest), and the number that was loaded.  If that step is deleted meanwhile and its name has moved to
+    another one, that is loaded.  Collective."""
+    url, step = located(address, named, group)
+    return (
+        url,
+        step,
+        read_named(
+            step,
+            lambda: located(address, named, group)[1],
+            lambda number: load_from(url, group, state, number, options, verify=verify),
+        ),
+    )
 
 
 def load_from(

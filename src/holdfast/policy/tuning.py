@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 from holdfast.base.arguments import number_of
-from holdfast.base.entry import public
+from holdfast.base.entry import options, public
 from holdfast.base.errors import UsageError
 from holdfast.base.suggest import did_you_mean
 from holdfast.policy.wasted import (
@@ -47,6 +47,7 @@ _REPLAY = 0.2
 _COSTS = tuple(f.name[:-2] for f in fields(Costs) if f.name != "step_s")
 
 
+@options
 @dataclass(frozen=True, slots=True)
 class Auto:
     """Frequencies by measured costs and expected failures.

@@ -31,8 +31,7 @@ from holdfast.live.state.recognising import State
 from holdfast.live.state.rng import Rng
 from holdfast.live.step_loading import (
     detected,
-    load_from,
-    located,
+    load_named,
     shared_manifest,
     tell_exactness,
     tell_unused_records,
@@ -225,8 +224,7 @@ class Restart:
         """Restore a step of another root, or foreign files."""
         self._forget_generators()
         group, options = self.tiers.group, replace(self.options, only=only)
-        url, step = located(source, named, group)
-        found = load_from(url, group, self.state, step, options, verify=self.verify)
+        url, step, found = load_named(source, named, group, self.state, options, verify=self.verify)
         if step is None:
             tell_unused_records(url, group, found)
         return Restored(found, "source", loaders=loaders_in(self.state))

@@ -154,16 +154,17 @@ def load(
     """Load a step (by default the newest) into the live objects of `state`, in place; return its number.
 
     `path`: a root, or a foreign checkpoint; it and `step` name the step as in `holdfast.open`: a number, a
-    label, `"best"`, `"newest"`, or `runs/gpt@1000`.  If the newest is deleted meanwhile, the one that is
-    newer is loaded.  Only the keys of `state` are loaded: `{"model": model}` loads weights alone.  `only`:
-    patterns of tensor names (`model.h.0.*`), each of which must match some.  `cast`: convert dtypes.
+    label, `"best"`, `"newest"`, or `runs/gpt@1000`.  If the step of a word is deleted meanwhile, the one
+    that it names by then is loaded.  Only the keys of `state` are loaded: `{"model": model}` loads weights
+    alone.  `only`: patterns of tensor names (`model.h.0.*`), each of which must match some.  `cast`:
+    convert dtypes.
     `strict=False`: values that the checkpoint lacks stay as they are.  `on_resize`: as in `Checkpointer`.
     `verify=False`: digests are not compared.  Collective; blocks, for other ranks and for an operation of
     storage at most `deadline_s`.  NotRecoverable if there is no step; NotFound if there is no such step or
     label; StateMismatch before anything is touched.
     """
     from holdfast.live.restore.targets import RestoreOptions
-    from holdfast.live.step_loading import load_from, located
+    from holdfast.live.step_loading import load_named
 
     url = path_of(path, "load", "path")
     named = None if step is None else named_step_of(step, "load")
@@ -175,7 +176,6 @@ def load(
     options = RestoreOptions(patterns, cast, strict, rules)
     group = meet(seconds_of(deadline_s, "load", "deadline_s"), "load()")
     try:
-        url, number = located(url, named, group)
-        return load_from(url, group, state, number, options, verify=verify)
+        return load_named(url, named, group, state, options, verify=verify)[2]
     finally:
         group.close()

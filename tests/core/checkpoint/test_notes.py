@@ -480,6 +480,7 @@ def test_commands(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["pin", url, "2", "best"]) == 0
     assert run(["pin", url, "9", "best"]) == 1
     assert run(["pin", url, "best"]) == 2
+    assert run(["pin", f"{url}@1", "2", "best"]) == 2
     losses(LocalStore(url), {1: 0.25, 2: 0.5})
     capsys.readouterr()
     assert run(["ls", url, "--json"]) == 0
@@ -532,3 +533,14 @@ def test_steps_that_no_run_can_make_are_refused_in_notes() -> None:
     metrics = {n * ((1 << 61) - 1): notes.Measured(0, {}) for n in (1, 2)}
     with pytest.raises(FormatError, match="Expected `int` <= 9"):
         notes.decode_notes(notes.encode_notes(notes.Notes(metrics=metrics)))
+
+
+def test_pin_takes_an_address_and_words(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = str(tmp_path / "run")
+    saved(LocalStore(url), range(1, 5))
+    assert run(["pin", f"{url}@2", "good"]) == 0
+    assert run(["pin", url, "newest", "last"]) == 0
+    assert run(["pin", f"{url}@good", "again"]) == 0
+    assert notes.read_notes(LocalStore(url)).live_labels == {"good": 2, "last": 4, "again": 2}
+    assert run(["pin", url, "god", "x"]) == 1
+    assert "labels there: 'again' (step 2), 'good' (step 2)" in capsys.readouterr().err

@@ -807,3 +807,18 @@ def test_a_rank_far_beyond_the_others(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match=r"no file of rank 1 beside rank20250101\.pt"):
         holdfast.open(folder)
     assert time.process_time() - began < 2
+
+
+def test_a_path_of_lightnings_is_told_from_a_file_with_tensors(tmp_path: Path) -> None:
+    """Its integration writes a small file there that names a step."""
+    (tmp_path / "top").mkdir()
+    path = tmp_path / "top/best.ckpt"
+    path.write_text('{"holdfast": 1, "root": "../runs/net", "step": 48, "run": 1}')
+    for call in (
+        lambda: holdfast.open(path),
+        lambda: holdfast.load(path, {"x": torch.zeros(1)}),
+        lambda: holdfast.convert(path, tmp_path / "out", to="torch"),
+    ):
+        with pytest.raises(UsageError, match=f"names step 48 of {tmp_path}/runs/net") as caught:
+            call()
+        assert caught.value.hint == f"give {tmp_path}/runs/net@48, here and to every command"

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import holdfast
 from holdfast import events
+from holdfast.checkpoint.notes import pin
 from holdfast.errors import (
     Corrupt,
     NotFound,
@@ -29,6 +30,7 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.live import step_loading
+from holdfast.store import open_store
 from live.state.test_customised_modules import Book, Packed
 from live.state.test_optimizers import Counted
 
@@ -477,7 +479,16 @@ def _values(net: Net) -> set[float]:
 
 
 def the_newest_that_is_deleted_gives_way_on_every_rank(root: Path) -> None:
-    """A training of other processes saves step 2, and deletes step 1, when that is about to be read."""
+    _is_deleted_while_read(root, None)
+
+
+def a_labelled_step_that_is_deleted_gives_way_on_every_rank(root: Path) -> None:
+    _is_deleted_while_read(root, "good")
+
+
+def _is_deleted_while_read(root: Path, word: str | None) -> None:
+    """A training of other processes saves step 2, moves the label and deletes step 1, when that is about to
+    be read."""
     net, newer = sharded(0), root.with_name("newer")
     for step in (1, 2):
         for p in net.parameters():
@@ -485,6 +496,7 @@ def the_newest_that_is_deleted_gives_way_on_every_rank(root: Path) -> None:
         holdfast.save(root, {"model": net}, step=step)
     dist.barrier()
     if dist.get_rank() == 0:
+        pin(open_store(str(root)), 1, "good")
         (root / "steps/0000000002").rename(newer)
     dist.barrier()
     real = step_loading.shared_manifest
@@ -494,6 +506,7 @@ def the_newest_that_is_deleted_gives_way_on_every_rank(root: Path) -> None:
         dist.barrier()
         if dist.get_rank() == 0 and newer.exists():
             newer.rename(root / "steps/0000000002")
+            pin(open_store(str(root)), 2, "good")
             shutil.rmtree(root / "steps/0000000001")
         dist.barrier()
         return manifest
@@ -502,7 +515,7 @@ def the_newest_that_is_deleted_gives_way_on_every_rank(root: Path) -> None:
         patch.setattr(step_loading, "shared_manifest", then_deleted)
         for p in net.parameters():
             nn.init.constant_(p, -1)
-        assert holdfast.load(root, {"model": net}, deadline_s=120) == 2
+        assert holdfast.load(root, {"model": net}, step=word, deadline_s=120) == 2
         assert _values(net) == {2.0}
 
 
@@ -556,6 +569,7 @@ def a_word_names_the_same_step_on_every_rank(root: Path) -> None:
 CASES = [
     a_word_names_the_same_step_on_every_rank,
     the_newest_that_is_deleted_gives_way_on_every_rank,
+    a_labelled_step_that_is_deleted_gives_way_on_every_rank,
     a_file_that_is_gone_leaves_every_rank_as_it_was,
     a_damaged_newest_manifest_is_told_by_rank_0_alone,
     a_dcp_directory_loads_on_other_cuts,

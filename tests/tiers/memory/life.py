@@ -288,7 +288,8 @@ class Life:
         memory = holdfast.Memory(**s.get("options", {})) if often else None
         delta = None if records is None else holdfast.Delta(**records)
         ckpt = holdfast.Checkpointer(
-            s["root"], state, every=every, memory=memory, delta=delta, deadline_s=20,
+            s["root"], state, every=every, memory=memory, delta=delta,
+            deadline_s=s.get("deadline_s", 20),
             keep=holdfast.Keep(**s["keep"]) if "keep" in s else None,
             replicas=s.get("replicas", "once"),
         )  # fmt: skip

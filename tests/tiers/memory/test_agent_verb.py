@@ -50,11 +50,25 @@ def test_what_a_dead_agent_and_dead_processes_left_is_freed(lives: Lives) -> Non
     assert agent(node, "status") == (1, f"no agent at {node}\n{said}\n")
     told = {"running": False, "directory": str(node), "bytes": left}
     assert json.loads(agent(node, "status", "--json")[1]) == told
+    status, said = agent(node, "clean", "--job", "another")
+    assert status == 2 and "job another is not known here" in said
     assert agent(node, "clean") == (0, f"1 job freed: {job}\n")
-    assert not list((node / "jobs").iterdir())
+    assert not list((node / "jobs").iterdir()) and not list((node / "gone").iterdir())
     assert agent(node, "clean") == (0, "0 jobs freed\n")
-    status, shown = agent(node, "status")
-    assert status == 0 and "no snapshots" in shown
+    assert agent(node, "status") == (1, f"no agent at {node}\n")  # none was started for that
+
+
+def test_a_job_that_runs_is_spared_where_the_agent_is_dead(lives: Lives) -> None:
+    """Its next snapshot would find another agent, and its memory."""
+    node = lives.node(0)
+    with training(lives, steps=1, pause=600) as pid:
+        kill(node)
+        job = job_of(node)
+        assert agent(node, "clean") == (0, "0 jobs freed\n")
+        status, said = agent(node, "clean", "--job", job)
+        assert status == 2 and f"job {job} has running processes: {pid}" in said
+        assert list((node / "jobs" / job).glob("share-*-?"))
+    assert agent(node, "clean", "--job", job) == (0, f"1 job freed: {job}\n")
 
 
 def test_status_shows_what_is_left_and_stop_frees_it(lives: Lives) -> None:
@@ -88,13 +102,14 @@ def test_status_shows_what_is_left_and_stop_frees_it(lives: Lives) -> None:
 
 
 @contextmanager
-def training(lives: Lives) -> Iterator[int]:
-    """One that has made snapshots, and goes on until the end of the block; its process."""
+def training(lives: Lives, steps: int = 3, pause: float = 0.05) -> Iterator[int]:
+    """One that has made snapshots at some steps, and goes on until the end of the block; its process.
+    `pause`: seconds between its steps."""
     with ThreadPoolExecutor(1) as pool:
-        script = {"until": 10**6, "pause": 0.05, "options": {"redundancy": "none"}}
+        script = {"until": 10**6, "pause": pause, "options": {"redundancy": "none"}}
         out, until = lives.place / f"life{lives.number + 1}" / "r0.jsonl", time.monotonic() + 120
         living = pool.submit(lives.live, nodes=[0], **script)
-        while not out.exists() or '"step": 3' not in out.read_text():
+        while not out.exists() or f'"step": {steps}' not in out.read_text():
             assert time.monotonic() < until and not living.done(), lives.errors()
             time.sleep(0.05)
         (note,) = lives.node(0).glob("jobs/*/job.json")

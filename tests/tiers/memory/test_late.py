@@ -1,5 +1,7 @@
 """The training dies while agents write its durable snapshot: they finish it, and commit in its place."""
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +22,7 @@ from holdfast.tiers.memory.node import messages as w
 from holdfast.tiers.memory.node import persist
 from holdfast.tiers.memory.node.persist import commit_late
 from tiers.memory.agents import kill_together, pid_of, trainers
+from tiers.memory.test_agent_verb import agent
 from tiers.memory.zygote import KILLED, Lives, lose
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -82,6 +85,29 @@ def test_the_agents_commit_nothing_when_another_run_has_the_root(lives: Lives) -
 
     await_(lambda: images() == ["r00000.safetensors", "r00001.safetensors"], lives)  # they finish
     assert holdfast.steps(str(root)) == []
+
+
+def test_memory_is_freed_while_the_commit_waits_for_another_node(lives: Lives) -> None:
+    """Node 0 has written its image, the agent of node 1 is stopped, and the training is dead.  What node 0
+    holds is needed no more; when node 1 goes on, the step is committed."""
+    root, (node, other) = lives.place / "root", map(lives.node, (0, 1))
+    with ThreadPoolExecutor(1) as pool:
+        living = pool.submit(
+            lives.live, nodes=[0, 1], until=99, options=SLOW, deadline_s=200, **SCRIPT
+        )
+        await_(lambda: living.done() or all(is_half_written(lives, n) for n in (0, 1)), lives)
+        os.kill(stopped := pid_of(other), signal.SIGSTOP)
+        try:
+            await_(lambda: list(root.glob("steps/*/*/r00000.safetensors")), lives)
+            kill_together(pid for n in (0, 1) for pid in trainers(lives.node(n)))
+            assert [one.status for one in living.result()] == [KILLED] * 2, lives.errors()
+            (job,) = (path.name for path in (node / "jobs").iterdir())
+            assert agent(node, "clean", "--job", job) == (0, f"1 job freed: {job}\n")
+            assert not list((node / "jobs").iterdir())
+            assert holdfast.steps(str(root)) == []
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+    await_(lambda: holdfast.steps(str(root)) == [3], lives)
 
 
 # -- the commit alone ------------------------------------------------------------------------------

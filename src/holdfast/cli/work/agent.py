@@ -16,6 +16,7 @@ from holdfast.cli.screen import Result, say, table
 from holdfast.cli.words import dim, good, many, size
 from holdfast.tiers.memory.node import messages as w
 from holdfast.tiers.memory.node.client import Client, check_can_serve
+from holdfast.tiers.memory.node.remains import free_remains
 
 OPTIONS_OF = {
     "start": ("--host", "--budget", "--tls"),
@@ -91,12 +92,27 @@ def _be_the_agent(client: Client, host: str, budget: int, tls: bool) -> int:
 
 def _stop(client: Client, free: bool) -> Result:
     agent, until = client.agent(), time.monotonic() + client.deadline_s
+    report: w.AgentReport = client.ask(w.Status(), w.AgentReport)
+    running = [job.job for job in report.jobs if job.trainers]
     client.ask(w.Stop(free))
     while free and process_state(*agent) == "runs":  # the agent deletes before it ends
         if time.monotonic() > until:
             raise AgentUnreachable(f"the agent, process {agent[0]}, has not ended: it may hang")
         time.sleep(0.05)
-    return Result(lambda: {"stopped": True, "freed": free}, lambda: say("stopped"))
+    return Result(
+        lambda: {"stopped": True, "freed": free, "running": running},
+        lambda: say("\n".join(["stopped", *_go_on(running, free)])),
+    )
+
+
+def _go_on(running: list[str], free: bool) -> list[str]:
+    """Say what becomes of the jobs that are running."""
+    if not running:
+        return []
+    return [
+        f"still running: {', '.join(running)}; the next snapshot starts another agent, and what this one "
+        f"held {'is freed' if free else 'stays for it'}"
+    ]
 
 
 def _nobody(client: Client) -> Result:
@@ -121,14 +137,15 @@ def _left(client: Client) -> int:
 
 
 def _clean(client: Client, job: str) -> Result:
-    """Free the memory of dead jobs.  If there is some, and no agent, one is started, and ends by itself."""
+    """Free the memory of dead jobs, by the agent if there is one."""
     freed: list[str] = []
     found = client.look()
     if found == "silent":
         raise client.silence()
-    if found == "there" or _left(client):
-        client.start()
+    if found == "there":
         freed = client.ask(w.Clean(job), list[str])
+    elif _left(client):
+        freed = free_remains(client.root, job)
     elif job:
         raise UsageError(f"job {job} is not known here", hint="no agent runs, and none left memory")
     names = f": {', '.join(freed)}" if freed else ""

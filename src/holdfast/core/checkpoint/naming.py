@@ -6,21 +6,37 @@
 
 The rule for `best` is that of the run that has claimed the root last: its claim states metric and
 direction.
+
+While a run saves there, a word may name another step a moment later, and the first one may be deleted
+(`read_named`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from holdfast.base.errors import NotFound
+from holdfast.base.events import emit
 from holdfast.core.checkpoint.claiming import newest_claim
-from holdfast.core.checkpoint.names import RootKeys, steps_text
+from holdfast.core.checkpoint.names import (
+    MOST_TRIES,
+    RootKeys,
+    read_manifest,
+    seen,
+    steps_text,
+)
 from holdfast.core.checkpoint.notes import NEWEST, Notes, notes_among
 from holdfast.core.checkpoint.pruning import best_first
-from holdfast.core.checkpoint.unproved import newest
+from holdfast.core.checkpoint.unproved import newest, newest_manifest
+from holdfast.core.format.manifest import Manifest
 from holdfast.core.store import Store
 
 BEST = "best"
 _MOST = 10
 """Most labels that a message lists."""
+_T = TypeVar("_T")
+_Step = TypeVar("_Step", int, int | None)
 
 
 def step_named(store: Store, word: str) -> int:
@@ -28,7 +44,7 @@ def step_named(store: Store, word: str) -> int:
     damaged notes; NotRecoverable for `newest` of a root without steps."""
     if word == NEWEST:
         return newest(store)
-    keys = RootKeys(store)
+    keys = seen(store) if word == BEST else RootKeys(store)
     notes = notes_among(keys)
     step = notes.live_labels.get(word)
     if step is None and word == BEST:
@@ -39,6 +55,29 @@ def step_named(store: Store, word: str) -> int:
             hint=f"labels there: {labels_text(notes)}; steps there: {steps_text([*keys.manifests])}",
         )
     return step
+
+
+def read_named(step: _Step, again: Callable[[], _Step], read: Callable[[_Step], _T]) -> _T:
+    """Return `read(step)`, of a step that a word names.  If it is deleted meanwhile and the word names
+    another step by then, as `again` tells, that one is read.  NotFound if the word names the same."""
+    for _ in range(MOST_TRIES):
+        try:
+            return read(step)
+        except NotFound as error:
+            now = again()
+            if now == step:
+                raise
+            emit("load.again", step=step, error=str(error))
+            step = now
+    return read(step)
+
+
+def manifest_named(store: Store, word: str) -> Manifest:
+    """The manifest of the step that a word names.  NotFound, NotRecoverable, as `step_named`."""
+    if word == NEWEST:
+        return newest_manifest(store)
+    step = step_named(store, word)
+    return read_named(step, lambda: step_named(store, word), lambda n: read_manifest(store, n))
 
 
 def _best(keys: RootKeys, notes: Notes) -> int | None:

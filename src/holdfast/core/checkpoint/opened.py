@@ -82,11 +82,11 @@ class Checkpoint:
         flag_of(verify, call, "verify")
         store = root_at(path_of(url, call, "url"))
         if isinstance(step, str):
-            from holdfast.core.checkpoint.naming import step_named
-            from holdfast.core.checkpoint.notes import NEWEST
+            from holdfast.core.checkpoint.naming import manifest_named
 
-            step = None if step == NEWEST else step_named(store, step)
-        manifest = newest_manifest(store) if step is None else read_manifest(store, step)
+            manifest = manifest_named(store, step)
+        else:
+            manifest = newest_manifest(store) if step is None else read_manifest(store, step)
         return Checkpoint(store, manifest, verify=verify)
 
     @cached_property

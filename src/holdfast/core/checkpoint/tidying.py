@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from holdfast.base.arguments import MAX_STEP, count_of
-from holdfast.base.entry import public
+from holdfast.base.entry import options, public
 from holdfast.base.errors import HoldfastError, NotFound
 from holdfast.core.checkpoint.claiming import Claim, is_abandoned
 from holdfast.core.checkpoint.names import (
@@ -33,6 +33,7 @@ _Marking: TypeAlias = AbstractContextManager[RootKeys]
 _DIRECTORY = re.compile(rf"steps/{STEP}/([^/]+)")
 
 
+@options
 @dataclass(frozen=True, slots=True)
 class Keep:
     """The steps to keep: the newest `last`, multiples of `every`, the `best` by a metric, and those `newer`

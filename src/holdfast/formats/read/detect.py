@@ -11,6 +11,7 @@ from typing import Any
 
 from holdfast.base.errors import FormatError, NotFound, UsageError
 from holdfast.base.suggest import did_you_mean
+from holdfast.base.wire import decode_json
 from holdfast.core.checkpoint.lone import LoneStep, root_at
 from holdfast.core.checkpoint.names import STEP, step_numbers
 from holdfast.core.checkpoint.opened import Checkpoint
@@ -50,6 +51,10 @@ def _of(module: str, function: str) -> Callable[..., Any]:
 
     return call
 
+
+_NAMES_A_STEP = b'{"holdfast":'
+"""The beginning of a file that the integration of Lightning writes at a path (`lightning_pointers`)."""
+_MOST_NAME_BYTES = 1 << 20
 
 SOURCE_FORMATS = {
     "megatron": Format(is_megatron, open_megatron, steps_of_megatron),
@@ -100,6 +105,8 @@ def detect(url: str | os.PathLike[str]) -> str | None:
             key=MARK,
             hint="convert again with the same arguments: it goes on",
         )
+    if isinstance(store, OneFile) and isinstance(store.inner, LocalStore):
+        _refuse_name_of_step(store, store.inner.root)
     if prefix:
         if not _may_be(prefix, store):
             raise NotFound(f"no {prefix} checkpoint in {store.url}", hint=_instead(path, store))
@@ -113,6 +120,24 @@ def detect(url: str | os.PathLike[str]) -> str | None:
             raise NotFound(what, hint=near_path(path))
         return found
     return None if found is None or step_numbers(store) else found
+
+
+def _refuse_name_of_step(store: OneFile, folder: str) -> None:
+    """UsageError for the small file that stands at a path of Lightning's and names a step of a root."""
+    key, begin = store.name, bytearray(len(_NAMES_A_STEP))
+    if not 0 < store.size(key) - len(begin) < _MOST_NAME_BYTES:
+        return
+    store.read(key, 0, memoryview(begin))
+    if begin != _NAMES_A_STEP:
+        return
+    said = decode_json(store.get(key), dict[str, Any])
+    root, step = str(said.get("root")), said.get("step")
+    if "://" not in root:
+        root = os.path.normpath(os.path.join(folder, root))
+    raise UsageError(
+        f"{store.url} has no tensors: it is a path of Lightning's, and names step {step} of {root}",
+        hint=f"give {root}@{step}, here and to every command",
+    )
 
 
 def _has_own_steps(path: str) -> bool:

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from holdfast.base.arguments import choice_of, count_of, flag_of, seconds_of, text_of
-from holdfast.base.entry import public
+from holdfast.base.entry import options, public
 from holdfast.base.errors import UsageError
 from holdfast.base.sizes import size_of
 from holdfast.policy.redundancy import RECOMPUTE, parse
 
 
+@options
 @dataclass(frozen=True, slots=True)
 class Memory:
     """Snapshots in host memory.

@@ -22,8 +22,10 @@ from holdfast.core.codec.digest import hexdigest
 from holdfast.core.group import Group
 from holdfast.tiers.memory.node import messages as w
 from holdfast.tiers.memory.node.client import Client
+from holdfast.tiers.memory.node.effects import FREED
 from holdfast.tiers.memory.node.fetch import Peer
 from holdfast.tiers.memory.node.inventory import ELSEWHERE_S, ELSEWHERE_THREADS, elsewhere
+from holdfast.tiers.memory.node.segment import last_agent
 from holdfast.tiers.memory.options import Memory
 
 if TYPE_CHECKING:
@@ -37,16 +39,21 @@ SHORT_S = 10.0
 class OwnAgent:
     """This rank's connection to the agent of its node."""
 
-    def __init__(self, durable: Durable, options: Memory, *, job: str, host: str) -> None:
+    def __init__(
+        self, durable: Durable, options: Memory, news: list[str], *, job: str, host: str
+    ) -> None:
         """Start an agent unless there is one, and say hello.  UsageError if it serves without the TLS that
-        is asked for."""
+        is asked for.  `news`: takes warnings for the user."""
         self.job = job
+        self.news = news
         self.client = Client(deadline_s=durable.saver.deadline_s)
         self.budget_bytes = 0
         """Bytes of memory that this job may take on this node; 0: as many as there are."""
         self._durable = durable
         self._options = options
         self._host = host
+        self._unsettled = set[str]()
+        """Attempts of durable steps that are over, of which the agent was not told yet."""
         self._untold: w.Commit | None = None
         """The commit that the others know of and this node's agent does not yet; None if there is none."""
         self.card: w.Card
@@ -102,10 +109,21 @@ class OwnAgent:
         before = self.card
         self.hello()
         if before != self.card:
-            emit("agent.restarted", step=step)
+            self._tell_of_successor(step)
+        self.settle()
         if self._untold is not None and self._untold.run == self._durable.run:
             self.client.ask(self._untold)
         self._untold = None
+
+    def _tell_of_successor(self, step: int) -> None:
+        emit("agent.restarted", step=step)
+        here = last_agent(self.client.root)
+        pid, ended = here.before
+        kept = "" if ended == FREED else ", with the snapshots that it held"
+        self.news.append(
+            f"the agent of this node, process {pid}, {ended or 'was killed, or crashed'}: process "
+            f"{here.pid} has taken its place{kept}"
+        )
 
     # -- one snapshot -----------------------------------------------------------------------------
 
@@ -128,10 +146,19 @@ class OwnAgent:
         try:
             self.client.ask(commit)
         except AgentUnreachable:
-            emit("agent.restarted", step=commit.step)
             self.hello()
+            self._tell_of_successor(commit.step)
             self.client.ask(commit)
         self._untold = None
+
+    def settle(self, *attempts: str) -> None:
+        """Tell the agent which durable steps are committed or given up.  If it does not answer, it is told
+        when it does: until then it keeps their images, and would commit them after this process."""
+        self._unsettled.update(attempts)
+        with suppress(HoldfastError):
+            for attempt in sorted(self._unsettled):
+                self.client.ask(w.Settled(self.job, attempt), timeout_s=SHORT_S)
+                self._unsettled.discard(attempt)
 
     def adopt(self, commit: w.Commit) -> None:
         """Tell the agent that the restored snapshot is the newest here, too: its memory must not be given
@@ -180,6 +207,7 @@ class OwnAgent:
     def _leave(self, finished: bool) -> None:
         """Say bye.  Rank 0, if finished, also tells all other agents: until then their snapshots may be
         needed."""
+        self.settle()
         others = self.held(SHORT_S).peers if finished and self.rank == 0 else ()
         self.client.ask(w.Bye(self.job, os.getpid(), finished), timeout_s=SHORT_S)
         others = tuple(card for card in others if card.agent != self.card.agent)

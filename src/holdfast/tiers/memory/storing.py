@@ -18,7 +18,6 @@ from holdfast.base.errors import (
     AgentError,
     AgentUnreachable,
     Deadline,
-    HoldfastError,
     RankErrors,
 )
 from holdfast.base.events import span
@@ -84,8 +83,7 @@ class Storing:
             raise
         finally:
             if tier.saver.group.rank == 0 and not self.left_to_agents:
-                with suppress(HoldfastError):
-                    client.ask(w.Settled(tier.agent.job, tier.attempt(op)), timeout_s=10.0)
+                tier.agent.settle(tier.attempt(op))
         op.end()
         tier.durable.steps.tidy(op)
 

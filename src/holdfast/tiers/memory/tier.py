@@ -111,7 +111,7 @@ class MemoryTier(Tier):
         self._last_save = 0, False
         """Number of the newest durable save that is over, and whether it failed."""
         self._storing = Storing(self)
-        self.agent = OwnAgent(durable, options, job=job, host=host)
+        self.agent = OwnAgent(durable, options, self.news, job=job, host=host)
         self.slots = Slots(self.agent.client.root / "jobs" / job, saver.planner.forget)
         self._protector = Protector(self, options.redundancy, recomputed)
         _tiers.add(self)

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from holdfast.base.arguments import choice_of, count_of, seconds_of
-from holdfast.base.entry import public
+from holdfast.base.entry import options, public
 from holdfast.base.sizes import size_of
 
 MAX_SLOTS = 1 << 20
 """Number of records in memory, at most: each needs some bytes of bookkeeping."""
 
 
+@options
 @dataclass(frozen=True, slots=True)
 class Delta:
     """Options for records: of every step the gradient that the optimizer used, and other changed values.

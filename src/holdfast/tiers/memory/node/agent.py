@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import fcntl
 import hmac
 import logging
 import os
@@ -31,7 +30,7 @@ from holdfast.base.address import own_address
 from holdfast.base.background import weigh_session
 from holdfast.base.errors import HoldfastError, OutOfSpace
 from holdfast.base.events import counters
-from holdfast.base.host import process_state, start_time
+from holdfast.base.host import start_time
 from holdfast.base.memory_limit import memory_bytes
 from holdfast.base.wire import WireError
 from holdfast.core.format.manifest import decode_manifest
@@ -42,8 +41,17 @@ from holdfast.tiers.memory.node.job_notes import JobNotes
 from holdfast.tiers.memory.node.jobs import Job, Slot
 from holdfast.tiers.memory.node.persist import commit_late, persist
 from holdfast.tiers.memory.node.protect import Encoding, protect
+from holdfast.tiers.memory.node.remains import dead_trainers, held_alone
 from holdfast.tiers.memory.node.requests import Requests
-from holdfast.tiers.memory.node.segment import SOCKET, Segments, home, make_home
+from holdfast.tiers.memory.node.segment import (
+    SOCKET,
+    AgentNote,
+    Segments,
+    home,
+    last_agent,
+    make_home,
+    note_agent,
+)
 from holdfast.tiers.memory.node.servers import local_app, peer_app
 from holdfast.tiers.memory.node.throttle import Throttle
 from holdfast.tiers.memory.node.tls import serving
@@ -74,6 +82,8 @@ class Agent:
         self._secret = secrets.token_bytes(32)
         self.state = machine.adopted(budget, segments.find(), time.monotonic(), stay=stay)
         self.stopped = asyncio.Event()
+        self.ended = ""
+        """How this agent ends; empty until it does."""
         self._requests = Requests()
         self._notes = JobNotes(segments)
         self._pools = {
@@ -94,10 +104,17 @@ class Agent:
         self._freed: Counter[str] = Counter()
         """Number of times that each job was freed."""
 
+    def end(self, why: str) -> None:
+        """Let the agent end; `why` is told to the jobs that go on."""
+        self.ended = self.ended or why
+        self.stopped.set()
+
     # -- deciding ---------------------------------------------------------------------------------
 
     async def ask(self, message: w.Message) -> bytes:
         """Return the answer to a message, encoded."""
+        if isinstance(message, w.Clean):  # a job that has ended just now is dead already
+            self._notice_dead()
         return await self._requests.answered(partial(self.tell, message))
 
     def _note_training(self, message: w.Message) -> None:
@@ -197,8 +214,8 @@ class Agent:
                 self._later(self._write(slot, order))
             case e.CommitLate(order):
                 self._later(self._commit_late(order))
-            case e.Exit():
-                self.stopped.set()
+            case e.Exit(why):
+                self.end(why)
 
     def _is_needed(self, job: str, slot: Slot) -> bool:
         """True if somebody still waits for what a slot is being filled with.  From any thread."""
@@ -282,14 +299,7 @@ class Agent:
         """Notice processes that die, and time that passes."""
         self._later(self._delete_removed())  # what an earlier agent removed
         while not self.stopped.is_set():
-            for job in list(self.state.jobs.values()):
-                trainers = job.trainers.items()
-                gone = tuple(
-                    pid for pid, (_, since) in trainers if process_state(pid, since) == "gone"
-                )
-                if gone:
-                    log.info("gone: %s", gone)
-                    self.tell(w.Gone(job.name, gone))
+            self._notice_dead()
             self.tell(w.Tick())
             if not self.segments.is_home():
                 log.info("%s was deleted, with all that was held", self.segments.root)
@@ -299,6 +309,12 @@ class Agent:
                 encoding.end_if_given_up()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.stopped.wait(), TICK_S)
+
+    def _notice_dead(self) -> None:
+        for job in list(self.state.jobs.values()):
+            if gone := dead_trainers(job):
+                log.info("gone: %s", gone)
+                self.tell(w.Gone(job.name, gone))
 
     # -- telling ----------------------------------------------------------------------------------
 
@@ -392,21 +408,20 @@ async def serve(root: Path, host: str, budget: int, *, stay: bool, tls: bool) ->
     os.chmod(path, 0o600)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, agent.stopped.set)
-    card = {"pid": os.getpid(), "started": start_time(os.getpid()), "address": agent.card.address}
-    _write(root / "agent.json", msgspec.json.encode(card))
+        loop.add_signal_handler(number, agent.end, f"was ended by {number.name}")
+    last, started = last_agent(root), start_time(os.getpid()) or ""
+    note = AgentNote(os.getpid(), started, agent.card.address, before=(last.pid, last.ended))
+    note_agent(root, note)
     log.info("agent %s at %s, budget %d bytes", agent.card.agent, agent.card.address, budget)
     await agent.watch()
+    if agent.ended:
+        with contextlib.suppress(OSError):  # no room: then nobody is told why
+            note_agent(root, msgspec.structs.replace(note, ended=agent.ended))
     path.unlink(missing_ok=True)
     visitors.close()
     for runner in runners:
         await runner.cleanup()
     agent.segments.delete_removed()
-
-
-def _write(path: Path, data: bytes) -> None:
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(data)
 
 
 def default_budget(root: Path) -> int:
@@ -428,10 +443,8 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
     )
-    with open(os.open(root / "agent.lock", os.O_WRONLY | os.O_CREAT, 0o600), "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+    with held_alone(root) as is_mine:
+        if not is_mine:
             log.info("another agent is here already")
             return 0
         budget = args.budget or default_budget(root)

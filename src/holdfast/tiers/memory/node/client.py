@@ -20,10 +20,10 @@ from holdfast.base.background import ending, spawn
 from holdfast.base.errors import AgentUnreachable, UsageError
 from holdfast.base.events import emit
 from holdfast.base.host import process_state
-from holdfast.base.wire import decode_error, decode_json, decode_msgpack
+from holdfast.base.wire import decode_error, decode_msgpack
 from holdfast.core.store.oserrors import translated
 from holdfast.tiers.memory.node import messages as w
-from holdfast.tiers.memory.node.segment import SOCKET, check_home, home, make_home
+from holdfast.tiers.memory.node.segment import SOCKET, check_home, home, last_agent, make_home
 
 START_S = 60.0
 """Seconds for which a new agent is waited for: on a busy node it may take half a minute to begin."""
@@ -205,11 +205,8 @@ class Client:
 
     def agent(self) -> tuple[int, str]:
         """Process and start time of the last agent that was here; 0 if none was."""
-        try:
-            card = decode_json((self.root / "agent.json").read_bytes(), dict[str, Any])
-            return int(card["pid"]), str(card["started"])
-        except (OSError, msgspec.DecodeError, KeyError, ValueError):
-            return 0, ""
+        last = last_agent(self.root)
+        return last.pid, last.started
 
     def _is_waiting(self) -> bool:
         """True if an agent that was silent is not to be asked yet."""

@@ -10,6 +10,10 @@ from holdfast.base.wire import WireError
 from holdfast.tiers.memory.node import messages as w
 from holdfast.tiers.memory.node.jobs import Slot, State
 
+STOPPED = "was stopped by `holdfast agent stop`"
+FREED = "was stopped by `holdfast agent stop --free`, which freed what it held"
+"""How an agent ends that is told to."""
+
 
 @dataclass(frozen=True)
 class Reply:
@@ -124,6 +128,9 @@ class Greet:
 @dataclass(frozen=True)
 class Exit:
     """End the agent."""
+
+    why: str
+    """How it ends, for jobs that go on: `was stopped by ...`."""
 
 
 Effect = (

@@ -98,6 +98,17 @@ class Job:
         """Attempts of which an image is here."""
         return {s.attempt for s in self.slots.values() if s.phase == "ready"}
 
+    @property
+    def unwritten(self) -> set[int]:
+        """Steps of which an image is on its way to storage."""
+        attempts = {attempt for (attempt, _), one in self.writing.items() if not one.written}
+        return {s.step for s in self.slots.values() if s.attempt in attempts}
+
+    @property
+    def holds_memory(self) -> bool:
+        """False if all that is left of the job is a commit that waits for files of other nodes."""
+        return bool(self.slots) or not self.writing
+
     def images(self, attempt: str) -> list[Slot]:
         """The ranks' images of an attempt that are here."""
         wanted = ("share", attempt, "ready")

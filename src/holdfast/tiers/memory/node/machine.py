@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,8 @@ from holdfast.base.errors import SegmentLost, UsageError
 from holdfast.tiers.memory.node import commits, leases
 from holdfast.tiers.memory.node import messages as w
 from holdfast.tiers.memory.node.effects import (
+    FREED,
+    STOPPED,
     Answer,
     Effect,
     Exit,
@@ -70,7 +72,7 @@ def step(state: State, message: w.Message, now: float, ask: int = 0) -> Result:
             return replace(state, stay=True, budget=budget), [Reply(ask, None)]
         case w.Stop():
             freed: list[Effect] = [RemoveJob(name) for name in state.jobs] if message.free else []
-            return state, [*freed, Reply(ask, None), Exit()]
+            return state, [*freed, Reply(ask, None), Exit(FREED if message.free else STOPPED)]
         case w.Gone():
             return _gone(state, message, now)
         case w.Tick():
@@ -159,18 +161,38 @@ def _forget(state: State, names: Iterable[str], now: float) -> Result:
 
 
 def _clean(state: State, m: w.Clean, now: float, ask: int) -> Result:
+    """Free what dead jobs hold, but for images that are still being written.  A commit that only waits for
+    files of other nodes needs no memory: it goes on."""
     named = {n: job for n, job in state.jobs.items() if m.job in ("", n)}
-    alive = {
-        n: "has running processes" if job.trainers else "has a durable save that is being written"
-        for n, job in named.items()
-        if job.trainers or job.writing
-    }
+    alive = {n: (job.trainers, job.unwritten) for n, job in named.items()}
+    alive = {n: in_use for n, in_use in alive.items() if any(in_use)}
     if m.job and (alive or not named):
-        text = f"job {m.job} {alive.get(m.job, 'is not known here')}"
-        return state, [refuse(ask, UsageError(text, hint="`holdfast agent status` lists the jobs"))]
-    dead = [n for n in named if n not in alive]
+        return state, [refuse(ask, _not_cleaned(m.job, *alive.get(m.job, ((), ()))))]
+    dead = {n: job for n, job in named.items() if n not in alive and job.holds_memory}
+    committing = {
+        n: replace(job, slots={}, commits=(), elsewhere=())
+        for n, job in dead.items()
+        if job.writing
+    }
     state, effects = _forget(state, dead, now)
-    return state, [*effects, Reply(ask, dead)]
+    state = replace(state, jobs={**state.jobs, **committing})
+    return state, [*effects, Reply(ask, list(dead))]
+
+
+def _not_cleaned(job: str, trainers: Collection[int], unwritten: Collection[int]) -> UsageError:
+    """Return the error of a job whose memory is not freed."""
+    if trainers:
+        pids = ", ".join(map(str, sorted(trainers)))
+        return UsageError(f"job {job} has running processes: {pids}", hint="end them first")
+    if not unwritten:
+        text, hint = f"job {job} is not known here", "`holdfast agent status` lists the jobs"
+        return UsageError(text, hint=hint)
+    steps = ", ".join(map(str, sorted(unwritten)))
+    return UsageError(
+        f"job {job}: this agent is writing its step {steps} to storage",
+        hint="the same command once that is written; `holdfast agent stop --free` gives it up, and "
+        "frees what other jobs hold, too",
+    )
 
 
 def _gone(state: State, m: w.Gone, now: float) -> Result:
@@ -197,7 +219,7 @@ def _tick(state: State, now: float) -> Result:
             state, more = commits.flush(state, job)
             effects += more
     if not state.jobs and not state.stay and now - state.idle_since > LINGER_S:
-        effects.append(Exit())
+        effects.append(Exit("left, as it held nothing"))
     return state, effects
 
 

@@ -62,6 +62,42 @@ def job_note(job: Job) -> JobNote:
     return JobNote(job.root, job.run, job.trainers, job.claim, job.flush_s, job.bytes_per_s)
 
 
+class AgentNote(msgspec.Struct, frozen=True):
+    """`agent.json`: the agent that is here, or was here last."""
+
+    pid: int = 0
+    started: str = ""
+    address: str = ""
+    ended: str = ""
+    """How it ended; empty while it runs, and if it had no time to say so."""
+    before: tuple[int, str] = (0, "")
+    """Process and end of the agent before it."""
+
+
+def last_agent(root: Path) -> AgentNote:
+    """Return what is noted of the last agent that was here; process 0 if none was."""
+    try:
+        return decode_json((root / "agent.json").read_bytes(), AgentNote)
+    except (OSError, msgspec.DecodeError):
+        return AgentNote()
+
+
+def note_agent(root: Path, note: AgentNote) -> None:
+    """Write `agent.json`, in one piece; OSError."""
+    _replace(root / "agent.json", msgspec.json.encode(note))
+
+
+def _replace(path: Path, data: bytes, at: int | None = None) -> None:
+    """Replace a file in one piece; `at`: its time of change, in nanoseconds."""
+    temp = path.with_name(f".{path.name}.new")
+    fd = os.open(temp, os.O_WRONLY | _ANEW, 0o600)
+    with open(fd, "wb") as file:
+        file.write(data)
+    if at is not None:
+        os.utime(temp, ns=(at, at))
+    os.replace(temp, path)
+
+
 class _Version(msgspec.Struct):
     version: int = VERSION
 
@@ -163,13 +199,7 @@ class Segments:
     def _put(self, job: str, name: str, data: bytes, at: int | None = None) -> None:
         path = self.path(job, name)
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        temp = path.with_name(f".{name}.new")
-        fd = os.open(temp, os.O_WRONLY | _ANEW, 0o600)
-        with open(fd, "wb") as file:
-            file.write(data)
-        if at is not None:
-            os.utime(temp, ns=(at, at))
-        os.replace(temp, path)
+        _replace(path, data, at)
 
     def manifests(self, job: str) -> list[tuple[int, str, Path]]:
         """(step, attempt, file) of every committed snapshot, in the order of their commits."""
