@@ -71,7 +71,7 @@ docs: $(SITE)/.ready
 dist: $(READY)
 	$(BIN)/python .ci/dist.py
 
-versions: $(READY)
+versions: $(READY) $(STRANGERS)
 	$(BIN)/python .ci/versions.py
 
 format: $(READY)

@@ -2,10 +2,12 @@
 
     python .ci/versions.py                             all rows
     python .ci/versions.py torch==2.6.0 lightning      this version; all rows of this package
+    python .ci/versions.py torch==2.6.0 --again        only the tests that failed in this row's record
 
-Each row gets an environment of its own, which is removed when its tests have run: torch brings 5 GB.  torch
-runs the quick half of the tests; a trainer is killed and resumed as its own tests do, with the torch of
-`constraints.txt`.  What came out is written to docs/versions/, from which the site's page is made.
+torch gets an environment of its own, which brings 5 GB and is removed when the tests have run, unless
+`--environment` names it.  A trainer is put into a copy of `.venv`.  torch runs the quick half of the tests;
+a trainer is killed ten times, alone and on two ranks, as its own tests do.  What came out is written to
+docs/versions/, with the commit, and from that the site's page is made.
 Exit status: 1 if a test failed in any row.
 """
 
@@ -15,13 +17,16 @@ import argparse
 import json
 import os
 import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
 import venv
 import xml.etree.ElementTree as ET
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -34,7 +39,7 @@ NEWEST = "newest"
 LIMIT_S = 5400
 """Seconds that the tests of a row may take in all."""
 
-QUICK = ("-n", "3", "--dist", "loadfile", "-m", "not slow and not soak")
+QUICK = ("-m", "not slow and not soak")
 
 
 @dataclass(frozen=True)
@@ -45,10 +50,14 @@ class Row:
     version: str
     tests: tuple[str, ...]
 
+    @property
+    def record(self) -> Path:
+        return RECORDS / f"{self.package}-{self.version}.json"
+
 
 def _kills(trainer: str) -> tuple[str, ...]:
     file = f"tests/integrations/trainers/test_{trainer}.py"
-    return "-m", "", "-k", "killed", file
+    return "-m", "", "-k", "killed and ten", file
 
 
 ROWS = [
@@ -69,10 +78,11 @@ ROWS = [
 
 
 def environment() -> dict[str, str]:
-    """The variables of this process, without what ties pip to versions, or Python to an environment."""
-    left_out = {"PIP_CONSTRAINT", "PYTHONPATH", "VIRTUAL_ENV"}
+    """The variables of this process, without what ties pip to versions, or Python to an environment.  The
+    code that is tested is that of this checkout."""
+    left_out = {"PIP_CONSTRAINT", "VIRTUAL_ENV"}
     kept = {name: value for name, value in os.environ.items() if name not in left_out}
-    return {**kept, "PIP_CONFIG_FILE": os.devnull}
+    return {**kept, "PIP_CONFIG_FILE": os.devnull, "PYTHONPATH": str(ROOT / "src")}
 
 
 def newest(package: str) -> str:
@@ -87,44 +97,86 @@ def newest(package: str) -> str:
 
 def install(row: Row, place: Path) -> Path:
     """Make an environment with this version; return its Python."""
-    venv.create(place, with_pip=True, clear=True)
     python = place / "bin" / "python"
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    wanted = place / "constraints.txt"
-    pinned = "" if row.package == "torch" else (ROOT / "constraints.txt").read_text()
-    wanted.write_text(f"{pinned}\n{row.package}=={row.version}\n")
-    extra = "dev" if row.package == "torch" else "dev,strangers"
-    words = [*pip, "--constraint", wanted, "--editable", f"{ROOT}[{extra}]", row.package]
+    wanted = f"{row.package}=={row.version}"
+    if row.package == "torch":
+        venv.create(place, with_pip=True, clear=True)
+        words = [*pip, wanted, "--editable", f"{ROOT}[dev]"]
+    else:
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(ROOT / ".venv", place, symlinks=True)
+        torch = _output(python, "import torch; print(torch.__version__)")
+        place.joinpath("constraints.txt").write_text(f"torch=={torch}\n")  # it stays what it is
+        words = [*pip, wanted, "--constraint", place / "constraints.txt"]
     subprocess.run(words, env=environment(), check=True)
     return python
 
 
-def run(row: Row) -> dict[str, Any]:
-    """Install a version and run its tests; return what came out."""
-    place = PLACE / f"{row.package}-{row.version}"
+def run(row: Row, place: Path, tests: Sequence[str], workers: int) -> dict[str, Any]:
+    """Run tests in an environment that has a version; return what came out."""
+    python, report = place / "bin" / "python", place / "report.xml"
+    report.unlink(missing_ok=True)
+    words = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    words += ["-n", str(workers), "--dist", "loadfile", *tests]
+    begun = time.monotonic()
+    pytest = subprocess.Popen(words, cwd=ROOT, env=environment(), start_new_session=True)
     try:
-        python = install(row, place)
-        report = place / "report.xml"
-        words = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-        begun = time.monotonic()
+        pytest.wait(LIMIT_S)
         hung = False
-        try:
-            subprocess.run([*words, *row.tests], cwd=ROOT, env=environment(), timeout=LIMIT_S)
-        except subprocess.TimeoutExpired:
-            hung = True
-        return {
-            "package": row.package,
-            "version": row.version,
-            "python": _output(python, "import platform; print(platform.python_version())"),
-            "torch": _output(python, "import torch; print(torch.__version__)"),
-            "date": datetime.now(timezone.utc).date().isoformat(),
-            "tests": " ".join(row.tests),
-            "seconds": round(time.monotonic() - begun),
-            "hung": hung,
-            **results(report),
-        }
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
+    except subprocess.TimeoutExpired:
+        os.killpg(pytest.pid, signal.SIGKILL)
+        pytest.wait()
+        hung = True
+    return {
+        "package": row.package,
+        "version": row.version,
+        "python": _output(python, "import platform; print(platform.python_version())"),
+        "torch": _output(python, "import torch; print(torch.__version__)"),
+        "commit": commit(),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "tests": shlex.join(tests),
+        "seconds": round(time.monotonic() - begun),
+        "hung": hung,
+        **results(report),
+    }
+
+
+def again(record: dict[str, Any], row: Row, place: Path, workers: int) -> dict[str, Any]:
+    """Run the tests once more that have failed in a record; return the record with what came out now."""
+    failed = record["failed"]
+    found = run(row, place, [_node(name) for name in failed], workers)
+    skipped = Counter(record["skipped"]) + Counter(found["skipped"])
+    return {
+        **record,
+        "passed": record["passed"] + found["passed"],
+        "failed": found["failed"],
+        "skipped": dict(skipped.most_common()),
+        "hung": found["hung"],
+        "again": [
+            *record.get("again", []),
+            {"commit": found["commit"], "date": found["date"], "tests": failed},
+        ],
+    }
+
+
+def _node(failed: str) -> str:
+    """The argument of pytest for a test, or a file, that is in a record."""
+    place, _, name = failed.partition("::")
+    if not place:  # the file could not be collected
+        return f"{name.replace('.', '/')}.py"
+    file, dot, of_class = place.rpartition(".Test")
+    names = [f"Test{of_class}", name] if dot else [name]
+    return "::".join([f"{(file if dot else place).replace('.', '/')}.py", *names])
+
+
+def commit() -> str:
+    """The commit that is tested; "+" behind it: with changes that are not committed."""
+    git = ["git", "-C", str(ROOT)]
+    head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True)
+    changed = [*git, "status", "--porcelain", "--", "src", "tests"]
+    is_changed = subprocess.run(changed, capture_output=True, text=True).stdout
+    return head.stdout.strip() + "+" * bool(is_changed)
 
 
 def _output(python: Path, program: str) -> str:
@@ -147,34 +199,56 @@ def results(report: Path) -> dict[str, Any]:
     return {"passed": passed, "failed": sorted(failed), "skipped": dict(skipped.most_common())}
 
 
+def rows_of(words: Sequence[str]) -> list[Row]:
+    """The rows that are asked for; SystemExit if a package has none."""
+    if not words:
+        return ROWS
+    found = []
+    for package, _, version in (word.partition("==") for word in words):
+        of_package = [row for row in ROWS if row.package == package]
+        if not of_package:
+            raise SystemExit(f"no rows of {package}; there are: {', '.join(_packages())}")
+        if version:  # a version that has no row runs the tests of the package's rows
+            found.append(Row(package, version, of_package[0].tests))
+        else:
+            found += of_package
+    return found
+
+
+def _packages() -> list[str]:
+    return list(dict.fromkeys(row.package for row in ROWS))
+
+
+def done(row: Row, given: argparse.Namespace) -> dict[str, Any]:
+    """Run a row and write its record; return it."""
+    place = given.environment or PLACE / f"{row.package}-{row.version}"
+    try:
+        if not (given.environment and place.exists()):
+            install(row, place)
+        if given.again:
+            found = again(json.loads(row.record.read_text()), row, place, given.workers)
+        else:
+            found = run(row, place, row.tests, given.workers)
+    finally:
+        if not given.environment:
+            shutil.rmtree(place, ignore_errors=True)
+    row.record.write_text(json.dumps(found, indent=1) + "\n")
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("rows", nargs="*", metavar="PACKAGE[==VERSION]", help="default: all rows")
-    wanted = [word.partition("==") for word in parser.parse_args().rows]
-    if unknown := {package for package, _, _ in wanted} - {row.package for row in ROWS}:
-        parser.error(f"no rows of {', '.join(sorted(unknown))}")
-    rows = [
-        row
-        for row in ROWS
-        if not wanted or any(row.package == p and v in ("", row.version) for p, _, v in wanted)
-    ]
-    for (
-        package,
-        _,
-        version,
-    ) in wanted:  # a version that has no row runs the tests of the package's rows
-        if version and not any((row.package, row.version) == (package, version) for row in rows):
-            tests = next(row.tests for row in ROWS if row.package == package)
-            rows.append(Row(package, version, tests))
+    parser.add_argument("--again", action="store_true", help="only what failed, by the record")
+    parser.add_argument("--environment", type=Path, help="made if it is not there, and not removed")
+    parser.add_argument("--workers", type=int, default=3, help="tests at a time (default: 3)")
+    given = parser.parse_args()
     RECORDS.mkdir(exist_ok=True)
     bad = 0
-    for row in rows:
+    for row in rows_of(given.rows):
         version = newest(row.package) if row.version == NEWEST else row.version
-        found = run(Row(row.package, version, row.tests))
-        record = RECORDS / f"{row.package}-{version}.json"
-        record.write_text(json.dumps(found, indent=1) + "\n")
-        is_good = found["passed"] and not found["failed"] and not found["hung"]
-        bad += not is_good
+        found = done(Row(row.package, version, row.tests), given)
+        bad += not found["passed"] or bool(found["failed"]) or found["hung"]
         print(
             f"{row.package} {version}: {found['passed']} passed, {len(found['failed'])} failed, "
             f"{sum(found['skipped'].values())} skipped{', hung' * found['hung']}",

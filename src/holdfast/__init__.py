@@ -8,7 +8,8 @@
         ckpt.step(step)
     ckpt.close()
 
-Names are loaded when first used, so that tools that only inspect checkpoints never import torch.
+Names are loaded when first used, so that tools that only inspect checkpoints never import torch.  Beside a
+torch that is older than the oldest supported one, the import raises UsageError.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from holdfast.base.torch_version import refuse_older
 from holdfast.base.version import __version__
 
 if TYPE_CHECKING:
@@ -48,6 +50,8 @@ if TYPE_CHECKING:
     from holdfast.session.status import RunStatus
     from holdfast.tiers.memory.options import Memory
     from holdfast.tiers.records.options import Delta
+
+refuse_older()
 
 _HOME = {
     "Auto": "holdfast.policy.tuning",

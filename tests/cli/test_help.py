@@ -80,9 +80,9 @@ def test_the_help_of_convert_names_all_formats() -> None:
 
 OF_EACH = {
     "holdfast", "holdfast.base", "holdfast.base.arguments", "holdfast.base.errors",
-    "holdfast.base.sizes", "holdfast.base.suggest", "holdfast.base.text", "holdfast.base.version",
-    "holdfast.cli", "holdfast.cli.main", "holdfast.cli.options", "holdfast.cli.screen",
-    "holdfast.cli.words",
+    "holdfast.base.sizes", "holdfast.base.suggest", "holdfast.base.text",
+    "holdfast.base.torch_version", "holdfast.base.version", "holdfast.cli", "holdfast.cli.main",
+    "holdfast.cli.options", "holdfast.cli.screen", "holdfast.cli.words",
 }  # fmt: skip
 OF_RUN = {
     "holdfast.base.wire", "holdfast.launch", "holdfast.launch.command", "holdfast.launch.forkserver",

@@ -31,7 +31,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
             "text",
             "version",
         ),
-        ("arguments", "entry", "wire"),
+        ("arguments", "entry", "torch_version", "wire"),
         ("events", "notices", "sizes", "storage_deadlines"),
         ("threads",),
     ),
