@@ -300,10 +300,13 @@ def _generators() -> Iterator[tuple[str, Any]]:
             yield f"generator cuda:{number}", torch.cuda.get_rng_state(number)
 
 
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return getattr(generator, "bit_generator", generator).__getstate__()
+def _state_of(holder: Any) -> Any:
+    """The state of a generator, or of a scaler."""
+    if isinstance(holder, random.Random):
+        return holder.getstate()
+    if hasattr(holder, "state_dict"):
+        return holder.state_dict()
+    return getattr(holder, "bit_generator", holder).__getstate__()
 
 
 def _rank() -> tuple[int, int]:
@@ -349,8 +352,8 @@ def _watch_batches(kind: Any, observer: StepObserver) -> None:
     @functools.wraps(inner)
     def wrapper(self: Any) -> Any:
         batch = inner(self)
-        place = self.__dict__.get("_seen_by_prove", 0)
-        self.__dict__["_seen_by_prove"] = place + 1
+        place = self.__dict__.get("holdfast_prove_given", 0)
+        self.__dict__["holdfast_prove_given"] = place + 1
         observer.on_batch(batch, place)
         return batch
 
