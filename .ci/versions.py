@@ -245,12 +245,15 @@ def main() -> int:
     given = parser.parse_args()
     RECORDS.mkdir(exist_ok=True)
     bad = 0
-    for row in rows_of(given.rows):
-        version = newest(row.package) if row.version == NEWEST else row.version
-        found = done(Row(row.package, version, row.tests), given)
+    rows = {
+        (row.package, newest(row.package) if row.version == NEWEST else row.version): row.tests
+        for row in rows_of(given.rows)
+    }
+    for (package, version), tests in rows.items():
+        found = done(Row(package, version, tests), given)
         bad += not found["passed"] or bool(found["failed"]) or found["hung"]
         print(
-            f"{row.package} {version}: {found['passed']} passed, {len(found['failed'])} failed, "
+            f"{package} {version}: {found['passed']} passed, {len(found['failed'])} failed, "
             f"{sum(found['skipped'].values())} skipped{', hung' * found['hung']}",
             flush=True,
         )

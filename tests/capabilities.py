@@ -1,0 +1,39 @@
+"""What the installed torch can do, which is asked of torch itself and never told from its number.
+
+FSDP2_ON_CPUS.require()              # in a test, a fixture or a case of ranks: skips where torch cannot
+@pytest.mark.skipif(...)             # is for what is not of torch
+
+dcp.save(state, checkpoint_id=path, **ALONE)    # DCP without ranks
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+
+@dataclass(frozen=True)
+class Capability:
+    """Something that torch cannot do in every version that holdfast works with."""
+
+    what: str
+    is_there: bool
+
+    def require(self) -> None:
+        """Skip the test that calls this, or in which a rank calls it, where torch cannot do it."""
+        if not self.is_there:
+            pytest.skip(f"this torch has no {self.what}")
+
+
+FSDP2_ON_CPUS = Capability("FSDP2 on CPUs", hasattr(torch.cpu.Stream, "record_event"))
+MUON = Capability("Muon", hasattr(torch.optim, "Muon"))
+
+ALONE: dict[str, Any] = (
+    {"no_dist": True} if "no_dist" in inspect.signature(dcp.save).parameters else {}
+)
+"""Options of DCP's calls without ranks.  Where there is none for it, DCP looks whether there are ranks."""
