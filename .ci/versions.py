@@ -113,6 +113,20 @@ def install(row: Row, place: Path) -> Path:
     return python
 
 
+def point(place: Path) -> None:
+    """Have an environment that was made for another checkout, or copied, import this one's code."""
+    pip = [
+        place / "bin" / "python",
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+    ]
+    words = [*pip, "--no-deps", "--no-build-isolation", "--editable", ROOT]
+    subprocess.run(words, env=environment(), check=True)
+
+
 def run(row: Row, place: Path, tests: Sequence[str], workers: int) -> dict[str, Any]:
     """Run tests in an environment that has a version; return what came out."""
     python, report = place / "bin" / "python", place / "report.xml"
@@ -225,6 +239,7 @@ def done(row: Row, given: argparse.Namespace) -> dict[str, Any]:
     try:
         if not (given.environment and place.exists()):
             install(row, place)
+        point(place)
         if given.again:
             found = again(json.loads(row.record.read_text()), row, place, given.workers)
         else:

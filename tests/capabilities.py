@@ -1,7 +1,6 @@
 """What the installed torch can do, which is asked of torch itself and never told from its number.
 
 FSDP2_ON_CPUS.require()              # in a test, a fixture or a case of ranks: skips where torch cannot
-@pytest.mark.skipif(...)             # is for what is not of torch
 
 dcp.save(state, checkpoint_id=path, **ALONE)    # DCP without ranks
 """
@@ -15,6 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+from holdfast.core.group.listening import TAKES_LISTENER
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,12 @@ class Capability:
             pytest.skip(f"this torch has no {self.what}")
 
 
+FQN_MODIFIERS = Capability(
+    "names of DCP's by _fqn_modifiers", "dsd_fqn_modifiers" in StateDictOptions.__dataclass_fields__
+)
 FSDP2_ON_CPUS = Capability("FSDP2 on CPUs", hasattr(torch.cpu.Stream, "record_event"))
+FLOAT4 = Capability("float4", hasattr(torch, "float4_e2m1fn_x2"))
+LISTENERS = Capability("store that serves at a listening socket", TAKES_LISTENER)
 MUON = Capability("Muon", hasattr(torch.optim, "Muon"))
 
 ALONE: dict[str, Any] = (

@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import holdfast
+from capabilities import FSDP2_ON_CPUS
 from holdfast.core.checkpoint.verifying import verify
 from holdfast.dcp import Reader, Writer
 from holdfast.store import open_store
@@ -41,6 +42,7 @@ def made(layout: str, seed: int) -> Pair:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(16, 34), nn.ReLU(), nn.Linear(34, 5))
     if layout == "fsdp":
+        FSDP2_ON_CPUS.require()
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     if layout == "tp":
         mesh = init_device_mesh("cpu", (2,))

@@ -34,6 +34,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import holdfast
+from capabilities import FSDP2_ON_CPUS
 from holdfast.errors import FormatError, NotFound, NotRecoverable, UsageError
 
 from .cases import run_all
@@ -122,6 +123,7 @@ def fsdp2(root: Path) -> None:
         if name == "tensor":
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
             parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+            FSDP2_ON_CPUS.require()
             fully_shard(model, mesh=mesh["dp"])
         elif name == "hybrid":
             fully_shard(
@@ -151,6 +153,7 @@ def fsdp2(root: Path) -> None:
 
 def sharded(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = net(seed)
+    FSDP2_ON_CPUS.require()
     fully_shard(model)
     return model, torch.optim.AdamW(model.parameters(), lr=9.0)
 

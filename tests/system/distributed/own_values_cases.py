@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import holdfast
+from capabilities import FSDP2_ON_CPUS
 
 from .cases import run_all
 
@@ -44,6 +45,7 @@ def built(
     torch.manual_seed(seed)
     model: nn.Module = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
     if layout == "fsdp":
+        FSDP2_ON_CPUS.require()
         fully_shard(
             model, mesh=init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
         )

@@ -81,7 +81,9 @@ def _accelerator() -> str:
     """The kind of this machine's devices; empty if it has none."""
     try:
         accelerator = torch.accelerator.current_accelerator()
-    except RuntimeError:  # of torch 2.6, made for a device that this machine lacks; others return None
+    except (
+        RuntimeError
+    ):  # torch 2.6 that is made for CUDA, without a device; newer ones return None
         return ""
     return "" if accelerator is None else accelerator.type
 
