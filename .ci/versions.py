@@ -123,7 +123,7 @@ def point(place: Path) -> None:
         "--quiet",
         "--disable-pip-version-check",
     ]
-    words = [*pip, "--no-deps", "--no-build-isolation", "--editable", ROOT]
+    words = [*pip, "--no-deps", "--editable", ROOT]
     subprocess.run(words, env=environment(), check=True)
 
 
