@@ -65,9 +65,9 @@ ROWS = [
     *(
         Row(package, version, _kills(trainer))
         for package, trainer, oldest in (
-            ("transformers", "transformers", "4.46.0"),
+            ("transformers", "transformers", "5.3.0"),
             ("accelerate", "accelerate", "1.1.0"),
-            ("lightning", "lightning", "2.4.0"),
+            ("lightning", "lightning", "2.5.0"),
             ("deepspeed", "deepspeed", "0.16.0"),
             ("megatron-core", "megatron", "0.16.0"),
             ("torchtitan", "torchtitan", "0.3.0"),
