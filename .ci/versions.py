@@ -5,7 +5,7 @@
     python .ci/versions.py torch==2.6.0 --again        only the tests that failed in this row's record
 
 torch gets an environment of its own, which brings 5 GB and is removed when the tests have run, unless
-`--environment` names it.  A trainer is put into a copy of `.venv`.  torch runs the quick half of the tests;
+`--environment` names it.  A trainer is put before the packages of `.venv`.  torch runs the quick half of the tests;
 a trainer is killed ten times, alone and on two ranks, as its own tests do.  What came out is written to
 docs/versions/, with the commit, and from that the site's page is made.
 Exit status: 1 if a test failed in any row.
@@ -104,8 +104,10 @@ def install(row: Row, place: Path) -> Path:
         venv.create(place, with_pip=True, clear=True)
         words = [*pip, wanted, "--editable", f"{ROOT}[dev]"]
     else:
-        shutil.rmtree(place, ignore_errors=True)
-        shutil.copytree(ROOT / ".venv", place, symlinks=True)
+        venv.create(place, with_pip=True, clear=True)
+        (base,) = (ROOT / ".venv").resolve().glob("lib/python*/site-packages")
+        (own,) = place.glob("lib/python*/site-packages")
+        own.joinpath("base.pth").write_text(f"{base}\n")  # behind its own packages
         torch = _output(python, "import torch; print(torch.__version__)")
         place.joinpath("constraints.txt").write_text(f"torch=={torch}\n")  # it stays what it is
         words = [*pip, wanted, "--constraint", place / "constraints.txt"]
