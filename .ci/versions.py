@@ -4,10 +4,10 @@
     python .ci/versions.py torch==2.6.0 lightning      this version; all rows of this package
     python .ci/versions.py torch==2.6.0 --again        only the tests that failed in this row's record
 
-torch gets an environment of its own, which brings 5 GB and is removed when the tests have run, unless
-`--environment` names it.  A trainer is put before the packages of `.venv`.  torch runs the quick half of the tests;
-a trainer is killed ten times, alone and on two ranks, as its own tests do.  What came out is written to
-docs/versions/, with the commit, and from that the site's page is made.
+torch gets an environment of its own, which brings 5 GB; a trainer gets one that goes before the packages
+of `.venv`.  They are removed when the tests have run, unless `--environment` names one.  torch runs the
+quick half of the tests; a trainer is killed ten times, alone and on two ranks, as its own tests do.  What
+came out is written to docs/versions/, with the commit, and from that the site's page is made.
 Exit status: 1 if a test failed in any row.
 """
 
