@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.fsdp._fully_shard import _fsdp_param as fsdp2
+from torch.distributed.run import get_args_parser
 
 from holdfast.core.group.listening import TAKES_LISTENER
 
@@ -36,8 +38,21 @@ FQN_MODIFIERS = Capability(
     "names of DCP's by _fqn_modifiers", "dsd_fqn_modifiers" in StateDictOptions.__dataclass_fields__
 )
 FSDP2_ON_CPUS = Capability("FSDP2 on CPUs", hasattr(torch.cpu.Stream, "record_event"))
+UNEVEN_OVER_TP = Capability(
+    "uneven shards of FSDP2 over tensor parallelism",
+    "FSDP+TP sharding does not support uneven" not in inspect.getsource(fsdp2),
+)
+ASYNC_PROCESS = Capability(
+    "asynchronous saves of DCP's in a process",
+    hasattr(dcp.state_dict_saver, "AsyncCheckpointerType"),
+)
+SHUTDOWN_TIMEOUT = Capability(
+    "--shutdown-timeout of torchrun",
+    "--shutdown-timeout" in get_args_parser()._option_string_actions,
+)
 FLOAT4 = Capability("float4", hasattr(torch, "float4_e2m1fn_x2"))
 LISTENERS = Capability("store that serves at a listening socket", TAKES_LISTENER)
+FLOAT8_E8M0 = Capability("float8_e8m0fnu", hasattr(torch, "float8_e8m0fnu"))
 MUON = Capability("Muon", hasattr(torch.optim, "Muon"))
 
 ALONE: dict[str, Any] = (

@@ -100,7 +100,7 @@ def test_all_that_was_saved_is_loaded(tmp_path: Path, case: str) -> None:
     assert repr(state) == repr(expected)  # a number is a number and a text there
     found: dict[str, Any] = {}
     planner = _EmptyStateDictLoadPlanner()
-    _load_state_dict(found, storage_reader=Reader(ours), planner=planner, **ALONE)
+    _load_state_dict(found, storage_reader=Reader(ours), planner=planner, no_dist=True)
     assert flat(found) == flat(without_empty(saved))
 
 

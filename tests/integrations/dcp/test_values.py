@@ -57,7 +57,7 @@ def loaded(root: Path) -> dict[str, Any]:
     """All that the newest step has, without a state to load it into."""
     state: dict[str, Any] = {}
     planner = _EmptyStateDictLoadPlanner()
-    _load_state_dict(state, storage_reader=Reader(root), planner=planner, **ALONE)
+    _load_state_dict(state, storage_reader=Reader(root), planner=planner, no_dist=True)
     return state
 
 

@@ -118,12 +118,12 @@ def local_state_is_refused(root: Path) -> None:
 
 def fsdp2(root: Path) -> None:
     """Uneven shards, replicas, and shards of what tensor parallelism has cut before."""
+    FSDP2_ON_CPUS.require()
     for name in ("shard", "hybrid", "tensor"):
         model = net()
         if name == "tensor":
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
             parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-            FSDP2_ON_CPUS.require()
             fully_shard(model, mesh=mesh["dp"])
         elif name == "hybrid":
             fully_shard(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from capabilities import FLOAT4
 from system.strangers.trial import Subject
 
 Build = Callable[[int], Subject]
@@ -697,7 +698,8 @@ def _nv(values: torch.Tensor) -> torch.Tensor:
 
 
 of_blocks("MXFP8", _mx(torch.float8_e4m3fn))
-of_blocks("MXFP4", _mx(torch.float4_e2m1fn_x2))
+if FLOAT4.is_there:
+    of_blocks("MXFP4", _mx(torch.float4_e2m1fn_x2))
 of_blocks("NVFP4", _nv)
 
 
