@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import lr_scheduler as lrs
 
 import holdfast
-from holdfast.errors import HoldfastWarning
+from holdfast.errors import HoldfastWarning, UsageError
 
 
 class Schedule:
