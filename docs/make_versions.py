@@ -31,7 +31,7 @@ TESTED = {
 }
 """Packages of others: the version that the tests ran with, and what they do with it.
 `tests/system/strangers/test_versions.py` compares."""
-LACKS = re.compile("^(?:Skipped: )?this torch has no (.+)")
+LACKS = re.compile(r"^(?:Skipped: )?this \w+ has no (.+)")
 """The reason of a test that was skipped for what `tests/capabilities.py` has not found in torch."""
 
 
