@@ -161,7 +161,8 @@ def run(row: Row, place: Path, tests: Sequence[str], workers: int) -> dict[str, 
 def again(record: dict[str, Any], row: Row, place: Path, workers: int) -> dict[str, Any]:
     """Run the tests once more that have failed in a record; return the record with what came out now."""
     failed = record["failed"]
-    found = run(row, place, [_node(name) for name in failed], workers)
+    marks = [word for word in row.tests if not word.startswith("tests/")]
+    found = run(row, place, [*marks, *dict.fromkeys(map(_node, failed))], workers)
     skipped = Counter(record["skipped"]) + Counter(found["skipped"])
     return {
         **record,

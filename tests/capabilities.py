@@ -42,6 +42,10 @@ UNEVEN_OVER_TP = Capability(
     "uneven shards of FSDP2 over tensor parallelism",
     "FSDP+TP sharding does not support uneven" not in inspect.getsource(fsdp2),
 )
+GROUPS_OF_SOME = Capability(
+    "saves of DCP's by a group without rank 0",
+    "global_coordinator_rank" in inspect.getsource(dcp.utils._DistWrapper),
+)
 ASYNC_PROCESS = Capability(
     "asynchronous saves of DCP's in a process",
     hasattr(dcp.state_dict_saver, "AsyncCheckpointerType"),

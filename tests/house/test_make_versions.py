@@ -64,12 +64,15 @@ def test_what_failed_is_run_again_and_added_to_the_record(
         "commit": "old", "hung": True, "passed": 9, "failed": FAILED,
         "skipped": {"no CUDA device": 1, "this torch has no Muon": 2},
     }  # fmt: skip
-    assert versions.again(record, None, Path(), 1) == {
+    row = versions.Row("torch", "2.6.0", ("-m", "not soak", "tests/base"))
+    assert versions.again(record, row, Path(), 1) == {
         "commit": "old", "hung": False, "passed": 11, "failed": FAILED[:1],
         "skipped": {"this torch has no Muon": 3, "no CUDA device": 1},
         "again": [{"commit": "new", "date": "2026-12-02", "tests": FAILED}],
     }  # fmt: skip
     assert asked == [
+        "-m",
+        "not soak",
         "tests/live/test_three.py",
         "tests/base/test_text.py::test_four",
         "tests/core/store/test_local.py::TestLocalStore::test_two",

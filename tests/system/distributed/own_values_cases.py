@@ -194,6 +194,9 @@ def stripes_are_refused_by_name(root: Path) -> None:
     """A matrix that tensor parallelism cuts by columns has no single part once it is flat."""
     model, optimizer = built("tp", 0)
     train(model, optimizer, 1)
+    flat: Any = model.get_parameter("2.weight").detach().flatten()
+    if flat.placements[0].is_replicate():
+        pytest.skip("this torch has no stripes of flat tensors: they are whole on each rank")
     with pytest.raises(holdfast.HoldfastError) as caught:
         holdfast.save(root, given(model, optimizer), step=1)
     assert "'optim.2.weight.start': _StridedShard(dim=0" in str(caught.value), caught.value

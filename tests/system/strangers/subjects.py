@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from capabilities import FLOAT4
+from capabilities import FLOAT4, FSDP2_ON_CPUS, MUON
 from system.strangers.trial import Subject
 
 Build = Callable[[int], Subject]
@@ -1130,3 +1130,11 @@ engine(
     make=lambda: _saying(mlp(), kind=lambda _: "nf4"),
     zero_optimization={"stage": 1},
 )
+
+LACKING = {
+    "FSDP2": FSDP2_ON_CPUS, "Muon and AdamW in a list": MUON, "tensor: float4_e2m1fn_x2": FLOAT4,
+}  # fmt: skip
+"""What not every torch has; its subjects are left out there."""
+for _name, _capability in LACKING.items():
+    if not _capability.is_there:
+        del SUBJECTS["torch"][_name]
