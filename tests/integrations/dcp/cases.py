@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -28,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import holdfast
+from capabilities import ASYNC_PROCESS, FSDP2_ON_CPUS, GROUPS_OF_SOME
 from holdfast.core.checkpoint.verifying import verify
 from holdfast.dcp import Reader, Writer
 from holdfast.store import open_store
@@ -41,6 +41,7 @@ def made(layout: str, seed: int) -> Pair:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(16, 34), nn.ReLU(), nn.Linear(34, 5))
     if layout == "fsdp":
+        FSDP2_ON_CPUS.require()
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     if layout == "tp":
         mesh = init_device_mesh("cpu", (2,))
@@ -228,13 +229,14 @@ def in_the_background(out: Path) -> None:
 
 
 def in_another_process(out: Path) -> None:
+    ASYNC_PROCESS.require()
     root, pair = str(out / "root"), made("fsdp", seed=1)
     writer = Writer(root, keep=holdfast.Keep(last=2))
     for step in (1, 2, 3):
         with torch.no_grad():
             for p in pair[0].parameters():
                 p.add_(1)
-        kind = AsyncCheckpointerType.PROCESS
+        kind = dcp.state_dict_saver.AsyncCheckpointerType.PROCESS
         planner = DefaultSavePlanner(enable_plan_caching=True)
         dcp.async_save(
             state_of(pair),
@@ -250,6 +252,7 @@ def in_another_process(out: Path) -> None:
 
 def a_group_of_some_ranks(out: Path) -> None:
     """Rank 1 saves and loads alone, in a process group of its own."""
+    GROUPS_OF_SOME.require()
     root, alone = str(out / "root"), dist.new_group([1])
     if dist.get_rank() == 1:
         with warnings.catch_warnings():
