@@ -77,10 +77,14 @@ _observers: list[StepObserver] = []
 
 
 class StepObserver:
-    """Sees the steps of a process; other processes that it forks are not seen."""
+    """Sees the steps of a process; one that is forked begins anew, as ranks of `holdfast run` do."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
+        self._begin()
+        os.register_at_fork(after_in_child=self._begin)
+
+    def _begin(self) -> None:
         self._pid = os.getpid()
         self._objects = Objects()
         self._places: list[Place] = []
@@ -148,7 +152,7 @@ class StepObserver:
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Where this step was to be the last one, tell what it left, and wait to be killed."""
         is_main = self._is_last and self._stepped[self._main]() is optimizer
-        if is_main and os.getpid() == self._pid:
+        if is_main:
             self._channel.ask(AfterStep(self._look(optimizer, True)))
 
     def on_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -159,8 +163,7 @@ class StepObserver:
 
     def on_batch(self, batch: object, place: int) -> None:
         """Take the digest of a batch."""
-        if os.getpid() == self._pid:
-            self._batches.append(values.batch(batch, place))
+        self._batches.append(values.batch(batch, place))
 
     def on_save(self, state: Any = None, *args: Any, **kwargs: Any) -> None:
         """Tell what is being saved; a stateful object of DCP's call is asked, as DCP asks it."""
