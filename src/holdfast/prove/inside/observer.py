@@ -100,12 +100,7 @@ class StepObserver:
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Tell everything as the optimizer takes it: with a closure, when this has made the gradients."""
-        if (
-            "state" not in vars(optimizer)
-            or os.getpid() != self._pid
-            or _is_of_dcp()
-            or _holds_others(optimizer)
-        ):
+        if "state" not in vars(optimizer) or _is_of_dcp() or _holds_others(optimizer):
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
