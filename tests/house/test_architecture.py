@@ -309,7 +309,9 @@ LOOKED_AT = {
     "__globals__": {"live/state/blockwise.py"},
     "_current_frames": {"launch/recovery.py", "launch/liveness.py"},
     "_getframe": {
-        "base/errors.py", "base/storage_deadlines.py", "live/state/observer.py",
+        "base/errors.py",
+        "base/storage_deadlines.py",
+        "live/state/observer.py",
         "prove/inside/observer.py",
     },
     "f_globals": {"base/errors.py", "prove/inside/objects.py", "prove/inside/observer.py"},

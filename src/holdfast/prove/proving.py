@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from holdfast.base.arguments import choice_of, count_of, seconds_of, share_of, text_of
 from holdfast.base.errors import UsageError
 from holdfast.prove.causes import Evidence, Finding, cause_of, of_begin, of_ranks
 from holdfast.prove.comparing import Apart, Tolerance, elsewhere, first_apart
@@ -30,7 +31,7 @@ from holdfast.prove.workspace import Folder, Workspace
 
 SHARE = 0.05
 """Tolerance: of the way that a tensor has come since two runs parted."""
-_FEWEST = 3
+_FEWEST, _CALL = 3, "prove"
 _RANKS = re.compile(
     r"--(nproc[-_]per[-_]node|num[-_]processes|num[-_]gpus)(=)?(\d+)?$"
 )  # torchrun and holdfast run; accelerate; deepspeed
@@ -52,6 +53,20 @@ class Plan:
     tolerance: float | None = None
     keep: bool = False
     patience_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        count_of(self.steps, _CALL, "steps", least=_FEWEST)
+        choice_of(self.kill, ("all", "one"), _CALL, "kill")
+        seconds_of(self.patience_s, _CALL, "patience")
+        for name in ("kill_at", "ranks"):
+            if getattr(self, name) is not None:
+                count_of(getattr(self, name), _CALL, name)
+        if self.seed is not None:
+            count_of(self.seed, _CALL, "seed", least=0)
+        if self.tolerance is not None:
+            share_of(self.tolerance, _CALL, "tolerance")
+        for name in ("resume_with", "then"):
+            text_of(getattr(self, name), _CALL, name)
 
 
 Said = Callable[[str], None]
