@@ -298,6 +298,23 @@ def parts_of_every_kind(out: Path) -> None:
     good(root, 0)
 
 
+class ToldNoRank(Writer):
+    """As DCP of older torch calls it, and any DCP a method without `kwargs`."""
+
+    def set_up_storage_writer(self, is_coordinator: bool) -> None:  # type: ignore[override]
+        super().set_up_storage_writer(is_coordinator)
+
+
+def a_writer_that_is_not_told_its_rank(out: Path) -> None:
+    root, mesh = str(out / "root"), init_device_mesh("cpu", (2,))
+    full = torch.arange(6.0)
+    dcp.save({"x": distribute_tensor(full, mesh, [Shard(0)])}, storage_writer=ToldNoRank(root))
+    found = {"x": torch.zeros(6)}
+    dcp.load(found, storage_reader=Reader(root))
+    assert torch.equal(found["x"], full)
+    good(root, 0)
+
+
 def on_object_storage(out: Path) -> None:
     """The address of the server is in a file beside the cases."""
     url = json.loads((out.parent / "url.json").read_text())
@@ -321,6 +338,7 @@ CASES = [
     in_the_background,
     a_group_of_some_ranks,
     parts_of_every_kind,
+    a_writer_that_is_not_told_its_rank,
 ]
 
 if __name__ == "__main__":
