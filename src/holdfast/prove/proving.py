@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from holdfast.base.arguments import choice_of, count_of, seconds_of, share_of, text_of
+from holdfast.base.arguments import choice_of, count_of, seconds_of, share_of
 from holdfast.base.errors import UsageError
 from holdfast.prove.causes import Evidence, Finding, cause_of, of_begin, of_ranks
 from holdfast.prove.comparing import Apart, Tolerance, elsewhere, first_apart
@@ -65,8 +65,6 @@ class Plan:
             count_of(self.seed, _CALL, "seed", least=0)
         if self.tolerance is not None:
             share_of(self.tolerance, _CALL, "tolerance")
-        for name in ("resume_with", "then"):
-            text_of(getattr(self, name), _CALL, name)
 
 
 Said = Callable[[str], None]

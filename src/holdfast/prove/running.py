@@ -170,8 +170,8 @@ class Trial:
                 if rank is not None and len(rank.segment.ticks) < _FIRST:
                     self._anew.add(channel)
         elif isinstance(message, WasSaved):
-            made = max((r.made for r in self._ranks.values()), default=0)
-            self.life.saves.append(SeenSave(made + 1, message.leaves))
+            made = max((r.made for r in self._ranks.values()), default=-1)
+            self.life.saves.append(SeenSave(made + 1, message.leaves, id(channel)))
         elif isinstance(message, AfterStep):
             for rank in self._ranks.values():
                 if rank.channel is channel:

@@ -246,6 +246,7 @@ def _is_average(value: Any, shapes: set[tuple[int, ...]]) -> bool:
 def _of_module(
     module: nn.Module, name: str, kind: str, parameters: Mapping[int, str], done: set[int]
 ) -> Iterator[Place]:
+    yield f"number {name}.training", vars(module), "training"
     for prefix, child in module.named_modules():
         if id(child) in done:
             continue
