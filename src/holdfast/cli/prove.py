@@ -10,7 +10,7 @@ from holdfast.cli.screen import Result
 EXAMPLES = (
     "holdfast prove -- python train.py --root runs/gpt",
     "holdfast prove --ranks 1 -- torchrun --nproc-per-node 2 train.py --root r",
-    'holdfast prove --state out --resume-with "--resume" -- python train.py',
+    'holdfast prove --state out --resume-with="--resume" -- python train.py',
 )
 
 

@@ -8,6 +8,7 @@ by its absolute path is replaced by its path in the command and in the environme
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -66,7 +67,8 @@ class Workspace:
         self.env = dict(env)
         self.inside: list[Path] = []
         self.outside: list[str] = []
-        for text in [*state, *_roots(self.command)]:
+        words = self.command if len(command) != 1 else _words(command[0])
+        for text in [*state, *_roots(words)]:
             self._add(text)
         self.path = Path(tempfile.mkdtemp(prefix="holdfast-prove-", dir=_writable(self.home)))
         self.temporary = Path(tempfile.mkdtemp(prefix="hp-"))
@@ -169,6 +171,13 @@ def _roots(command: Sequence[str]) -> Iterator[str]:
             yield after
         elif word.startswith(f"{_ROOT}="):
             yield word.partition("=")[2]
+
+
+def _words(line: str) -> list[str]:
+    try:
+        return shlex.split(line)
+    except ValueError as error:
+        raise UsageError(f"{line!r} is no line for the shell: {error}") from None
 
 
 def _writable(home: Path) -> Path | None:
