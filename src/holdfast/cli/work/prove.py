@@ -14,13 +14,15 @@ from holdfast.prove.running import CannotProve
 
 def run(**options: Any) -> Result:
     """See `holdfast.cli.prove`."""
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # runs end, too
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         proof = prove(Plan(**options), lambda line: say(line, file=sys.stderr))
     except CannotProve as error:
         told = {"exact": None, "cause": error.cause, "message": str(error)}
         text = str(error)
         return Result(lambda: told, lambda: say_lines(text), 2)
+    finally:
+        signal.signal(signal.SIGTERM, before)  # until then it ends the runs, too
     return Result(
         lambda: as_json(proof), lambda: say_lines("\n".join(lines(proof))), int(not proof)
     )
