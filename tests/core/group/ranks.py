@@ -361,6 +361,7 @@ ALONE: dict[str, str] = {
     "open": READS,
     "steps": READS,
     "wait_newer": READS,
+    "testing.prove": "starts ranks of its own",
     "Checkpoint.open": READS,
     "Checkpoint.read": READS,
     "Checkpoint.rank_extras": READS,
