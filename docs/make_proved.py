@@ -24,7 +24,7 @@ ROOT = DOCS.parent
 RECORDS = DOCS / "proved"
 PAGE = DOCS / "proved.md"
 FORMS = ("own", "holdfast")
-SEED = 48
+SEED = 7
 """Of the steps at which runs are killed."""
 ONE, TWO = "python", "torchrun --standalone --nproc-per-node 2"
 
