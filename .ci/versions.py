@@ -4,10 +4,10 @@
     python .ci/versions.py torch==2.6.0 lightning      this version; all rows of this package
     python .ci/versions.py torch==2.6.0 --again        only the tests that failed in this row's record
 
-torch gets an environment of its own, which brings 5 GB and is removed when the tests have run, unless
-`--environment` names it.  A trainer is put into a copy of `.venv`.  torch runs the quick half of the tests;
-a trainer is killed ten times, alone and on two ranks, as its own tests do.  What came out is written to
-docs/versions/, with the commit, and from that the site's page is made.
+torch gets an environment of its own, which brings 5 GB; a trainer gets one that goes before the packages
+of `.venv`.  They are removed when the tests have run, unless `--environment` names one.  torch runs the
+quick half of the tests; a trainer is killed ten times, alone and on two ranks, as its own tests do.  What
+came out is written to docs/versions/, with the commit, and from that the site's page is made.
 Exit status: 1 if a test failed in any row.
 """
 
@@ -65,9 +65,9 @@ ROWS = [
     *(
         Row(package, version, _kills(trainer))
         for package, trainer, oldest in (
-            ("transformers", "transformers", "4.46.0"),
+            ("transformers", "transformers", "5.3.0"),
             ("accelerate", "accelerate", "1.1.0"),
-            ("lightning", "lightning", "2.4.0"),
+            ("lightning", "lightning", "2.5.0"),
             ("deepspeed", "deepspeed", "0.16.0"),
             ("megatron-core", "megatron", "0.16.0"),
             ("torchtitan", "torchtitan", "0.3.0"),
@@ -104,13 +104,29 @@ def install(row: Row, place: Path) -> Path:
         venv.create(place, with_pip=True, clear=True)
         words = [*pip, wanted, "--editable", f"{ROOT}[dev]"]
     else:
-        shutil.rmtree(place, ignore_errors=True)
-        shutil.copytree(ROOT / ".venv", place, symlinks=True)
+        venv.create(place, with_pip=True, clear=True)
+        (base,) = (ROOT / ".venv").resolve().glob("lib/python*/site-packages")
+        (own,) = place.glob("lib/python*/site-packages")
+        own.joinpath("base.pth").write_text(f"{base}\n")  # behind its own packages
         torch = _output(python, "import torch; print(torch.__version__)")
         place.joinpath("constraints.txt").write_text(f"torch=={torch}\n")  # it stays what it is
         words = [*pip, wanted, "--constraint", place / "constraints.txt"]
     subprocess.run(words, env=environment(), check=True)
     return python
+
+
+def point(place: Path) -> None:
+    """Have an environment that was made for another checkout, or copied, import this one's code."""
+    pip = [
+        place / "bin" / "python",
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+    ]
+    words = [*pip, "--no-deps", "--editable", ROOT]
+    subprocess.run(words, env=environment(), check=True)
 
 
 def run(row: Row, place: Path, tests: Sequence[str], workers: int) -> dict[str, Any]:
@@ -145,7 +161,8 @@ def run(row: Row, place: Path, tests: Sequence[str], workers: int) -> dict[str, 
 def again(record: dict[str, Any], row: Row, place: Path, workers: int) -> dict[str, Any]:
     """Run the tests once more that have failed in a record; return the record with what came out now."""
     failed = record["failed"]
-    found = run(row, place, [_node(name) for name in failed], workers)
+    marks = [word for word in row.tests if not word.startswith("tests/")]
+    found = run(row, place, [*marks, *dict.fromkeys(map(_node, failed))], workers)
     skipped = Counter(record["skipped"]) + Counter(found["skipped"])
     return {
         **record,
@@ -225,6 +242,7 @@ def done(row: Row, given: argparse.Namespace) -> dict[str, Any]:
     try:
         if not (given.environment and place.exists()):
             install(row, place)
+        point(place)
         if given.again:
             found = again(json.loads(row.record.read_text()), row, place, given.workers)
         else:
@@ -245,12 +263,15 @@ def main() -> int:
     given = parser.parse_args()
     RECORDS.mkdir(exist_ok=True)
     bad = 0
-    for row in rows_of(given.rows):
-        version = newest(row.package) if row.version == NEWEST else row.version
-        found = done(Row(row.package, version, row.tests), given)
+    rows = {
+        (row.package, newest(row.package) if row.version == NEWEST else row.version): row.tests
+        for row in rows_of(given.rows)
+    }
+    for (package, version), tests in rows.items():
+        found = done(Row(package, version, tests), given)
         bad += not found["passed"] or bool(found["failed"]) or found["hung"]
         print(
-            f"{row.package} {version}: {found['passed']} passed, {len(found['failed'])} failed, "
+            f"{package} {version}: {found['passed']} passed, {len(found['failed'])} failed, "
             f"{sum(found['skipped'].values())} skipped{', hung' * found['hung']}",
             flush=True,
         )

@@ -6,6 +6,7 @@ python docs/make_site.py
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ TESTED = {
 }
 """Packages of others: the version that the tests ran with, and what they do with it.
 `tests/system/strangers/test_versions.py` compares."""
+LACKS = re.compile(r"^(?:Skipped: )?this \w+ has no (.+)")
+"""The reason of a test that was skipped for what `tests/capabilities.py` has not found in torch."""
 
 
 def write(page: Path) -> None:
@@ -44,15 +47,18 @@ def others() -> list[str]:
     """The lines on other versions: those of torch by the quick half of the tests, those of trainers by
     their kills."""
     records = [json.loads(path.read_text()) for path in RECORDS.glob("*.json")]
-    records.sort(key=lambda one: (one["package"], [int(n) for n in one["version"].split(".")]))
+    records.sort(
+        key=lambda one: (one["package"], [int(n) for n in re.findall(r"\d+", one["version"])])
+    )
     if not records:
         return []
     head = (
-        "## Other versions\n\n`make versions` runs tests with each in an environment of its own.\n"
+        "## Other versions\n\n`make versions` runs tests with each in an environment of its own. Records, "
+        "with the commit and the reason of each skipped test, are in `docs/versions`.\n"
     )
     columns = [
-        "| package | version | date | passed | skipped | failed |",
-        "|---|---|---|---|---|---|",
+        "| package | version | date | passed | skipped | of these, since this version lacks | failed |",
+        "|---|---|---|---|---|---|---|",
     ]
     return [head, *columns, *map(_row, records), ""]
 
@@ -65,6 +71,13 @@ def _row(one: dict[str, Any]) -> str:
         one["date"],
         one["passed"],
         sum(one["skipped"].values()),
+        ", ".join(_lacking(one["skipped"])) or "nothing",
         failed,
     )
     return f"| {' | '.join(map(str, cells))} |"
+
+
+def _lacking(skipped: dict[str, int]) -> list[str]:
+    """What tests were skipped for that only other versions can do, with their numbers."""
+    whys = ((LACKS.search(why), number) for why, number in skipped.items())
+    return [f"{why[1]} ({number})" for why, number in whys if why]

@@ -55,7 +55,7 @@ def _places(text: str) -> Iterator[Place]:
 # fmt: off
 PLACES = tuple(_places("""
 of: Python
-where: base/errors base/storage_deadlines live/state/observer
+where: base/errors base/storage_deadlines live/state/observer prove/inside/observer
 why: a warning names the line of the script, and a step is known by the frame that makes it
 without: nothing works; Python documents it, and CPython, which torch needs, has it
 sys._getframe
@@ -103,7 +103,19 @@ without: refused
 numpy.random.mtrand._rand
 
 of: torch
-where: live tiers/records/offline
+where: prove/inside
+why: a proof sees the batches of every DataLoader, for which torch has no hook
+without: a proof says that a step could not be observed
+torch.utils.data.dataloader._BaseDataLoaderIter
+
+of: torchdata
+where: prove/inside
+why: a proof sees the batches of a StatefulDataLoader, too
+without: a proof says that a step could not be observed
+torchdata.stateful_dataloader.stateful_dataloader._BaseDataLoaderIter
+
+of: torch
+where: live tiers/records/offline prove/inside
 why: `named_parameters()` and its like leave out tied tensors, go into submodules and take thrice as long
 without: refused
 torch.nn.Module()._parameters
@@ -250,7 +262,7 @@ torch.distributed.fsdp.FullyShardedDataParallel()._flat_param._fsdp_flattened
 torch.distributed.fsdp.FullyShardedDataParallel()._handle
 
 of: torch
-where: live/state/wrappers live/state/tensor_kinds live/restore/former_names
+where: live/state/wrappers live/state/tensor_kinds live/restore/former_names prove/inside
 why: what wraps a module is not to be in the names of its tensors, and torch does not say what it wraps
 without: not used: the wrapper's own name is part of names, and older steps do not fit, which is told
 torch._dynamo.eval_frame.OptimizedModule()._orig_mod

@@ -12,6 +12,7 @@ import pytest
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
 )  # before torch: processes are forked, and compute alike
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # torch 2.6 begins them when imported
 os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a process that crashes says where it was
 # A busy machine is no failure.  The soak draws other cases each time.
 with suppress(ImportError):  # tests of devices run where it is not

@@ -602,6 +602,7 @@ ELSEWHERE = {
     "Checkpoint.file_extras": "takes an entry of the manifest",
     "Restored": "made by restore",
     "Rng": "takes nothing",
+    "testing.prove": "by the tests of `prove`, which has the arguments of the command",
     "compression.TopK.rows_of_rank": "by test_topk_checks_what_it_is_given",
     "compression.TopK.load_state_dict": "by test_topk_checks_what_it_is_given",
     "dcp.Reader.prepare_global_plan": "called by torch.distributed.checkpoint",

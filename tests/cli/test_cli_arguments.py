@@ -97,6 +97,15 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
             "--seed": (*INTEGERS, "-1"),
         },
     ),
+    "prove": (
+        ("COMMAND",),
+        {
+            "COMMAND": ("train.py --root=s3://bucket/run",), "--steps": (*INTEGERS, "0", "2"),
+            "--kill-at": (*INTEGERS, "0"), "--kill": ("", "two"), "--ranks": (*INTEGERS, "0"),
+            "--state": ("", "s3://bucket/run", "/not/in/the/command"), "--seed": (*INTEGERS, "-1"),
+            "--tolerance": (*NUMBERS, "-1", "2"), "--patience": (*NUMBERS, "0", "-1"),
+        },
+    ),
     "completion": (("bash",), {"bash": ("", "bsh")}),
     "agent": (
         ("status",),
@@ -110,6 +119,8 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
 name go with it."""
 FINE = {
     ("agent", "--job"): "of a job that is gone",
+    ("prove", "--resume-with"): "any words",
+    ("prove", "--then"): "any command",
     ("simulate", "--plot"): "any path, tried by tests of it",
 }
 

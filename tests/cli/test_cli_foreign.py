@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import holdfast
+from capabilities import ALONE
 from cli.calling import call, call_json
 
 KINDS = ("dcp", "huggingface", "torch")
@@ -30,7 +31,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One model as each format has it."""
     top = tmp_path_factory.mktemp("places")
     plain = {n: t.contiguous() for n, t in tensors().items()}
-    dcp.save({"model": plain, "epoch": 3}, checkpoint_id=top / "dcp", no_dist=True)
+    dcp.save({"model": plain, "epoch": 3}, checkpoint_id=top / "dcp", **ALONE)
     (top / "huggingface").mkdir()
     save_file(plain, top / "huggingface/model.safetensors")
     torch.save({"model": tensors(), "epoch": 3, "global_step": 12}, top / "run.pt")

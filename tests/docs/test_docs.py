@@ -25,6 +25,7 @@ import pytest
 
 import holdfast
 import zygote
+from capabilities import FSDP2_ON_CPUS
 from core.store.objects.servers import S3_ENV, Moto
 from docs.commands import ROOT, SOAK_S, commands_of, run
 from holdfast.cli.main import LAUNCH, VERBS
@@ -148,6 +149,8 @@ def run_together(page: Path, folder: Path) -> None:
         return
     script = folder / "page.py"
     script.write_text("\n".join(parts))
+    if "fully_shard(" in script.read_text():
+        FSDP2_ON_CPUS.require()
     command = [str(script)]
     if "import deepspeed" in script.read_text():  # without a kernel that takes long to compile
         run = f"runpy.run_path({str(script)!r}, run_name='__main__')"

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import yaml
 
+from capabilities import SHUTDOWN_TIMEOUT
 from holdfast.base.sizes import parse_size
 from holdfast.launch.command import RESTARTS, parser
 
@@ -211,6 +212,7 @@ def test_pods_find_the_first_one_by_its_name(
 def test_the_launcher_takes_its_options(file: str) -> None:
     text = (DEPLOY / file).read_text()
     if file == "slurm.sh":
+        SHUTDOWN_TIMEOUT.require()
         command = re.search(r"holdfast (run (?:.*\\\n)*.*?) \\\n *\"\$@\"", text)
         assert command is not None
         words = re.sub(r"\$\w+", "1", command[1].replace("\\\n", " ").replace('"', "")).split()

@@ -11,7 +11,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from importlib import import_module, util
@@ -57,8 +56,11 @@ def found(path: str) -> Any:
 def _module(parts: list[str]) -> tuple[Any, int]:
     """The innermost module that begins a path, and the number of its parts."""
     for number in range(len(parts), 0, -1):
-        with suppress(ModuleNotFoundError):
+        try:
             return import_module(".".join(parts[:number])), number
+        except ModuleNotFoundError as error:
+            if error.name and error.name.partition(".")[0] != parts[0]:
+                raise NotInstalled(error.name) from error
     raise ImportError(f"there is no module {parts[0]}")
 
 

@@ -24,6 +24,7 @@ from torch.distributed.elastic.rendezvous import (
     registry,
 )
 
+from capabilities import LISTENERS
 from holdfast.launch.meeting_state import as_pickle
 from holdfast.launch.neighbours import NUM_SILENT, Door, Neighbour, knock
 from holdfast.launch.nodes import Introduction
@@ -107,6 +108,7 @@ def listening() -> set[str]:
 def test_who_meets_at_loopback_listens_nowhere_else(
     max_nodes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    LISTENERS.require()
     monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
     before = listening()
     local_addr = None if max_nodes == 1 else "127.0.0.1"  # by default several have a name

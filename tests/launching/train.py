@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import holdfast
 
@@ -66,7 +67,9 @@ def fail(step: int) -> None:
 def digest(model: nn.Module) -> str:
     found = hashlib.sha256()
     for parameter in model.parameters():
-        found.update(parameter.detach().full_tensor().numpy().tobytes())
+        value = parameter.detach()
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        found.update(whole.numpy().tobytes())
     return found.hexdigest()
 
 
@@ -75,10 +78,13 @@ def main() -> None:
     told = holdfast.kept("told", lambda: os.urandom(4).hex()) if not given.plain else ""
     torch.manual_seed(1)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(3)])
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    model: nn.Module = nn.Sequential(*[nn.Linear(16, 16) for _ in range(3)])
+    if hasattr(torch.cpu.Stream, "record_event"):
+        for layer in model.children():
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:  # this torch has no FSDP2 on CPUs
+        model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     every = holdfast.Every(durable=100, memory=1) if given.memory else holdfast.Every(durable=1)
     memory = holdfast.Memory() if given.memory else None

@@ -145,10 +145,13 @@ def digest(optimizer: torch.optim.Optimizer) -> str:
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(1)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = nn.Sequential(*[nn.Linear(given.size, given.size) for _ in range(4)])
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    model: nn.Module = nn.Sequential(*[nn.Linear(given.size, given.size) for _ in range(4)])
+    if hasattr(torch.cpu.Stream, "record_event"):
+        for layer in model.children():
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:  # this torch has no FSDP2 on CPUs
+        model = nn.parallel.DistributedDataParallel(model)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 

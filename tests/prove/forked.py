@@ -10,6 +10,7 @@ differs from torchrun is where the processes come from.
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import sys
 import threading
@@ -77,7 +78,11 @@ def _wait(channel: socket.socket, programs: Sequence[zygote.Program]) -> int:
         failed = [code for code in codes if code]
         if failed or None not in codes:
             return failed[0] if failed else 0
-        with suppress(BlockingIOError):
+        try:
             if not channel.recv(1):
-                return -9
+                return -signal.SIGKILL
+        except BlockingIOError:
+            pass
+        except ConnectionError:
+            return -signal.SIGKILL
         time.sleep(zygote.PAUSE_S)

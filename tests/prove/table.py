@@ -46,8 +46,8 @@ CASES = (
     _cause("weights", "names in the file have a prefix, so that strict=False loads none"),
     Case(
         "scenarios/01_cached_references.py",
-        "not-in-checkpoint",
-        "the second file has the weights of the first one",
+        "batches-left-out",
+        "weights of step 3, in the file of step 6, go on with the batch of step 7",
         options=AT_8,
     ),
     Case(
@@ -147,8 +147,8 @@ CASES = (
     ),
     Case(
         "scenarios/25_disjoint_meshes.py",
-        "not-in-checkpoint",
-        "DCP writes the DTensor of one rank",
+        "weights",
+        "DCP is given the DTensors of both ranks, and loads that of one",
         ranks=2,
     ),
     Case(

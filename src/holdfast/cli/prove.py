@@ -9,8 +9,8 @@ from holdfast.cli.screen import Result
 
 EXAMPLES = (
     "holdfast prove -- python train.py --root runs/gpt",
-    "holdfast prove --steps 40 --ranks 1 -- torchrun --nproc-per-node 2 train.py --root runs/gpt",
-    'holdfast prove --state out --resume-with "--resume_from_checkpoint True" -- python trainer.py',
+    "holdfast prove --ranks 1 -- torchrun --nproc-per-node 2 train.py --root r",
+    'holdfast prove --state out --resume-with "--resume" -- python train.py',
 )
 
 

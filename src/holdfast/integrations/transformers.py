@@ -35,7 +35,6 @@ from typing import Any
 from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.utils import broadcast_object_list, gather_object
 from transformers import Trainer, TrainerCallback, TrainerState, trainer
-from transformers.trainer import TRAINER_STATE_NAME, nested_gather
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import HubStrategy, SaveStrategy, get_last_checkpoint
 
@@ -56,7 +55,9 @@ from holdfast.integrations.accelerate_loaders import data_in
 from holdfast.integrations.native import kept_by, tell_newer
 from holdfast.integrations.trl_parts import moving_reference, tell_of_generated
 
-(_is_peft_model,) = errors.need("transformers", "transformers.trainer", "_is_peft_model")
+TRAINER_STATE_NAME, nested_gather, _is_peft_model = errors.need(
+    "transformers", "transformers.trainer", "TRAINER_STATE_NAME", "nested_gather", "_is_peft_model"
+)
 errors.need(
     "transformers", Trainer,
     "_evaluate", "_finalize_training", "_init_training_state", "_load_best_model",

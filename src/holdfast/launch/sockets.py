@@ -64,10 +64,12 @@ def listener(host: str | None, port: int = 0) -> socket.socket:
 
 def store_at(host: str, port: int, is_master: bool = False, **known: Any) -> TCPStore:
     """Return torch's store.  If this process serves it and `host` is loopback, it listens at loopback
-    only."""
+    only, where torch's store takes a listening socket."""
     from torch.distributed import TCPStore
 
-    if is_master and loopback_of(host):
+    from holdfast.core.group.listening import TAKES_LISTENER
+
+    if is_master and loopback_of(host) and TAKES_LISTENER:
         with suppress(OSError):  # the port is taken, maybe by this process: torch handles that
             listening = listener(host, port)
             port = listening.getsockname()[1]

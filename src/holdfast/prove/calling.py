@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.base.errors import UsageError
-from holdfast.prove.proving import Plan, ResumeProof
+from holdfast.prove.proving import Plan
 from holdfast.prove.proving import prove as prove_plan
+from holdfast.prove.report import ResumeProof
 
 _STATE = "holdfast-state"
 

@@ -86,13 +86,13 @@ def of_begin(
     course: Sequence[TrainingTick],
 ) -> Finding | None:
     """Find a resume that never happened, or one from an older step than the newest that was saved."""
-    if segment.begin == 0 and (written or saves):
+    if segment.begin == 0 and (written or any(save.step for save in saves)):
         after = max([*written, *(s.step for s in saves)])
         return Finding(
             "no-resume", 1, segment.rank, "the step at which training went on: 0",
             f"something was saved after step {after}, and the first step again is step 1",
         )  # fmt: skip
-    by_step = Counter(save.step for save in saves)
+    by_step = Counter(step for step, _ in {(save.step, save.process) for save in saves})
     whole = [save for save in saves if by_step[save.step] == max(by_step.values())]
     newest = max((_step_of(save, course) for save in whole), default=0)
     if newest > segment.begin:
@@ -150,12 +150,17 @@ def _saved_wrong(e: Evidence) -> Finding | None:
         name = one.key.rpartition(".")[2]
         saved = {x.digest for path, x in leaves if not x.text or path.rpartition(".")[2] == name}
         kind = kind_of(one.key)
-        if one.expected.digest in saved or kind in (
-            "generator",
-            "counter",
-            "batch",
-            "loss",
-            "grad",
+        if (
+            one.expected is NOTHING
+            or one.expected.digest in saved
+            or kind
+            in (
+                "generator",
+                "counter",
+                "batch",
+                "loss",
+                "grad",
+            )
         ):
             continue
         rank = _rank_with(e, one)
@@ -200,7 +205,7 @@ def _weights(e: Evidence) -> Finding | None:
     if all(_is_rounded(d) for d in params):
         return _finding(e, "low-precision", one, "its values are those rounded to bfloat16")
     if (
-        one.expected is not NOTHING
+        all(d.expected is not NOTHING for d in params)
         and not _is_any_saved(e, params)
         and _is_any_saved(e, e.right("param"))
     ):
@@ -320,7 +325,8 @@ def _attributes(e: Evidence) -> Finding | None:
     for one in e.apart.of(*kinds):
         if one.kind == "counter" and e.apart.of("batch"):
             continue  # what counts batches differs with them
-        if one.found.text and {"loss", "generator"} <= e.apart.kinds:
+        is_mode = one.key.endswith(".training")
+        if one.found.text and {"loss", "generator"} <= e.apart.kinds and not is_mode:
             continue  # a generator changes what is trained
         if (
             one.kind == "buffer"

@@ -69,6 +69,8 @@ class SeenSave:
 
     step: int
     leaves: dict[str, Item]
+    process: int = 0
+    """A number of its own for each process that saves."""
 
 
 @dataclass

@@ -18,18 +18,20 @@ import shlex
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
+from holdfast.base.arguments import choice_of, count_of, seconds_of, share_of
 from holdfast.base.errors import UsageError
 from holdfast.prove.causes import Evidence, Finding, cause_of, of_begin, of_ranks
-from holdfast.prove.comparing import Apart, Elsewhere, Tolerance, elsewhere, first_apart
+from holdfast.prove.comparing import Apart, Tolerance, elsewhere, first_apart
 from holdfast.prove.courses import Life, SeenSave, Segment, TrainingTick, moving
+from holdfast.prove.report import ResumeProof
 from holdfast.prove.running import CannotProve, Trial, kill_all
 from holdfast.prove.workspace import Folder, Workspace
 
 SHARE = 0.05
 """Tolerance: of the way that a tensor has come since two runs parted."""
-_FEWEST = 3
+_FEWEST, _CALL = 3, "prove"
 _RANKS = re.compile(
     r"--(nproc[-_]per[-_]node|num[-_]processes|num[-_]gpus)(=)?(\d+)?$"
 )  # torchrun and holdfast run; accelerate; deepspeed
@@ -52,43 +54,17 @@ class Plan:
     keep: bool = False
     patience_s: float = 300.0
 
-
-@dataclass
-class ResumeProof:
-    """What became of it; true if every resume was exact, or within the tolerance that was asked for."""
-
-    exact: bool = True
-    steps: int = 0
-    ranks: int = 0
-    saved: list[int] = field(default_factory=list)
-    """Steps after which files had been written."""
-    resumes: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
-    """For each run that was killed: at which steps, and from which it went on."""
-    elsewhere: Elsewhere | None = None
-    elsewhere_ranks: int = 0
-    finding: Finding | None = None
-    nondeterminism: Finding | None = None
-    within: bool = False
-    """Whether what is not deterministic stayed within the tolerance."""
-    unseen: dict[str, str] = field(default_factory=dict)
-    kept: str = ""
-    seconds: float = 0.0
-    seed: int = 0
-    losses: dict[int, float] = field(default_factory=dict)
-
-    @property
-    def cause(self) -> str | None:
-        """The id of the cause of the first difference; None if there is none."""
-        one = self.finding or self.nondeterminism
-        return one.cause if one else None
-
-    def __bool__(self) -> bool:
-        return self.finding is None and (self.nondeterminism is None or self.within)
-
-    def __repr__(self) -> str:
-        from holdfast.prove.report import lines
-
-        return "\n".join(lines(self))
+    def __post_init__(self) -> None:
+        count_of(self.steps, _CALL, "steps", least=_FEWEST)
+        choice_of(self.kill, ("all", "one"), _CALL, "kill")
+        seconds_of(self.patience_s, _CALL, "patience")
+        for name in ("kill_at", "ranks"):
+            if getattr(self, name) is not None:
+                count_of(getattr(self, name), _CALL, name)
+        if self.seed is not None:
+            count_of(self.seed, _CALL, "seed", least=0)
+        if self.tolerance is not None:
+            share_of(self.tolerance, _CALL, "tolerance")
 
 
 Said = Callable[[str], None]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
-if TYPE_CHECKING:
-    from holdfast.prove.causes import Finding
-    from holdfast.prove.proving import ResumeProof
+from holdfast.prove.causes import Finding
+from holdfast.prove.comparing import Elsewhere
 
 TO_DO = {
     "not-in-checkpoint": "add it to what is saved: register_buffer, or state_dict and load_state_dict",
@@ -33,6 +32,42 @@ TO_DO = {
     "elsewhere": "what is kept for each rank (batches, generators, batch size) has to be cut anew",
     "unexplained": "see what the script does at that step that it did not do before",
 }
+
+
+@dataclass
+class ResumeProof:
+    """What became of it; true if every resume was exact, or within the tolerance that was asked for."""
+
+    exact: bool = True
+    steps: int = 0
+    ranks: int = 0
+    saved: list[int] = field(default_factory=list)
+    """Steps after which files had been written."""
+    resumes: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    """For each run that was killed: at which steps, and from which it went on."""
+    elsewhere: Elsewhere | None = None
+    elsewhere_ranks: int = 0
+    finding: Finding | None = None
+    nondeterminism: Finding | None = None
+    within: bool = False
+    """Whether what is not deterministic stayed within the tolerance."""
+    unseen: dict[str, str] = field(default_factory=dict)
+    kept: str = ""
+    seconds: float = 0.0
+    seed: int = 0
+    losses: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def cause(self) -> str | None:
+        """The id of the cause of the first difference; None if there is none."""
+        one = self.finding or self.nondeterminism
+        return one.cause if one else None
+
+    def __bool__(self) -> bool:
+        return self.finding is None and (self.nondeterminism is None or self.within)
+
+    def __repr__(self) -> str:
+        return "\n".join(lines(self))
 
 
 def lines(proof: ResumeProof) -> list[str]:

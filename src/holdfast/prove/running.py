@@ -170,8 +170,8 @@ class Trial:
                 if rank is not None and len(rank.segment.ticks) < _FIRST:
                     self._anew.add(channel)
         elif isinstance(message, WasSaved):
-            made = max((r.made for r in self._ranks.values()), default=0)
-            self.life.saves.append(SeenSave(made + 1, message.leaves))
+            made = max((r.made for r in self._ranks.values()), default=-1)
+            self.life.saves.append(SeenSave(made + 1, message.leaves, id(channel)))
         elif isinstance(message, AfterStep):
             for rank in self._ranks.values():
                 if rank.channel is channel:
@@ -227,14 +227,14 @@ class Trial:
             rank.is_held = is_last
 
     def _find_begins(self) -> None:
-        """Find out where ranks go on; of one that has just begun, the others may tell."""
-        for one in self.life.segments if self.course else ():
-            if len(one.ticks) < _FIRST:
-                others = [
-                    s.begin for s in self.life.segments if s is not one and s.rank != one.rank
-                ]
-                course = self.course.get(one.rank) or next(iter(self.course.values()))
-                one.begin = begin_of(one.ticks[0], course, others)
+        """Find out where ranks go on: each by itself, and then as the others tell."""
+        young = [s for s in self.life.segments if len(s.ticks) < _FIRST] if self.course else []
+        courses = [self.course.get(s.rank) or next(iter(self.course.values())) for s in young]
+        for one, course in zip(young, courses, strict=True):
+            one.begin = begin_of(one.ticks[0], course)
+        for one, course in zip(young, courses, strict=True):
+            others = [s.begin for s in self.life.segments if s.rank != one.rank]
+            one.begin = begin_of(one.ticks[0], course, others)
 
     def _is_done(self) -> bool:
         held = [

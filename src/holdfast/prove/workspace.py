@@ -73,6 +73,8 @@ class Workspace:
         self._runs = 0
 
     def _add(self, text: str) -> None:
+        if not text.strip():
+            raise UsageError("--state: must be a folder, not empty")
         if "://" in text:
             raise UsageError(
                 f"{text} is not a folder: each run needs a copy of its own of what it writes",

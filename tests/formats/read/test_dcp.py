@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.optim.lr_scheduler import LRScheduler
 
 import holdfast
+from capabilities import ALONE
 from holdfast.core.format.dtypes import DTYPES
 from holdfast.errors import (
     Corrupt,
@@ -48,7 +49,7 @@ def tensors() -> dict[str, torch.Tensor]:
         "empty": torch.zeros(0, 3),
         "large": torch.randn(700, 501),
     }
-    for name in DTYPES:
+    for name in (n for n in DTYPES if hasattr(torch, n)):
         raw = torch.randint(0, 2 if name == "bool" else 100, (3, 5, DTYPES[name].bytes))
         plain = raw.to(torch.uint8)
         found[name] = plain.view(getattr(torch, name)).reshape(3, 5)
@@ -61,7 +62,7 @@ def tensors() -> dict[str, torch.Tensor]:
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("dcp") / "ck"
     tree = {"t": tensors(), "epoch": 7, "lr": [0.1, 0.2], "name": "run", "none": None}
-    dcp.save(tree, checkpoint_id=path, no_dist=True)
+    dcp.save(tree, checkpoint_id=path, **ALONE)
     return path
 
 
@@ -124,7 +125,7 @@ COMES_BACK_AS = {
 @pytest.mark.parametrize("name", PLAIN)
 def test_values_of_every_kind_of_plain_data(name: str, tmp_path: Path) -> None:
     """Bytes are where torchtitan keeps the position in its data."""
-    dcp.save({"w": torch.ones(2), name: PLAIN[name]}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save({"w": torch.ones(2), name: PLAIN[name]}, checkpoint_id=tmp_path, **ALONE)
     found, value = holdfast.open(tmp_path).extras[name], PLAIN[name]
     if isinstance(value, np.ndarray):
         assert found.dtype == value.dtype and np.array_equal(found, value)
@@ -134,7 +135,7 @@ def test_values_of_every_kind_of_plain_data(name: str, tmp_path: Path) -> None:
 
 def test_a_file_in_memory(tmp_path: Path) -> None:
     (file := io.BytesIO(b"losses")).seek(3)
-    dcp.save({"w": torch.ones(2), "file": file}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save({"w": torch.ones(2), "file": file}, checkpoint_id=tmp_path, **ALONE)
     found = holdfast.open(tmp_path).extras["file"]
     assert found.getvalue() == b"losses" and found.tell() == 3
 
@@ -163,7 +164,7 @@ def test_classes_that_had_other_names(
 
 def test_a_value_that_is_no_plain_data_is_left_out_and_told(tmp_path: Path) -> None:
     state = {"w": torch.ones(2), "it": [1, Fraction(1, 2)], "epoch": 3}
-    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save(state, checkpoint_id=tmp_path, **ALONE)
     with pytest.warns(HoldfastWarning, match=r"left out, .* data: it \(fractions\.Fraction\)"):
         found = holdfast.open(tmp_path)
     assert found.extras == {"epoch": 3} and found.names() == ["w"]
@@ -174,14 +175,14 @@ def test_an_optimizers_setting_that_is_no_plain_data_is_refused(tmp_path: Path) 
     model, optimizer, _ = trained()
     optimizer.param_groups[0]["kind"] = Fraction(1, 2)
     weights, states = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optim": states}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save({"model": weights, "optim": states}, checkpoint_id=tmp_path, **ALONE)
     with pytest.raises(FormatError, match=r"fractions\.Fraction, which is not known to be data"):
         holdfast.open(tmp_path)
 
 
 def test_a_value_that_holds_tensors_and_no_plain_data_is_refused(tmp_path: Path) -> None:
     state = {"w": torch.ones(2), "it": (torch.ones(2), Fraction(1, 2))}
-    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save(state, checkpoint_id=tmp_path, **ALONE)
     with pytest.raises(FormatError, match=r"fractions\.Fraction, which is not known to be data"):
         holdfast.open(tmp_path)
 
@@ -228,7 +229,7 @@ def test_all_of_a_run_comes_back(tmp_path: Path, form: str) -> None:
         state = {"app": state}
     if form == "beside":
         state |= state.pop("model")
-    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save(state, checkpoint_id=tmp_path, **ALONE)
     live = fresh() | ({"run": {"epoch": 0, "seen": [torch.zeros(5, dtype=torch.int64), 0]}})
     holdfast.load(tmp_path, live)
     assert all(torch.equal(a, b) for a, b in zip(live["model"].parameters(), model.parameters()))
@@ -252,7 +253,7 @@ def test_other_strides(tmp_path: Path) -> None:
         "flat": torch.randn(600, 1, 40).permute(2, 1, 0),
         "large": torch.randn(900, 700).t(),
     }
-    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save(state, checkpoint_id=tmp_path, **ALONE)
     with holdfast.open(tmp_path) as checkpoint:
         for name, tensor in state.items():
             assert np.array_equal(checkpoint.read(name), tensor.numpy())
@@ -264,7 +265,7 @@ def test_weights_load_into_a_live_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
     make = lambda: torch.nn.Sequential(torch.nn.Linear(300, 400), torch.nn.LayerNorm(400))  # noqa: E731
     saved, live = make(), make()
-    dcp.save({"model": saved.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save({"model": saved.state_dict()}, checkpoint_id=tmp_path, **ALONE)
     assert holdfast.load(tmp_path, {"model": live}) == 0
     assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), live.parameters()))
     with pytest.raises(StateMismatch, match=r"0\.weight"):
@@ -354,7 +355,7 @@ def test_an_optimizer_goes_on(tmp_path: Path, groups: int) -> None:
     net, optim = make(0, 0.01)
     train(net, optim)
     weights, states = get_state_dict(net, optim)
-    dcp.save({"model": weights, "optim": states}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save({"model": weights, "optim": states}, checkpoint_id=tmp_path, **ALONE)
     other, fresh = make(1, 0.5)
     holdfast.load(tmp_path, {"model": other, "optim": fresh})
     assert [g["lr"] for g in fresh.param_groups] == [g["lr"] for g in optim.param_groups]
@@ -367,7 +368,7 @@ def test_an_optimizer_goes_on(tmp_path: Path, groups: int) -> None:
 
 def test_a_root_of_our_own_stays_ours(tmp_path: Path) -> None:
     """Whatever else lies in it: a run that moved from DCP kept its directory."""
-    dcp.save({"model": torch.nn.Linear(2, 2).state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save({"model": torch.nn.Linear(2, 2).state_dict()}, checkpoint_id=tmp_path, **ALONE)
     holdfast.save(tmp_path, {"x": 5}, step=9)
     assert holdfast.open(tmp_path).step == 9
     assert holdfast.load(tmp_path, {"x": 0}) == 9
@@ -386,7 +387,7 @@ def test_hyper_parameters_that_are_tensors(tmp_path: Path, flat: bool) -> None:
     optim.step()
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     weights, states = get_state_dict(net, optim, options=options)
-    dcp.save({"model": weights, "optim": states}, checkpoint_id=tmp_path / "x", no_dist=True)
+    dcp.save({"model": weights, "optim": states}, checkpoint_id=tmp_path / "x", **ALONE)
     holdfast.convert(tmp_path / "x", tmp_path / "own")
     for path in (tmp_path / "x", tmp_path / "own"):
         fresh = torch.optim.AdamW([{"params": list(m.parameters())} for m in net], lr=9.0)
@@ -405,7 +406,7 @@ def test_an_optimizer_by_number(tmp_path: Path, how: str) -> None:
     net(torch.ones(5, 3)).square().sum().backward()
     optim.step()
     saved = {"model": net.state_dict(), "optim": optim.state_dict()}
-    dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save(saved, checkpoint_id=tmp_path, **ALONE)
     other = make()
     fresh = torch.optim.AdamW(other.parameters(), lr=9.0)
     if how == "unknown":
@@ -459,7 +460,7 @@ def test_the_step_that_values_state(tmp_path: Path, values: dict[str, Any], step
     optim.step()
     weights, states = get_state_dict(model, optim)
     tree = {"model": weights, "optim": states, **values}
-    dcp.save(tree, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp.save(tree, checkpoint_id=tmp_path / "dcp", **ALONE)
     assert holdfast.steps(tmp_path / "dcp") == [step]
     with holdfast.Checkpointer(tmp_path / "run", {"model": model, "optim": optim}) as ckpt:
         restored = ckpt.restore(source=tmp_path / "dcp")

@@ -18,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import holdfast
+from capabilities import ALONE
 from holdfast.errors import Corrupt, FormatError, HoldfastError, NotFound, StateMismatch
 from holdfast.formats.read.megatron.opening import open_megatron
 from holdfast.formats.read.megatron.tensors import template, unfused
@@ -62,7 +63,7 @@ def source(tmp_path_factory: pytest.TempPathFactory, saved: dict[str, Any]) -> P
     }
     archives = {name: [value] for name, value in objects.items()}
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
-    dcp.save(saved | archives, checkpoint_id=root / FOLDER, planner=planner, no_dist=True)
+    dcp.save(saved | archives, checkpoint_id=root / FOLDER, planner=planner, **ALONE)
     common = {
         "iteration": 7,
         "args": Namespace(backend=Backend.FLASH, dtype=torch.bfloat16, path=Path("/data")),
@@ -288,7 +289,7 @@ def test_an_extra_state_of_an_unknown_class(copy: Path, saved: dict[str, Any]) -
 
     name = "decoder.layers.mlp._extra_state/shard_0_3"
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
-    dcp.save(saved | {name: [Recipe()]}, checkpoint_id=copy / FOLDER, planner=planner, no_dist=True)
+    dcp.save(saved | {name: [Recipe()]}, checkpoint_id=copy / FOLDER, planner=planner, **ALONE)
     kept = holdfast.open(copy).extras["extra_states"]["decoder.layers.0.mlp._extra_state"]
     with zipfile.ZipFile(io.BytesIO(kept["archive"])) as archive:
         tree = next(n for n in archive.namelist() if n.endswith("data.pkl"))

@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import holdfast
+from capabilities import ALONE
 from holdfast.errors import FormatError, StateMismatch
 
 FOLDER = "iter_0000007"
@@ -50,7 +51,7 @@ def write(root: Path, tensors: Tensors, objects: dict[str, Any] | None = None) -
     saved = {f"{KEY}.optimizer/shard_0_1": {"param_groups": [group, group | {"wd_mult": 0.0}]}}
     archives = {name: [value] for name, value in (saved | (objects or {})).items()}
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
-    dcp.save(tensors | archives, checkpoint_id=root / FOLDER, planner=planner, no_dist=True)
+    dcp.save(tensors | archives, checkpoint_id=root / FOLDER, planner=planner, **ALONE)
     torch.save({"iteration": 7}, root / FOLDER / "common.pt")
     kind = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     (root / FOLDER / "metadata.json").write_text(json.dumps(kind))

@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -28,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import holdfast
+from capabilities import ASYNC_PROCESS, FSDP2_ON_CPUS, GROUPS_OF_SOME
 from holdfast.core.checkpoint.verifying import verify
 from holdfast.dcp import Reader, Writer
 from holdfast.store import open_store
@@ -41,6 +41,7 @@ def made(layout: str, seed: int) -> Pair:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(16, 34), nn.ReLU(), nn.Linear(34, 5))
     if layout == "fsdp":
+        FSDP2_ON_CPUS.require()
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     if layout == "tp":
         mesh = init_device_mesh("cpu", (2,))
@@ -228,13 +229,14 @@ def in_the_background(out: Path) -> None:
 
 
 def in_another_process(out: Path) -> None:
+    ASYNC_PROCESS.require()
     root, pair = str(out / "root"), made("fsdp", seed=1)
     writer = Writer(root, keep=holdfast.Keep(last=2))
     for step in (1, 2, 3):
         with torch.no_grad():
             for p in pair[0].parameters():
                 p.add_(1)
-        kind = AsyncCheckpointerType.PROCESS
+        kind = dcp.state_dict_saver.AsyncCheckpointerType.PROCESS
         planner = DefaultSavePlanner(enable_plan_caching=True)
         dcp.async_save(
             state_of(pair),
@@ -250,6 +252,7 @@ def in_another_process(out: Path) -> None:
 
 def a_group_of_some_ranks(out: Path) -> None:
     """Rank 1 saves and loads alone, in a process group of its own."""
+    GROUPS_OF_SOME.require()
     root, alone = str(out / "root"), dist.new_group([1])
     if dist.get_rank() == 1:
         with warnings.catch_warnings():
@@ -295,6 +298,23 @@ def parts_of_every_kind(out: Path) -> None:
     good(root, 0)
 
 
+class ToldNoRank(Writer):
+    """As DCP of older torch calls it, and any DCP a method without `kwargs`."""
+
+    def set_up_storage_writer(self, is_coordinator: bool) -> None:  # type: ignore[override]
+        super().set_up_storage_writer(is_coordinator)
+
+
+def a_writer_that_is_not_told_its_rank(out: Path) -> None:
+    root, mesh = str(out / "root"), init_device_mesh("cpu", (2,))
+    full = torch.arange(6.0)
+    dcp.save({"x": distribute_tensor(full, mesh, [Shard(0)])}, storage_writer=ToldNoRank(root))
+    found = {"x": torch.zeros(6)}
+    dcp.load(found, storage_reader=Reader(root))
+    assert torch.equal(found["x"], full)
+    good(root, 0)
+
+
 def on_object_storage(out: Path) -> None:
     """The address of the server is in a file beside the cases."""
     url = json.loads((out.parent / "url.json").read_text())
@@ -318,6 +338,7 @@ CASES = [
     in_the_background,
     a_group_of_some_ranks,
     parts_of_every_kind,
+    a_writer_that_is_not_told_its_rank,
 ]
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import holdfast
 import holdfast.session.attempts as attempts
 import holdfast.session.planned_saves as module
+from capabilities import ALONE
 from holdfast.dcp import Reader, Writer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -42,7 +43,7 @@ def test_no_save_returns_late_for_a_deletion_and_none_meets_one(
     def save(step: int) -> Writer:
         writer = Writer(tmp_path, keep=holdfast.Keep(last=1))
         state = {"x": torch.full((3,), float(step))}
-        dcp.save(state, storage_writer=writer, checkpoint_id=str(step), no_dist=True)
+        dcp.save(state, storage_writer=writer, checkpoint_id=str(step), **ALONE)
         return writer
 
     go.set()
@@ -62,12 +63,12 @@ def test_a_training_that_went_back_is_the_newest(tmp_path: Path) -> None:
     writer, state = Writer(tmp_path, keep=holdfast.Keep(last=1, every=10)), {"x": torch.zeros(3)}
     for step in (10, 20, 30, 15, 16):
         state["x"].fill_(step)
-        dcp.save(state, storage_writer=writer, checkpoint_id=str(step), no_dist=True)
+        dcp.save(state, storage_writer=writer, checkpoint_id=str(step), **ALONE)
     writer.wait()
     assert holdfast.steps(tmp_path) == [10, 16, 20, 30]
-    dcp.load(state, storage_reader=Reader(tmp_path), no_dist=True)
+    dcp.load(state, storage_reader=Reader(tmp_path), **ALONE)
     assert state["x"].tolist() == [16.0] * 3
-    dcp.load(state, storage_reader=Reader(tmp_path), checkpoint_id="30", no_dist=True)
+    dcp.load(state, storage_reader=Reader(tmp_path), checkpoint_id="30", **ALONE)
     assert state["x"].tolist() == [30.0] * 3
 
 
@@ -77,11 +78,11 @@ def test_a_reader_and_a_writer_that_are_used_again(tmp_path: Path) -> None:
 
     def save(value: float, **options: Any) -> None:
         state["x"].fill_(value)
-        dcp.save(state, storage_writer=writer, no_dist=True, **options)
+        dcp.save(state, storage_writer=writer, **ALONE, **options)
 
     def load(**options: Any) -> float:
         state["x"].fill_(-1)
-        dcp.load(state, storage_reader=reader, no_dist=True, **options)
+        dcp.load(state, storage_reader=reader, **ALONE, **options)
         return float(state["x"][0])
 
     save(1, checkpoint_id="1")
@@ -95,7 +96,7 @@ def test_a_reader_and_a_writer_that_are_used_again(tmp_path: Path) -> None:
     assert (load(), load(checkpoint_id="2")) == (3, 2)
     for asked in ("1", "9"):  # of a load that fails, too
         with pytest.raises(BaseException, match=r"Missing key|there is no step 9|metadata"):
-            dcp.load({"y": 1}, storage_reader=reader, checkpoint_id=asked, no_dist=True)
+            dcp.load({"y": 1}, storage_reader=reader, checkpoint_id=asked, **ALONE)
         assert load() == 3
 
 
@@ -107,7 +108,7 @@ def test_a_training_that_went_back_in_a_root_that_a_checkpointer_has_left(tmp_pa
     for step in (50, 60):
         with torch.no_grad():
             model.bias.fill_(step)
-        dcp.save(state, storage_writer=writer, checkpoint_id=str(step), no_dist=True)
+        dcp.save(state, storage_writer=writer, checkpoint_id=str(step), **ALONE)
     writer.wait()
     assert holdfast.steps(tmp_path) == [60, 100]  # which it did not go on from
     with holdfast.Checkpointer(tmp_path, {"model": torch.nn.Linear(2, 2)}) as ckpt:
@@ -122,7 +123,7 @@ def test_what_a_failed_save_has_left_goes_with_the_next_one_of_any_writer(
     """The process of `async_save` is given another `Writer` each time, and lives as long as training."""
 
     def save() -> None:
-        dcp.save({"x": torch.ones(9)}, storage_writer=Writer(tmp_path), no_dist=True)
+        dcp.save({"x": torch.ones(9)}, storage_writer=Writer(tmp_path), **ALONE)
 
     def images() -> list[Path]:
         return sorted(tmp_path.rglob("*.safetensors"))
@@ -174,9 +175,7 @@ def test_two_saves_at_once_without_an_id_are_two_steps(
 
     monkeypatch.setattr(module, "commit", together)
     saves = [
-        dcp.async_save(
-            {"x": torch.full((3,), value)}, storage_writer=Writer(tmp_path), no_dist=True
-        )
+        dcp.async_save({"x": torch.full((3,), value)}, storage_writer=Writer(tmp_path), **ALONE)
         for value in (1.0, 2.0)
     ]
     for one in saves:
@@ -184,6 +183,6 @@ def test_two_saves_at_once_without_an_id_are_two_steps(
     found = []
     for step in holdfast.steps(tmp_path):
         state = {"x": torch.zeros(3)}
-        dcp.load(state, storage_reader=Reader(tmp_path), checkpoint_id=str(step), no_dist=True)
+        dcp.load(state, storage_reader=Reader(tmp_path), checkpoint_id=str(step), **ALONE)
         found.append(float(state["x"][0]))
     assert sorted(found) == [1.0, 2.0]

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import holdfast
+from capabilities import ALONE
 from holdfast.dcp import Reader, Writer
 from holdfast.errors import StateMismatch
 
@@ -91,11 +92,11 @@ def without_empty(value: Any) -> Any:
 @pytest.mark.parametrize("case", CASES)
 def test_all_that_was_saved_is_loaded(tmp_path: Path, case: str) -> None:
     saved, ours, theirs = CASES[case], tmp_path / "ours", tmp_path / "theirs"
-    dcp.save(saved, storage_writer=Writer(ours), no_dist=True)
-    dcp.save(saved, checkpoint_id=theirs, no_dist=True)
+    dcp.save(saved, storage_writer=Writer(ours), **ALONE)
+    dcp.save(saved, checkpoint_id=theirs, **ALONE)
     state, expected = empty(saved), empty(saved)
-    dcp.load(state, storage_reader=Reader(ours), no_dist=True)
-    dcp.load(expected, checkpoint_id=theirs, no_dist=True)
+    dcp.load(state, storage_reader=Reader(ours), **ALONE)
+    dcp.load(expected, checkpoint_id=theirs, **ALONE)
     assert repr(state) == repr(expected)  # a number is a number and a text there
     found: dict[str, Any] = {}
     planner = _EmptyStateDictLoadPlanner()
@@ -114,7 +115,7 @@ def test_all_that_was_saved_is_loaded(tmp_path: Path, case: str) -> None:
 def test_a_live_optimizer_does_not_lose_it_without_a_word(
     tmp_path: Path, name: str, more: dict[str, Any]
 ) -> None:
-    dcp.save(of_adam(**more), storage_writer=Writer(tmp_path), no_dist=True)
+    dcp.save(of_adam(**more), storage_writer=Writer(tmp_path), **ALONE)
     model = nn.Linear(3, 2)
     state = {"model": model, "optim": torch.optim.Adam(model.parameters())}
     with pytest.raises(StateMismatch, match=rf"unexpected in the checkpoint: optim\.{name}"):
@@ -131,4 +132,4 @@ def test_a_name_of_holdfast_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(
         CheckpointException, match=rf"optim\.{name}: holdfast has values of its own"
     ):
-        dcp.save(of_adam(beside={name: 3}), storage_writer=Writer(tmp_path), no_dist=True)
+        dcp.save(of_adam(beside={name: 3}), storage_writer=Writer(tmp_path), **ALONE)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import ReadItem
 
+from capabilities import ALONE
 from holdfast.dcp import Reader, Writer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -33,7 +34,7 @@ class Staging(dcp.DefaultLoadPlanner):  # type: ignore[misc]  # torch gives no t
 
 def test_a_planner_with_one_buffer_for_all(tmp_path: Path) -> None:
     saved = {f"t{n}": torch.rand(n, 4) for n in range(9)} | {"one": torch.tensor(3.0)}
-    dcp.save(saved, storage_writer=Writer(tmp_path), checkpoint_id="1", no_dist=True)
+    dcp.save(saved, storage_writer=Writer(tmp_path), checkpoint_id="1", **ALONE)
     state = {name: torch.zeros_like(t) for name, t in saved.items()}
-    dcp.load(state, storage_reader=Reader(tmp_path), planner=Staging(), no_dist=True)
+    dcp.load(state, storage_reader=Reader(tmp_path), planner=Staging(), **ALONE)
     assert [name for name, t in saved.items() if not torch.equal(state[name], t)] == []

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import holdfast
+from capabilities import ALONE
 from holdfast.dcp import Reader, Writer
 from holdfast.errors import UsageError
 from holdfast.integrations.dcp.ids import step_of_id
@@ -69,7 +70,7 @@ def test_tensors_in_tuples_have_their_values(tmp_path: Path, is_empty: bool) -> 
         state = {"lstm": held(), "w": N.clone()}
         for tensor in (state["w"], *state["lstm"]["carry"][:2], state["lstm"]["lists"][0]):
             tensor.zero_()
-        dcp.load(state, storage_reader=Reader(tmp_path), no_dist=True)
+        dcp.load(state, storage_reader=Reader(tmp_path), **ALONE)
     assert flat(state) == flat({"lstm": held(), "w": N})
 
 
@@ -100,7 +101,7 @@ def test_what_the_user_has_declared_safe_stays(tmp_path: Path, added: Any) -> No
             for step in range(10):
                 state = {"number": number, **VALUES}
                 writer = Writer(tmp_path / str(number))
-                dcp.save(state, storage_writer=writer, checkpoint_id=str(step), no_dist=True)
+                dcp.save(state, storage_writer=writer, checkpoint_id=str(step), **ALONE)
                 assert set(torch.serialization.get_safe_globals()) == before
         except BaseException as error:
             errors.append(error)
@@ -120,11 +121,11 @@ def test_what_the_user_has_declared_safe_stays(tmp_path: Path, added: Any) -> No
 @pytest.mark.parametrize("blocks", [1, 2, 3])
 def test_an_image_that_ends_with_a_block(tmp_path: Path, blocks: int) -> None:
     state = {"w": torch.arange((blocks * WRITE_BYTES - 4096) // 4, dtype=torch.int32)}
-    dcp.save(state, storage_writer=Writer(tmp_path), no_dist=True)
+    dcp.save(state, storage_writer=Writer(tmp_path), **ALONE)
     (file,) = holdfast.open(tmp_path).manifest.files
     assert file.table == blocks * WRITE_BYTES
     found = {"w": torch.zeros_like(state["w"])}
-    dcp.load(found, storage_reader=Reader(tmp_path), no_dist=True)
+    dcp.load(found, storage_reader=Reader(tmp_path), **ALONE)
     assert torch.equal(found["w"], state["w"])
 
 
@@ -155,7 +156,7 @@ def test_a_part_that_looks_whole_is_refused(tmp_path: Path) -> None:
     cut = torch.nn.Parameter(torch.zeros(0))
     cut.ds_id = 3  # type: ignore[attr-defined]
     with pytest.raises(CheckpointException, match="ZeRO-3 has partitioned"):
-        dcp.save({"w": cut}, storage_writer=Writer(tmp_path), no_dist=True)
+        dcp.save({"w": cut}, storage_writer=Writer(tmp_path), **ALONE)
 
 
 class Strange:
@@ -167,5 +168,5 @@ def test_what_is_no_plain_data_is_refused(tmp_path: Path, value: Any) -> None:
     with pytest.raises(
         CheckpointException, match=r"v: is no plain data \(Unsupported global: GLOBAL"
     ):
-        dcp.save({"v": value}, storage_writer=Writer(tmp_path), no_dist=True)
+        dcp.save({"v": value}, storage_writer=Writer(tmp_path), **ALONE)
     assert not holdfast.steps(tmp_path)

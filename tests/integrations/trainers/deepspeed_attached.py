@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.utils import set_log_level_from_string
+from deepspeed.utils import logger
 from torch import nn
 
 import holdfast
@@ -733,7 +733,7 @@ CASES = {
 
 
 def main(options: dict[str, Any]) -> None:
-    set_log_level_from_string("error")
+    logger.setLevel("ERROR")
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     case: Callable[..., None] = CASES[options.pop("case")]
     case(**options)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from deepspeed.utils import set_log_level_from_string
+from deepspeed.utils import logger
 from torch import nn
 
 import holdfast
@@ -194,7 +194,7 @@ CASES = {"save": save, "load": load, "refuse": refuse}
 
 
 def main(options: dict[str, Any]) -> None:
-    set_log_level_from_string("error")
+    logger.setLevel("ERROR")
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     Path(options["root"]).parent.mkdir(exist_ok=True)
     CASES[options["case"]](options)

@@ -73,6 +73,10 @@ def rows_of(journal: Journal) -> dict[int, dict[str, Any]]:
 
 def uninterrupted(ranks: Ranks, folder: Path, num: int, given: dict[str, Any]) -> Journal:
     """Accelerate's own run."""
+    if given.get("fsdp"):
+        plugin = pytest.importorskip("accelerate").FullyShardedDataParallelPlugin
+        if "fsdp_version" not in plugin.__dataclass_fields__:
+            pytest.skip("this accelerate has no FSDP2")
     options, own = run_of(folder, "own", **{**given, "use": "own"})
     assert ranks.run(options, num) == [0] * num
     return own

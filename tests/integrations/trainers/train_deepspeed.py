@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.utils import set_log_level_from_string
+from deepspeed.utils import logger
 from torch import nn
 from torch.distributed import destroy_process_group, get_rank, get_world_size
 
@@ -93,7 +93,7 @@ def digest(engine: Any, run: Run) -> str:
 
 def main(options: dict[str, Any]) -> None:
     run = Run(**options)
-    set_log_level_from_string("error")
+    logger.setLevel("ERROR")
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     engine = engine_of(run)
     ckpt = None

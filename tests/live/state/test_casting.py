@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import holdfast
+from capabilities import FLOAT8_E8M0
 from holdfast.errors import StateMismatch
 
 INF, NAN = float("inf"), float("nan")
@@ -69,6 +70,11 @@ HELD: list[tuple[str, list[Any], str]] = [
 ]
 
 
+def known(dtype: str) -> None:
+    if dtype == "float8_e8m0fnu":
+        FLOAT8_E8M0.require()
+
+
 def tensor(values: list[Any], dtype: str) -> torch.Tensor:
     kind = getattr(torch, dtype)
     if not dtype.startswith("float8"):
@@ -82,6 +88,7 @@ def test_a_value_that_the_dtype_cannot_hold_is_refused(
     tmp_path: Path, saved: str, values: list[Any], here: str, value: str
 ) -> None:
     """With its tensor's name, the value and both dtypes; nothing of it was written."""
+    known(here)
     holdfast.save(tmp_path, {"net": {"x": tensor(values, saved)}}, step=1)
     live = torch.zeros(len(values)).to(getattr(torch, here))
     with pytest.raises(StateMismatch) as error:
@@ -97,6 +104,7 @@ def test_a_value_that_the_dtype_cannot_hold_is_refused(
 @pytest.mark.parametrize(("saved", "values", "here"), HELD)
 def test_rounding_is_allowed(tmp_path: Path, saved: str, values: list[Any], here: str) -> None:
     """What is no number, or has no end, is that afterwards."""
+    known(here)
     before = tensor(values, saved)
     holdfast.save(tmp_path, {"x": before}, step=1)
     live = torch.zeros(len(values)).to(getattr(torch, here))

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 import holdfast
+from capabilities import FLOAT4
 from holdfast.core.checkpoint.verifying import verify
 from holdfast.errors import FormatError, LayoutError, StateMismatch, UsageError
 from holdfast.live.state.blocks import block_shape
@@ -186,6 +187,7 @@ def test_a_nested_tensor_takes_values_for_rows_of_its_lengths(
 
 
 def test_pairs_of_four_bit_numbers_are_bytes(tmp_path: Path) -> None:
+    FLOAT4.require()
     values = torch.arange(12, dtype=torch.uint8).view(3, 4)
     holdfast.save(tmp_path, {"x": values.view(torch.float4_e2m1fn_x2)}, step=1)
     live = torch.zeros(3, 4, dtype=torch.uint8)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import holdfast
+from capabilities import FSDP2_ON_CPUS
 from holdfast.errors import StateMismatch, UsageError
 from holdfast.live.state.customised import customised
 from holdfast.store import open_store
@@ -403,6 +404,7 @@ def test_records_have_them(tmp_path: Path) -> None:
 
 
 def test_hooks_of_fsdp_are_not_called(tmp_path: Path, mesh: Any) -> None:
+    FSDP2_ON_CPUS.require()
     """They may gather; modules that it wraps are still asked for what they have of their own."""
 
     def build(fill: float) -> nn.Module:

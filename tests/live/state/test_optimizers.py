@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import holdfast
+from capabilities import MUON
 from holdfast.core.group import meet
 from holdfast.errors import StateMismatch, UsageError
 from holdfast.live.restore.groups import moved_groups
@@ -161,9 +162,9 @@ def test_goes_on_bit_by_bit(tmp_path: Path, name: str, used: bool) -> None:
     check_goes_on(tmp_path, OPTIMIZERS[name], groups, used=used)
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 @pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
 def test_muon_goes_on_bit_by_bit(tmp_path: Path, used: bool) -> None:
+    MUON.require()
     check_goes_on(tmp_path, lambda p: torch.optim.Muon(p, lr=0.01), matrices, used=used)
 
 

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.swa_utils import AveragedModel
 
 import holdfast
+from capabilities import FQN_MODIFIERS
 from holdfast.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("mesh")
@@ -272,7 +273,8 @@ def test_a_class_of_ones_own_says_what_does_not_show(tmp_path: Path) -> None:
     holdfast.save(tmp_path, {"model": model}, step=1)
     with holdfast.open(tmp_path) as found:
         assert found.names() == ["model.0.weight", "model.1.weight"]
-    assert set(get_model_state_dict(model)) == {"0.weight", "1.weight"}
+    if FQN_MODIFIERS.is_there:
+        assert set(get_model_state_dict(model)) == {"0.weight", "1.weight"}
     other = nn.Sequential(Fused(), Fused())
     holdfast.load(tmp_path, {"model": other})
     assert torch.equal(other[1].embedding.weight, model[1].module.embedding.weight)

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import holdfast.live.roots
 import holdfast.session.planned_saves
+from capabilities import ALONE
 from holdfast import Keep
 from holdfast.checkpoint import notes
 from holdfast.core.checkpoint.opened import Checkpoint
@@ -182,9 +183,9 @@ def dcp_life(monkeypatch, store: Store, step: int, value: float, **options) -> N
     under_way.cache_clear()  # a new process has no saves of the one before
     with suppress(Stopped, CheckpointException):
         if contents(store):
-            dcp.load(state_of(0.0), storage_reader=holdfast.dcp.Reader(store.url), no_dist=True)
+            dcp.load(state_of(0.0), storage_reader=holdfast.dcp.Reader(store.url), **ALONE)
         writer = holdfast.dcp.Writer(store.url, **options)
-        dcp.save(state_of(value), storage_writer=writer, checkpoint_id=str(step), no_dist=True)
+        dcp.save(state_of(value), storage_writer=writer, checkpoint_id=str(step), **ALONE)
         writer.wait()
 
 

@@ -24,6 +24,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import holdfast
 import holdfast.live.roots
+from capabilities import ALONE
 from holdfast.store import LocalStore, Store
 from holdfast.testing import Faulty
 from ports import free_port
@@ -112,7 +113,7 @@ def values(kind: str, root: str) -> list[float]:
     """Which values the step now has."""
     if kind == "dcp":
         out = {"w": torch.full((ROWS, 64), -1.0)}
-        dcp.load(out, checkpoint_id=root, no_dist=True)
+        dcp.load(out, checkpoint_id=root, **ALONE)
         return out["w"].unique().tolist()
     with holdfast.open(root, step=7) as c:
         return sorted({float(v) for v in np.unique(c.read("d.w"))} | {c.extras["d"]["v"]})

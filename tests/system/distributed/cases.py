@@ -1,8 +1,9 @@
 """Many cases in one launch: each is a function that every rank calls with a folder of its own.
 
 A worker module decorates its cases with `case` and ends with `run_all()`; the pytest module asserts on
-`OUT/<rank>.json`, which maps each case to None or to the traceback of this rank.  Ranks meet between
-cases, so one that fails on one rank alone does not shift the next; the meeting has a deadline.
+`OUT/<rank>.json`, which maps each case to None or to the traceback of this rank, or says why it skipped
+the case, as a test does.  Ranks meet between cases, so one that fails on one rank alone does not shift the
+next; the meeting has a deadline.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from .launch import LIMIT_S, launch
 
 Case = Callable[[Path], None]
 MEET_S = 240.0
+SKIPPED = "skipped: "
 
 
 def run_all(cases: list[Case]) -> None:
@@ -37,6 +39,8 @@ def run_all(cases: list[Case]) -> None:
         try:
             one(root)
             found[one.__name__] = None
+        except pytest.skip.Exception as skipped:
+            found[one.__name__] = f"{SKIPPED}{skipped}"
         except BaseException:
             found[one.__name__] = traceback.format_exc()
         path = out / f"{dist.get_rank()}.json"
@@ -60,14 +64,17 @@ def run_module(
         path = out / f"{rank}.json"
         if path.exists():
             for name, text in json.loads(path.read_text()).items():
-                failed.setdefault(name, []).extend([f"rank {rank}:\n{text}"] if text else [])
-    if not any(failed.values()):
+                said = f"rank {rank}:\n" if text and not text.startswith(SKIPPED) else ""
+                failed.setdefault(name, []).extend([said + text] if text else [])
+    if all(text.startswith(SKIPPED) for texts in failed.values() for text in texts):
         ran.check()
     return failed
 
 
 def check(failed: dict[str, list[str]], name: str) -> None:
-    """Fail with the tracebacks of a case; or because it was not reached."""
+    """Fail with the tracebacks of a case; or because it was not reached.  Skip if all ranks did."""
     assert name in failed, f"{name} was not reached: {sorted(failed)}"
     if failed[name]:
+        if all(text.startswith(SKIPPED) for text in failed[name]):
+            pytest.skip(failed[name][0].removeprefix(SKIPPED))
         pytest.fail("\n".join(failed[name]), pytrace=False)

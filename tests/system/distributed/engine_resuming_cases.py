@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import holdfast
+from capabilities import FSDP2_ON_CPUS
 from holdfast.errors import StateMismatch
 
 from .cases import Case, run_all
@@ -195,6 +196,7 @@ class Plain:
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
         self.net = Net()
+        FSDP2_ON_CPUS.require()
         fully_shard(self.net.body)
         fully_shard(self.net)
         self.optim = torch.optim.AdamW(groups(self.net), foreach=False)

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import (
+    logger,
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
-    set_log_level_from_string,
 )
 from torch import nn
 from torch._utils import _unflatten_dense_tensors
@@ -25,7 +25,7 @@ ADAM = ("exp_avg", "exp_avg_sq")
 ROWS = 12
 """Of a batch over all ranks: 1, 2 and 3 divide it."""
 
-set_log_level_from_string("error")
+logger.setLevel("ERROR")
 get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed doubts it of CPUs; torch computes it
 
 

@@ -34,6 +34,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import holdfast
+from capabilities import FSDP2_ON_CPUS
 from holdfast.errors import FormatError, NotFound, NotRecoverable, UsageError
 
 from .cases import run_all
@@ -117,6 +118,7 @@ def local_state_is_refused(root: Path) -> None:
 
 def fsdp2(root: Path) -> None:
     """Uneven shards, replicas, and shards of what tensor parallelism has cut before."""
+    FSDP2_ON_CPUS.require()
     for name in ("shard", "hybrid", "tensor"):
         model = net()
         if name == "tensor":
@@ -151,6 +153,7 @@ def fsdp2(root: Path) -> None:
 
 def sharded(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = net(seed)
+    FSDP2_ON_CPUS.require()
     fully_shard(model)
     return model, torch.optim.AdamW(model.parameters(), lr=9.0)
 

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import holdfast
+from capabilities import FSDP2_ON_CPUS
 from holdfast import events
 from holdfast.checkpoint.notes import pin
 from holdfast.errors import (
@@ -53,6 +54,7 @@ class Net(nn.Module):
 def sharded(seed: int) -> Net:
     torch.manual_seed(seed)
     net = Net()
+    FSDP2_ON_CPUS.require()
     fully_shard(net.body)
     fully_shard(net)
     return net
@@ -83,6 +85,7 @@ def meta_models_become_real_and_stay_tied(root: Path) -> None:
     holdfast.save(root, {"model": net}, step=1)
     with torch.device("meta"):
         empty = Net()
+    FSDP2_ON_CPUS.require()
     fully_shard(empty.body)
     fully_shard(empty)
     assert all(p.is_meta for p in empty.parameters())
@@ -199,6 +202,7 @@ def modules_keep_their_own_state(root: Path) -> None:
 
     def build(value: float) -> nn.Module:
         net = nn.Sequential(nn.Linear(6, 6), Packed(value), Book(3.0 if value else 0.0))
+        FSDP2_ON_CPUS.require()
         return fully_shard(net)
 
     net, other = build(rank + 1.0), build(0.0)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import holdfast
+from capabilities import FSDP2_ON_CPUS
 
 from .cases import run_all
 
@@ -44,6 +45,7 @@ def built(
     torch.manual_seed(seed)
     model: nn.Module = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
     if layout == "fsdp":
+        FSDP2_ON_CPUS.require()
         fully_shard(
             model, mesh=init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
         )
@@ -192,6 +194,9 @@ def stripes_are_refused_by_name(root: Path) -> None:
     """A matrix that tensor parallelism cuts by columns has no single part once it is flat."""
     model, optimizer = built("tp", 0)
     train(model, optimizer, 1)
+    flat: Any = model.get_parameter("2.weight").detach().flatten()
+    if flat.placements[0].is_replicate():
+        pytest.skip("this torch has no stripes of flat tensors: they are whole on each rank")
     with pytest.raises(holdfast.HoldfastError) as caught:
         holdfast.save(root, given(model, optimizer), step=1)
     assert "'optim.2.weight.start': _StridedShard(dim=0" in str(caught.value), caught.value

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import holdfast
+from capabilities import FSDP2_ON_CPUS
 from holdfast.core.checkpoint.names import manifest_key, read_manifest, step_prefix
 from holdfast.core.format.manifest import encode_manifest
 from holdfast.store import LocalStore, Store, open_store, register
@@ -57,6 +58,7 @@ class Run:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+        FSDP2_ON_CPUS.require()
         fully_shard(self.model, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
 

@@ -30,6 +30,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate
 
 import holdfast
+from capabilities import FSDP2_ON_CPUS
 from holdfast import events
 from holdfast.errors import Deadline, OutOfSpace, RankErrors, UsageError
 from holdfast.live.saving import stall_notice
@@ -63,6 +64,7 @@ class Run:
         self.net = Net()
         self.model: nn.Module = self.net
         if shard:
+            FSDP2_ON_CPUS.require()
             fully_shard(self.net.body)
             fully_shard(self.net)
         else:

@@ -10,6 +10,8 @@ from collections import Counter
 
 import pytest
 
+from capabilities import FSDP2_ON_CPUS
+
 from .launch import launch
 from .requests_cases import KEPT
 
@@ -20,6 +22,7 @@ Phases = dict[str, list[tuple[str, str]]]
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.soak)])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Phases]:
     """The requests of each rank, by phase."""
+    FSDP2_ON_CPUS.require()
     out = tmp_path_factory.mktemp("out")
     launch("requests_cases", request.param, out).check()
     found = [json.loads((out / f"requests-{r}.json").read_text()) for r in range(request.param)]

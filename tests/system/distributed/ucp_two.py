@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.utils import (
+    logger,
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
-    set_log_level_from_string,
 )
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -142,6 +142,6 @@ The last stays on its own layout."""
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    set_log_level_from_string("error")
+    logger.setLevel("ERROR")
     on_cpu()
     run_all(CASES)

@@ -11,6 +11,7 @@ from torch import nn
 
 import holdfast
 from builders import Tensor, build
+from capabilities import ALONE
 from holdfast.checkpoint import notes
 from holdfast.layout import Cut, Mesh, Sharding
 from holdfast.store import LocalStore
@@ -106,7 +107,7 @@ def dcp(root: Path) -> None:
 
     model = {"w": BIG, "b": SMALL, "s": torch.tensor(2.5)}
     state = {"model": model, "step": 7, "config": {"lr": 0.5, "names": ["a", "b"]}}
-    torch.distributed.checkpoint.save(state, checkpoint_id=root, no_dist=True)
+    torch.distributed.checkpoint.save(state, checkpoint_id=root, **ALONE)
 
 
 def safetensors(root: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from capabilities import ALONE
 from holdfast.dcp import Reader, Writer
 from holdfast.extend import PreparedPart
 from system.gpu.devices import DEVICE, needs_device, occupy
@@ -43,24 +44,22 @@ def test_values_of_the_call(tmp_path: Path, how: str, on_the_side: bool) -> None
         values_come_late(model)
         state = {"model": model.state_dict()}
         if how == "save":
-            dcp.save(state, storage_writer=writer, checkpoint_id="1", no_dist=True)
+            dcp.save(state, storage_writer=writer, checkpoint_id="1", **ALONE)
         else:
-            saving = dcp.async_save(state, storage_writer=writer, checkpoint_id="1", no_dist=True)
+            saving = dcp.async_save(state, storage_writer=writer, checkpoint_id="1", **ALONE)
             with torch.no_grad():
                 for p in model.parameters():
                     p.zero_()
             saving.result()
     found = {name: torch.zeros_like(t) for name, t in expected.items()}
-    dcp.load(
-        {"model": found}, storage_reader=Reader(tmp_path / "root"), checkpoint_id="1", no_dist=True
-    )
+    dcp.load({"model": found}, storage_reader=Reader(tmp_path / "root"), checkpoint_id="1", **ALONE)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     again = nn.Sequential(*[nn.Linear(1200, 1200) for _ in range(4)]).to(DEVICE)
     dcp.load(
         {"model": again.state_dict()},
         storage_reader=Reader(tmp_path / "root"),
         checkpoint_id="1",
-        no_dist=True,
+        **ALONE,
     )
     for name, t in again.state_dict().items():
         assert torch.equal(t.cpu(), expected[name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from holdfast.base.wire import encode_error
 from holdfast.core.group import board as of_boards
 from holdfast.core.group.board import Board
+from holdfast.core.group.listening import TAKES_LISTENER
 from holdfast.core.group.seal import KEY_BYTES, MARK_BYTES, Seal
 from holdfast.core.group.store_requests import StoreLine
 from holdfast.errors import HoldfastWarning, OutOfSpace
@@ -106,8 +108,23 @@ def test_what_is_hidden_cannot_be_read() -> None:
 def test_a_node_alone_listens_to_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     host, _, listener = of_boards._place(2)
-    assert host == "127.0.0.1" and listener is not None
+    assert host == "127.0.0.1" and (listener is not None) == TAKES_LISTENER
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     assert of_boards._place(2)[2] is None
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert of_boards._place(2)[2] is None
+
+
+def test_it_is_known_whether_stores_take_a_listening_socket() -> None:
+    """Where they do not, they say so, and rank 0 does not try."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    host, port = listener.getsockname()
+    try:
+        store = dist.TCPStore(
+            host, port, None, True, wait_for_workers=False, use_libuv=True,
+            master_listen_fd=listener.detach(),
+        )  # fmt: skip
+    except NotImplementedError:
+        assert not TAKES_LISTENER
+    else:
+        assert TAKES_LISTENER and store.port == port

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from capabilities import FLOAT4, FSDP2_ON_CPUS, MUON
 from system.strangers.trial import Subject
 
 Build = Callable[[int], Subject]
@@ -697,7 +698,8 @@ def _nv(values: torch.Tensor) -> torch.Tensor:
 
 
 of_blocks("MXFP8", _mx(torch.float8_e4m3fn))
-of_blocks("MXFP4", _mx(torch.float4_e2m1fn_x2))
+if FLOAT4.is_there:
+    of_blocks("MXFP4", _mx(torch.float4_e2m1fn_x2))
 of_blocks("NVFP4", _nv)
 
 
@@ -1128,3 +1130,11 @@ engine(
     make=lambda: _saying(mlp(), kind=lambda _: "nf4"),
     zero_optimization={"stage": 1},
 )
+
+LACKING = {
+    "FSDP2": FSDP2_ON_CPUS, "Muon and AdamW in a list": MUON, "tensor: float4_e2m1fn_x2": FLOAT4,
+}  # fmt: skip
+"""What not every torch has; its subjects are left out there."""
+for _name, _capability in LACKING.items():
+    if not _capability.is_there:
+        del SUBJECTS["torch"][_name]

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import zygote as programs
+from capabilities import FSDP2_ON_CPUS, MUON
 from ports import free_port
 from tiers.memory.agents import kill
 from zygote import PRELOAD
@@ -91,6 +92,10 @@ class Lives:
 
     def live(self, *, nodes: list[int], **script: Any) -> list[Told]:
         """A life with one rank for each entry of `nodes`, the number of the node that it runs on."""
+        if script.get("layout", "fsdp") in ("fsdp", "hsdp", "tp"):
+            FSDP2_ON_CPUS.require()
+        if script.get("optimizer") == "muon":
+            MUON.require()
         self.number += 1
         out = self.place / f"life{self.number}"
         out.mkdir()

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import holdfast
+from capabilities import FSDP2_ON_CPUS
 from holdfast.live.state.placed import local_of
 
 ENDS = 4
@@ -28,6 +29,7 @@ def build() -> nn.Module:
 
 
 def fsdp_model() -> nn.Module:
+    FSDP2_ON_CPUS.require()
     return fully_shard(build(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 
 import pytest
-import torch
 
 from holdfast.tiers.memory.node import messages as w
 from holdfast.tiers.memory.node.client import Client
@@ -62,7 +61,6 @@ def test_fewer_ranks_with_each_optimizer(lives: Lives, optimizer: str) -> None:
     check(lives, lives.live(nodes=[0], until=8, **script), 7, two[0].digests)
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 def test_an_optimizer_that_looks_at_whole_tensors(lives: Lives) -> None:
     """Its records are replayed on the layout that made them, and refused on another."""
     script = {**FSDP, "optimizer": "muon"}

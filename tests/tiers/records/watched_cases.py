@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import holdfast
+from capabilities import FSDP2_ON_CPUS
 from holdfast.errors import UsageError
 
 ENDS = 9
@@ -174,6 +175,7 @@ class Skipping(Pair):
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
+        FSDP2_ON_CPUS.require()
         fully_shard(self.model)
         self.optim = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.state["optim"] = self.optim

@@ -6,7 +6,6 @@ import signal
 import sys
 from typing import Any
 
-from holdfast.base.errors import UsageError
 from holdfast.cli.screen import Result, say, say_lines
 from holdfast.prove.proving import Plan, prove
 from holdfast.prove.report import as_json, lines
@@ -15,8 +14,6 @@ from holdfast.prove.running import CannotProve
 
 def run(**options: Any) -> Result:
     """See `holdfast.cli.prove`."""
-    if options["kill"] not in ("all", "one"):
-        raise UsageError(f"--kill: must be all or one, not {options['kill']!r}")
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # runs end, too
     try:
         proof = prove(Plan(**options), lambda line: say(line, file=sys.stderr))

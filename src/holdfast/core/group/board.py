@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from holdfast.base.errors import AgentError, Deadline, warn_user
 from holdfast.base.wire import decode_error, decode_msgpack, encode_error
+from holdfast.core.group.listening import TAKES_LISTENER
 from holdfast.core.group.meeting import ranks_text
 from holdfast.core.group.seal import KEY_BYTES, Seal
 from holdfast.core.group.store_requests import StoreLine
@@ -343,12 +344,15 @@ class Board:
 def _place(size: int) -> tuple[str, int, int | None]:
     """Return a board's address, port and listening socket; None: torch listens at all addresses.
 
-    If all ranks are on this node, as the launcher states, only processes of the node can connect.
+    If all ranks are on this node, as the launcher states, only processes of the node can connect, where
+    torch's store takes a listening socket.
     """
     from holdfast.base.address import own_address
 
     if os.environ.get("LOCAL_WORLD_SIZE") != str(size):
         return os.environ.get("HOLDFAST_HOST") or own_address(), 0, None
+    if not TAKES_LISTENER:
+        return "127.0.0.1", 0, None
     listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, size))
     host, port = listener.getsockname()
     return host, port, listener.detach()

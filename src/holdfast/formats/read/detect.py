@@ -131,7 +131,9 @@ def _refuse_name_of_step(store: OneFile, folder: str) -> None:
     if begin != _NAMES_A_STEP:
         return
     said = decode_json(store.get(key), dict[str, Any])
-    root, step = str(said.get("root")), said.get("step")
+    root, step = said.get("root"), said.get("step")
+    if not isinstance(root, str):
+        return  # the manifest of a step, which begins alike
     if "://" not in root:
         root = os.path.normpath(os.path.join(folder, root))
     raise UsageError(

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.checkpoint import Metadata, StorageWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import (
@@ -90,7 +91,7 @@ class Writer(StorageWriter):  # torch gives no types
         self._turn.asked = step_of_id(checkpoint_id, self.root)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Note this rank, which DCP passes only to a parameter named `kwargs`."""
+        """Note this rank, which DCP passes only to a parameter named `kwargs`, and not before torch 2.8."""
         if not kwargs.get("use_collectives", True):
             raise errors.UsageError(
                 "use_collectives=False: without collectives ranks cannot commit a step together",
@@ -98,7 +99,8 @@ class Writer(StorageWriter):  # torch gives no types
             )
         turn = self._turn  # every save calls this method; `reset` only if it has an id
         turn.wanted, turn.asked, turn.attempt = turn.asked, None, None
-        self._turn.rank = kwargs.get("rank") or 0
+        own = 0 if is_coordinator or not dist.is_initialized() else dist.get_rank()
+        self._turn.rank = kwargs.get("rank", own)
         self._turn.is_coordinator = is_coordinator
 
     def storage_meta(self) -> StorageMeta:

@@ -79,7 +79,12 @@ def devices_in_use() -> list[torch.device]:
 @cache
 def _accelerator() -> str:
     """The kind of this machine's devices; empty if it has none."""
-    accelerator = torch.accelerator.current_accelerator()
+    try:
+        accelerator = torch.accelerator.current_accelerator()
+    except (
+        RuntimeError
+    ):  # torch 2.6 that is made for CUDA, without a device; newer ones return None
+        return ""
     return "" if accelerator is None else accelerator.type
 
 

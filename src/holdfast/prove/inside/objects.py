@@ -31,13 +31,6 @@ _OPAQUE = frozenset(sys.stdlib_module_names) | {
     "pydantic", "tokenizers", "sympy", "networkx",
 }  # fmt: skip
 _OPEN_TORCH = ("torch.nn", "torch.optim", "torch.utils.data", "torch.amp", "torch.cuda.amp")
-_OF_NO_CONSEQUENCE = {
-    # what torch's schedulers and optimizers count for their warnings
-    "_step_count", "_get_lr_called_within_step", "_is_initial", "_initial_step", "verbose", "_opt_called",
-    "_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name",
-    # what a GradScaler begins with
-    "_init_scale", "_init_growth_tracker",
-}  # fmt: skip
 _SITE = tuple({os.path.dirname(os.path.dirname(torch.__file__)), os.path.dirname(os.__file__)})
 
 Place = tuple[str, Any, Any]
@@ -139,7 +132,7 @@ class Objects:
                 kind = "number" if isinstance(value, Optimizer) else "scheduler"
                 yield from _attributes(value, name, kind, set())
             elif _is_scaler(value):
-                yield from _attributes(value, name, "scaler", set())
+                yield f"scaler {name}", value, None
             elif _is_generator(value):
                 yield f"generator {name}", value, None
             elif _is_average(value, shapes) and not self._is_trainers(value):
@@ -253,6 +246,7 @@ def _is_average(value: Any, shapes: set[tuple[int, ...]]) -> bool:
 def _of_module(
     module: nn.Module, name: str, kind: str, parameters: Mapping[int, str], done: set[int]
 ) -> Iterator[Place]:
+    yield f"number {name}.training", vars(module), "training"
     for prefix, child in module.named_modules():
         if id(child) in done:
             continue
@@ -281,13 +275,17 @@ def _of_module(
 
 
 def _attributes(value: Any, name: str, kind: str, without: set[str]) -> Iterator[Place]:
-    """Yield the numbers, and for what is not of the script the tensors, that are attributes."""
+    """Yield the numbers that are attributes, and for what is not of the script lists of tensors.
+
+    Those of torch's own base classes begin with an underscore, and count for its warnings.
+    """
     if isinstance(value, dict):
         return
+    is_torchs = isinstance(value, (Optimizer, LRScheduler))
     for key, held in vars(value).items():
-        if key in _OF_NO_CONSEQUENCE or key in without:
+        if key in without or (is_torchs and key.startswith("_")):
             continue
-        if values.is_scalar(held) or (kind == "scaler" and isinstance(held, Tensor)):
+        if values.is_scalar(held):
             yield f"{kind} {name}.{key}", vars(value), key
         elif kind == "number" and isinstance(held, (list, tuple)):
             yield from (

@@ -77,10 +77,14 @@ _observers: list[StepObserver] = []
 
 
 class StepObserver:
-    """Sees the steps of a process; other processes that it forks are not seen."""
+    """Sees the steps of a process; one that is forked begins anew, as ranks of `holdfast run` do."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
+        self._begin()
+        os.register_at_fork(after_in_child=self._begin)
+
+    def _begin(self) -> None:
         self._pid = os.getpid()
         self._objects = Objects()
         self._places: list[Place] = []
@@ -96,12 +100,7 @@ class StepObserver:
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Tell everything as the optimizer takes it: with a closure, when this has made the gradients."""
-        if (
-            "state" not in vars(optimizer)
-            or os.getpid() != self._pid
-            or _is_of_dcp()
-            or _holds_others(optimizer)
-        ):
+        if "state" not in vars(optimizer) or _is_of_dcp() or _holds_others(optimizer):
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
@@ -148,7 +147,7 @@ class StepObserver:
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Where this step was to be the last one, tell what it left, and wait to be killed."""
         is_main = self._is_last and self._stepped[self._main]() is optimizer
-        if is_main and os.getpid() == self._pid:
+        if is_main:
             self._channel.ask(AfterStep(self._look(optimizer, True)))
 
     def on_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -159,8 +158,7 @@ class StepObserver:
 
     def on_batch(self, batch: object, place: int) -> None:
         """Take the digest of a batch."""
-        if os.getpid() == self._pid:
-            self._batches.append(values.batch(batch, place))
+        self._batches.append(values.batch(batch, place))
 
     def on_save(self, state: Any = None, *args: Any, **kwargs: Any) -> None:
         """Tell what is being saved; a stateful object of DCP's call is asked, as DCP asks it."""
@@ -300,10 +298,13 @@ def _generators() -> Iterator[tuple[str, Any]]:
             yield f"generator cuda:{number}", torch.cuda.get_rng_state(number)
 
 
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return getattr(generator, "bit_generator", generator).__getstate__()
+def _state_of(holder: Any) -> Any:
+    """The state of a generator, or of a scaler."""
+    if isinstance(holder, random.Random):
+        return holder.getstate()
+    if hasattr(holder, "state_dict"):
+        return holder.state_dict()
+    return getattr(holder, "bit_generator", holder).__getstate__()
 
 
 def _rank() -> tuple[int, int]:
@@ -349,8 +350,8 @@ def _watch_batches(kind: Any, observer: StepObserver) -> None:
     @functools.wraps(inner)
     def wrapper(self: Any) -> Any:
         batch = inner(self)
-        place = self.__dict__.get("_seen_by_prove", 0)
-        self.__dict__["_seen_by_prove"] = place + 1
+        place = self.__dict__.get("holdfast_prove_given", 0)
+        self.__dict__["holdfast_prove_given"] = place + 1
         observer.on_batch(batch, place)
         return batch
 

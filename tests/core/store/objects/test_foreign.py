@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import holdfast
+from capabilities import ALONE
 from cli.calling import call
 from core.store.objects.fixtures import fresh
 from core.store.objects.servers import Moto
@@ -46,7 +47,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A checkpoint of each format that one process can write, of the same values."""
     top = tmp_path_factory.mktemp("foreign")
     made = {name: top / name for name in ("dcp", "huggingface", "torch", "deepspeed")}
-    dcp.save({"model": values(), "epoch": 7}, checkpoint_id=made["dcp"], no_dist=True)
+    dcp.save({"model": values(), "epoch": 7}, checkpoint_id=made["dcp"], **ALONE)
     for name in ("huggingface", "torch"):
         made[name].mkdir()
     halves = list(values().items())[:6], list(values().items())[6:]

@@ -1,0 +1,145 @@
+"""`prove` itself: it changes nothing, leaves nothing, and says at once what it cannot do."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast.base.errors import UsageError
+from holdfast.prove.proving import Plan
+from holdfast.prove.proving import prove as prove_plan
+from holdfast.testing import prove
+from prove.forked import listening
+
+CAUSES = Path(__file__).with_name("causes")
+
+
+def train(root: Path, with_generator: bool = True) -> None:
+    """A training with dropout that saves every third step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    optim = torch.optim.Adam(model.parameters(), lr=0.01)
+    path, step = root / "last.pt", 0
+    root.mkdir(exist_ok=True)
+    if path.exists():
+        saved = torch.load(path)
+        model.load_state_dict(saved["model"])
+        optim.load_state_dict(saved["optim"])
+        step = saved["step"]
+        if with_generator:
+            torch.set_rng_state(saved["generator"])
+    while step < 8:
+        optim.zero_grad()
+        model(torch.full((2, 4), float(step))).sum().backward()
+        optim.step()
+        step += 1
+        if step % 3 == 0:
+            states = {"model": model.state_dict(), "optim": optim.state_dict(), "step": step}
+            torch.save({**states, "generator": torch.get_rng_state()}, root / "new")
+            os.replace(root / "new", path)
+
+
+def train_without(root: Path) -> None:
+    """The same, whose generator is not restored."""
+    train(root, with_generator=False)
+
+
+@pytest.mark.soak
+def test_a_function_is_proved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert prove(train, steps=8, seed=1)
+    proof = prove(train_without, steps=8, seed=1)
+    assert not proof and proof.cause == "generator"
+    assert "generator torch" in repr(proof)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_function_that_cannot_be_imported_is_refused() -> None:
+    with pytest.raises(UsageError, match="a new process cannot import it"):
+        prove(lambda root: None)
+
+
+def test_a_script_computes_what_it_computes_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(shutil.copytree(CAUSES, tmp_path / "scripts"))
+    with listening(tmp_path) as command:
+        words = [*command(), "generator.py", "--root", "root", "--right"]
+        proof = prove_plan(Plan(words, steps=12, kill_at=8, keep=True))
+    assert proof.exact
+    done = subprocess.run(
+        [sys.executable, "generator.py", "--root", "root", "--right"], check=False
+    )
+    assert done.returncode == 0
+    whole = min(Path(proof.kept).iterdir(), key=lambda path: int(path.name))
+    files = {p.name: p for p in (whole / "cwd" / "root").iterdir()}
+    own = {p.name: p for p in Path("root").iterdir()}
+    compared = 0
+    for name in files.keys() & own.keys():
+        a, b = torch.load(files[name]), torch.load(own[name])
+        for key, value in a["model"].items():
+            assert torch.equal(value, b["model"][key]), (name, key)
+            compared += 1
+    assert compared
+
+
+def test_what_is_there_is_neither_read_nor_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(shutil.copytree(CAUSES, tmp_path / "scripts"))
+    real = Path("runs/real")
+    real.mkdir(parents=True)
+    (real / "0003.pt").write_text("a real run")
+    Path("runs/other").mkdir()
+    with listening(tmp_path) as command:
+        words = [*command(), "generator.py", "--root", "runs/real", "--right"]
+        assert prove_plan(Plan(words, steps=12, kill_at=8)).exact
+    assert [p.read_text() for p in real.iterdir()] == ["a real run"]
+    assert not list(Path().glob("holdfast-prove-*"))
+
+
+@pytest.mark.soak
+def test_the_command_says_it_in_json_and_ends_with_its_runs(tmp_path: Path) -> None:
+    shutil.copytree(CAUSES, tmp_path / "scripts")
+    verb = [sys.executable, "-m", "holdfast", "prove", "--steps", "12", "--kill-at", "8"]
+    script = ["--", sys.executable, "fresh_optimizer.py", "--root", "root"]
+    done = subprocess.run(
+        [*verb, "--json", *script],
+        cwd=tmp_path / "scripts",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = json.loads(done.stdout)
+    assert (done.returncode, said["exact"], said["cause"]) == (1, False, "fresh-optimizer")
+
+    running = subprocess.Popen([*verb, *script], cwd=tmp_path / "scripts")
+    while not list((tmp_path / "scripts").glob("holdfast-prove-*/1/output.log")):
+        assert running.poll() is None
+        time.sleep(0.1)
+    running.send_signal(signal.SIGTERM)
+    assert running.wait() == 128 + signal.SIGTERM
+    assert not list((tmp_path / "scripts").glob("holdfast-prove-*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"state": ["s3://bucket/run"]}, "is not a folder"),
+        ({"state": ["../elsewhere"]}, "is not inside of"),
+        ({"state": ["/somewhere/else"]}, "neither in the command nor in the environment"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused(options: dict[str, object], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        prove_plan(Plan(["python", "train.py"], **options))  # type: ignore[arg-type]
