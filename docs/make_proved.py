@@ -108,7 +108,8 @@ with holdfast. The trainings are small and real: dropout, shuffled data, AdamW, 
 of two batches a step where the trainer accumulates. They resume as the trainer's documentation says.
 
 Each makes 20 steps of the optimizer, is killed behind a save and goes on, and is killed twice. Then every
-value at every step is to be that of the training that was not killed. A row says what differs first.
+value at every step is to be that of the training that was not killed. A row says what differs first, by
+[its cause](reference/causes.md).
 """
 FOOT = """
 `python docs/make_proved.py` runs the commands below in a clone, where `make soak` has installed its
