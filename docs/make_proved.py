@@ -24,7 +24,7 @@ ROOT = DOCS.parent
 RECORDS = DOCS / "proved"
 PAGE = DOCS / "proved.md"
 FORMS = ("own", "holdfast")
-SEED = 48
+SEED = 7
 """Of the steps at which runs are killed."""
 ONE, TWO = "python", "torchrun --standalone --nproc-per-node 2"
 
@@ -108,11 +108,13 @@ with holdfast. The trainings are small and real: dropout, shuffled data, AdamW, 
 of two batches a step where the trainer accumulates. They resume as the trainer's documentation says.
 
 Each makes 20 steps of the optimizer, is killed behind a save and goes on, and is killed twice. Then every
-value at every step is to be that of the training that was not killed. A row says what differs first.
+value at every step is to be that of the training that was not killed. A row says what differs first, by
+[its cause](reference/causes.md).
 """
 FOOT = """
 `python docs/make_proved.py` runs the commands below in a clone, where `make soak` has installed its
-packages, and writes this page. `make soak` runs them again, and compares what they say.
+packages, and writes this page; it did so on {dates}. `make soak` runs them again, and compares what
+they say.
 """
 
 
@@ -138,19 +140,25 @@ def prove(trainer: Trainer, form: str) -> dict[str, Any]:
         "command": command,
         "exit": done.returncode,
         "said": done.stdout.rstrip().splitlines(),
-        "versions": {name: version(name) for name in sorted({"torch", trainer.package})},
+        "versions": {name: _version(name) for name in sorted({"torch", trainer.package})},
         "date": datetime.now(timezone.utc).date().isoformat(),
     }
+
+
+def _version(package: str) -> str:
+    return version(package).partition("+")[0]
 
 
 def write(page: Path) -> None:
     """Write the page."""
     records = {(one["trainer"], one["with"]): one for one in map(_read, RECORDS.glob("*.json"))}
     columns = [
-        "| trainer | version | its own resume | with holdfast |",
-        "|---|---|---|---|",
+        "| trainer | version | its own resume | with holdfast | commands |",
+        "|---|---|---|---|---|",
     ]
-    lines = [HEAD, *columns, *(_row(one, records) for one in TRAINERS), FOOT]
+    days = " and ".join(sorted({one["date"] for one in records.values()}))
+    rows = [_row(one, records) for one in TRAINERS]
+    lines = [HEAD, *columns, *rows, FOOT.format(dates=days)]
     page.write_text("\n".join([*lines, *(_section(one, records) for one in TRAINERS)]))
 
 
@@ -162,9 +170,10 @@ def _read(path: Path) -> dict[str, Any]:
 def _row(trainer: Trainer, records: dict[tuple[str, str], dict[str, Any]]) -> str:
     both = [records[trainer.name, form] for form in FORMS]
     cells = (
-        f"[{trainer.title}](#{trainer.title.lower().replace('.', '')})",
-        both[0]["versions"][trainer.package],
+        trainer.title,
+        f"{trainer.package} {both[0]['versions'][trainer.package]}",
         *map(answer, both),
+        f"[below](#{trainer.title.lower().replace('.', '')})",
     )
     return f"| {' | '.join(cells)} |"
 

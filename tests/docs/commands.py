@@ -50,6 +50,7 @@ ELSEWHERE = {
     "torchrun --nnodes=1:4 --nproc-per-node=8": ELASTIC,
     "sysctl -w": ELASTIC,
     "holdfast run --nproc-per-node": "launching/test_run.py",
+    "holdfast prove --seed 7 --": "prove/test_trainers.py",
 }
 """By how a command begins: the test that runs it, since it needs nodes or a script of its own."""
 

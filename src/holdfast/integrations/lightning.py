@@ -372,12 +372,14 @@ class _Saving:
         callbacks = self.lightning_module.trainer.checkpoint_callbacks
         if self._is_dry_run and path in [getattr(c, "last_model_path", "") for c in callbacks]:
             return  # Lightning saves save_last= even then, and the next run would go on from it
-        weights_only = "callbacks" not in rest
-        if not weights_only:
-            self._tell_of_losses(rest["global_step"])
+        step, weights_only = rest["global_step"], "callbacks" not in rest
         has_home = self._homes is not None and self._has_begun
         home = self._home(weights_only=weights_only) if has_home else None
-        if home is not None and home.has_room(rest["global_step"]):
+        has_room = home is not None and home.has_room(step)
+        is_named = home is not None and has_room and home.is_newest(step)
+        if not weights_only and not is_named:
+            self._tell_of_losses(step)
+        if home is not None and has_room:
             home.save(rest, path)
             module = self.lightning_module
             if module.trainer.validating or not module.automatic_optimization:
@@ -393,9 +395,9 @@ class _Saving:
         own = Rest()
         own.value, root = rest, self._root_of(path)
         state = self._state(own, weights_only=weights_only)
-        save(root, state, step=rest["global_step"], **self._single_save_options(root))
+        save(root, state, step=step, **self._single_save_options(root))
         if self._is_first:
-            pointer = {"step": rest["global_step"], "weights_only": weights_only}
+            pointer = {"step": step, "weights_only": weights_only}
             before = read_pointer(path)
             write_pointer(path, {"root": root, **pointer})
             if before is not None and before["root"] != root:

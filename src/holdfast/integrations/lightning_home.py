@@ -134,6 +134,10 @@ class Home:
         is_same = self.at[1] == self.strategy.writes()
         return bool(self.strategy.reduce_boolean_decision(is_same))
 
+    def is_newest(self, step: int) -> bool:
+        """Tell whether this step was saved or restored last, so that further paths only name it."""
+        return self._newest is not None and self._newest.step == step
+
     def has(self, step: int) -> bool:
         """True if the step can be restored, though it may be another run's than the newest.  Collective."""
         try:
@@ -150,7 +154,7 @@ class Home:
         """Save in the background, for `path` to name the step."""
         step, callbacks = rest["global_step"], _plain(rest.get("callbacks"))
         pointer = {"root": self.root, "step": step, "weights_only": "callbacks" not in rest}
-        if self._newest is not None and self._newest.step == step and callbacks is not None:
+        if self.is_newest(step) and callbacks is not None:
             pointer["callbacks"] = callbacks  # those in the step do not know this path
             self._tell_changed(rest, path)
         else:

@@ -425,6 +425,19 @@ def test_what_a_save_has_not_got_is_told(tmp_path: Path) -> None:
     assert told(expected=r"what on_train_batch_end\(\)", module=Hooked(), saves=each) == 1
 
 
+def test_a_restored_step_that_is_named_once_more_is_not_told_of(tmp_path: Path) -> None:
+    """After a restart, a ModelCheckpoint saves the step again at the first batch of the next one."""
+    run = settings(tmp_path, epochs=1, accumulate=2)
+    saves = {"dirpath": run.paths, "save_top_k": -1, "every_n_train_steps": 2}
+    fitted(run, ModelCheckpoint(**saves), max_steps=4)
+    run.ckpt_path = "newest"
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", holdfast.HoldfastWarning)
+        trainer = fitted(run, ModelCheckpoint(**saves))
+    assert trainer.global_step == 6 and holdfast.steps(run.root) == [2, 4, 6]
+    assert [str(one.message) for one in found if "accumulated" in str(one.message)] == []
+
+
 class Layered(Noted):
     """Has a backbone, which is frozen at first, and an optimizer for its head."""
 
