@@ -133,6 +133,8 @@ class Beginning:
         error, self._refused = self._refused, None
         if error is not None:
             save.told = True
+            if error.step is None:
+                error.step = save.step  # as the worker does, be it sooner or later
             raise error
 
     # -- a restore --------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ def test_optimizers_that_a_hook_steps_are_named(tmp_path: Path, make: Any) -> No
                 ckpt.save(step).wait()
         *most, _ = by.values()
         ckpt.state["optim"] = most
-        with pytest.raises(UsageError, match=r"would be lost: Adam of 1\.weight\n"):
+        with pytest.raises(UsageError, match=r"would be lost: Adam of 1\.weight \(step 3\)\n"):
             ckpt.save(3).wait()
         assert not holdfast.steps(tmp_path)
         ckpt.state["optim"] = list(by.values())

@@ -40,11 +40,16 @@ def is_half_written(lives: Lives, node: int) -> bool:
     return False
 
 
+def is_in_memory(lives: Lives) -> bool:
+    """Whether node 0 knows step 3 as one that all ranks have in memory; agents write it a moment before."""
+    return any(lives.node(0).glob("jobs/*/manifest-0000000003-*"))
+
+
 def die_while_agents_write(lives: Lives) -> None:
     """Two ranks get SIGKILL when both their agents have begun to write the snapshot of step 3."""
     with ThreadPoolExecutor(1) as pool:
         living = pool.submit(lives.live, nodes=[0, 1], until=99, options=SLOW, **SCRIPT)
-        while not all(is_half_written(lives, n) for n in (0, 1)):
+        while not (is_in_memory(lives) and all(is_half_written(lives, n) for n in (0, 1))):
             assert not living.done(), lives.errors()
             time.sleep(0.002)
         kill_together(pid for n in (0, 1) for pid in trainers(lives.node(n)))
@@ -96,6 +101,7 @@ def test_memory_is_freed_while_the_commit_waits_for_another_node(lives: Lives) -
             lives.live, nodes=[0, 1], until=99, options=SLOW, deadline_s=200, **SCRIPT
         )
         await_(lambda: living.done() or all(is_half_written(lives, n) for n in (0, 1)), lives)
+        await_(lambda: is_in_memory(lives), lives)
         os.kill(stopped := pid_of(other), signal.SIGSTOP)
         try:
             await_(lambda: list(root.glob("steps/*/*/r00000.safetensors")), lives)

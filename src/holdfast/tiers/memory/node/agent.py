@@ -213,7 +213,7 @@ class Agent:
             case e.Write(slot, order):
                 self._later(self._write(slot, order))
             case e.CommitLate(order):
-                self._later(self._commit_late(order))
+                self._later(self._commit_late(order, self._manifest(order)))
             case e.Exit(why):
                 self.end(why)
 
@@ -282,15 +282,24 @@ class Agent:
             self._num_behind -= 1
         self.tell(w.Wrote(order.job, order.attempt, order.rank, error))
 
-    async def _commit_late(self, order: w.Persist) -> None:
+    async def _commit_late(self, order: w.Persist, data: bytes | None) -> None:
+        """Commit a step; `data`: its manifest, read before the job's memory may be freed."""
         try:
-            found = [p for _, a, p in self.segments.manifests(order.job) if a == order.attempt]
-            manifest = decode_manifest(found[0].read_bytes(), order.attempt)
+            if data is None:
+                raise HoldfastError("its ranks died before all of them had its images in memory")
+            manifest = decode_manifest(data, order.attempt)
             await self._in_thread("waiting", commit_late, order, manifest)
             log.info("committed step %d of attempt %s late", manifest.step, order.attempt)
         except Exception as failed:
             log.warning("attempt %s is not committed: %s", order.attempt, failed)
         self.tell(w.Settled(order.job, order.attempt))
+
+    def _manifest(self, order: w.Persist) -> bytes | None:
+        for _, attempt, path in self.segments.manifests(order.job):
+            if attempt == order.attempt:
+                with contextlib.suppress(OSError):
+                    return path.read_bytes()
+        return None
 
     async def _in_thread(self, pool: str, work: Any, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._pools[pool], work, *args)
