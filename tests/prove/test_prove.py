@@ -18,6 +18,7 @@ from torch import nn
 from holdfast.base.errors import UsageError
 from holdfast.prove.proving import Plan
 from holdfast.prove.proving import prove as prove_plan
+from holdfast.prove.running import CannotProve, _with
 from holdfast.testing import prove
 from prove.forked import listening
 
@@ -143,3 +144,97 @@ def test_the_command_says_it_in_json_and_ends_with_its_runs(tmp_path: Path) -> N
 def test_a_plan_that_does_not_fit_is_refused(options: dict[str, object], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         prove_plan(Plan(["python", "train.py"], **options))  # type: ignore[arg-type]
+
+
+OF_ITS_OWN = """
+import os, sys, torch
+path, crash, anew = sys.argv[1], "--crash" in sys.argv, "--anew" in sys.argv
+torch.manual_seed(0)
+model = torch.nn.Linear(2, 1)
+optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+step, resumed = 0, os.path.exists(path) and not anew
+if resumed:
+    saved = torch.load(path)
+    model.load_state_dict(saved["model"]), optim.load_state_dict(saved["optim"])
+    step = saved["step"]
+while step < 12:
+    if resumed and crash and step == 10:
+        sys.exit(3)
+    optim.zero_grad()
+    model(torch.full((1, 2), float(step))).sum().backward()
+    optim.step()
+    step += 1
+    if step % 3 == 0:
+        torch.save({"model": model.state_dict(), "optim": optim.state_dict(), "step": step}, path)
+"""
+
+
+def test_a_file_that_is_there_is_not_written_by_what_python_does_not_see(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`torch.save` opens its file in C++."""
+    monkeypatch.chdir(tmp_path)
+    Path("script.py").write_text(OF_ITS_OWN)
+    Path("real.pt").write_text("a real run")
+    with (
+        listening(tmp_path) as command,
+        pytest.raises(CannotProve, match="writes .*real.pt") as caught,
+    ):
+        prove_plan(Plan([*command(), "script.py", "real.pt", "--anew"], steps=12))
+    assert caught.value.cause == "one-place"
+    assert Path("real.pt").read_text() == "a real run"
+
+
+def test_a_resumed_run_that_ends_too_early_is_not_exact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("script.py").write_text(OF_ITS_OWN)
+    with listening(tmp_path) as command:
+        words = [*command(), "script.py", "last.pt"]
+        assert prove_plan(Plan(words, steps=12, kill_at=7)).exact
+        with pytest.raises(CannotProve, match="ended with status 3 behind step 9") as caught:
+            prove_plan(Plan([*words, "--crash"], steps=12, kill_at=7))
+    assert caught.value.cause == "ended-early"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("script", "cause"), [("older_step.py", "older-step"), ("scaler.py", "scaler")]
+)
+def test_what_a_launcher_recovers_is_proved(
+    script: str, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun starts the ranks again in the same launch; a fault is found there, too."""
+    monkeypatch.chdir(shutil.copytree(CAUSES, tmp_path / "scripts"))
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--max-restarts",
+        "1",
+    ]
+    words = [*torchrun, script, "--root", "root"]
+    proof = prove_plan(Plan(words, steps=12, kill_at=8, kill="one"))
+    assert proof.cause == cause, repr(proof)
+    proof = prove_plan(Plan([*words, "--right"], steps=12, kill_at=8, kill="one"))
+    assert proof.exact and proof.resumes == [((8,), (6,))]
+
+
+@pytest.mark.soak
+def test_a_proof_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
+    shutil.copytree(CAUSES, tmp_path / "scripts")
+    verb = [sys.executable, "-m", "holdfast", "prove", "--steps", "12", "--kill-at", "8"]
+    words = [*verb, "--", sys.executable, "fresh_optimizer.py", "--root", "root"]
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    env = {**os.environ, "TMPDIR": str(temporary)}
+    running = subprocess.Popen(words, cwd=tmp_path / "scripts", env=env)
+    while not any(_with(str(temporary / "hp-"))):
+        assert running.poll() is None
+        time.sleep(0.1)
+    running.kill()
+    running.wait()
+    while _with(str(temporary / "hp-")):
+        time.sleep(0.1)

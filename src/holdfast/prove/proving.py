@@ -17,14 +17,14 @@ import re
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from holdfast.base.arguments import choice_of, count_of, seconds_of, share_of
 from holdfast.base.errors import UsageError
 from holdfast.prove.causes import Evidence, Finding, cause_of, of_begin, of_ranks
 from holdfast.prove.comparing import Apart, Tolerance, elsewhere, first_apart
-from holdfast.prove.courses import Life, SeenSave, Segment, TrainingTick, moving
+from holdfast.prove.courses import Life, SeenSave, Segment, TrainingTick, kind_of, moving
 from holdfast.prove.report import ResumeProof
 from holdfast.prove.running import CannotProve, Trial, kill_all
 from holdfast.prove.workspace import Folder, Workspace
@@ -65,6 +65,10 @@ class Plan:
             count_of(self.seed, _CALL, "seed", least=0)
         if self.tolerance is not None:
             share_of(self.tolerance, _CALL, "tolerance")
+        if self.kill_at is not None and self.kill_at >= self.steps:
+            raise UsageError(f"--kill-at {self.kill_at}: the runs go from step 1 to {self.steps}")
+        if self.ranks is not None and not self.then:
+            _for_ranks(self.command, self.ranks)
 
 
 Said = Callable[[str], None]
@@ -116,13 +120,12 @@ class _Proving:
         if self.proof.finding is None and kill_at[1:]:
             self._killed(kill_at[1:])
         if self.proof.finding is None and (self.plan.ranks or self.plan.then) and left is not None:
-            self._elsewhere(left, kill_at[0])
+            self._elsewhere(left)
         proof = self.proof
         proof.exact = proof.finding is None and proof.nondeterminism is None
+        is_near = proof.finding is None and not self.beyond
         proof.within = (
-            proof.nondeterminism is not None
-            and proof.finding is None
-            and self.plan.tolerance is not None
+            proof.nondeterminism is not None and is_near and self.plan.tolerance is not None
         )
         return proof
 
@@ -146,7 +149,8 @@ class _Proving:
         self.proof.unseen = life.unseen
         self.moves = {rank: moving(ticks) for rank, ticks in self.course.items()}
         self.proof.saved = [s for s in life.saved() if s > 0]
-        self.whole = life
+        if not any(tick.batches for ticks in self.course.values() for tick in ticks):
+            self.proof.unseen["batches"] = "no DataLoader gave any"
         if not [s for s in self.proof.saved if s < self.steps]:
             raise CannotProve(
                 "nothing-saved",
@@ -158,10 +162,6 @@ class _Proving:
         """Draw a step to be killed at, and two to be killed at one after the other, each behind a save."""
         first, last = min(self.proof.saved), self.steps - 1
         if self.plan.kill_at is not None:
-            if not 0 < self.plan.kill_at < self.steps:
-                raise UsageError(
-                    f"--kill-at {self.plan.kill_at}: the runs go from step 1 to {self.steps}"
-                )
             return [self.plan.kill_at]
         low = min(first + 1, last)
         one = self.random.randint(low, last)
@@ -179,40 +179,51 @@ class _Proving:
         own = dict(self.course)
         left = None
         for until in (*kill_at, self.steps):
-            is_last = until == self.steps
             launch = Trial(folder, until, self.steps, own if lives else {}, plan.patience_s)
             command = _with(folder.command, plan.resume_with) if lives else folder.command
-            life = launch.run(command, plan.kill if not is_last and plan.kill == "one" else "all")
+            life = launch.run(command, "all" if lives else plan.kill)
+            self._check_end(life, launch)
             lives.append(life)
             if len(lives) == 1:
                 self._compare_again(life)
-            else:
-                self._check_end(life, launch)
-                if not self._compare(life, lives, own, kill_at):
-                    return None
+            elif not self._compare(life, lives, own, kill_at):
+                return None
             if self.tolerance is not None:
                 own = _joined(life, own)
-            if len(lives) == 1 and not is_last and (plan.ranks or plan.then):
+            if len(lives) == 1 and (plan.ranks or plan.then):
                 left = self.workspace.copy(folder)
-            if life.status == 0 and is_last:
+            if launch.recovered is not None and launch.recovered.segments:
+                self._check_end(launch.recovered, launch)
+                lives.append(launch.recovered)
+                if not self._compare(launch.recovered, lives, own, kill_at):
+                    return None
                 break
         begins = [min(s.begin for s in life.segments) for life in lives[1:] if life.segments]
         self.proof.resumes.append((tuple(kill_at), tuple(begins)))
         return left
 
-    def _check_end(self, life: Life, launch: Trial) -> None:
-        if life.status is not None and not life.segments:
-            raise CannotProve(
-                "ended-early",
-                f"started again, the training made no step, and ended with status {life.status}; it printed"
-                f"\n{launch.output()}",
-                hint="--resume-with ARGS adds what it needs to go on",
-            )
+    def _check_end(self, life: Life, launch: Trial, ranks: Collection[int] | None = None) -> None:
+        """Raise CannotProve for a life that ended by itself, or in which a rank made no step."""
+        missing = sorted(
+            {*(self.course if ranks is None else ranks)} - {s.rank for s in life.segments}
+        )
+        if life.status is None and not missing:
+            return
+        made = max((s.begin + len(s.ticks) - 1 for s in life.segments), default=0)
+        where = f"behind step {made}" if life.segments else "without a step"
+        what = f"ended with status {life.status} {where}"
+        if life.status is None:
+            what = f"went on without {', '.join(f'rank {r}' for r in missing[:8])}"
+        raise CannotProve(
+            "ended-early",
+            f"started again, the training {what}; it printed\n{launch.output()}",
+            hint="--resume-with ARGS adds what it needs to go on",
+        )
 
     def _first_apart(self, segment: Segment, course: Sequence[TrainingTick]) -> Apart | None:
         return first_apart(segment, course, self.moves.get(segment.rank, set()), self.tolerance)
 
-    def _compare_again(self, life: Life, share: float | None = None) -> None:
+    def _compare_again(self, life: Life) -> None:
         """Compare what is not resumed: where it differs, the training is not deterministic by itself."""
         if self.tolerance is not None:
             return
@@ -236,6 +247,12 @@ class _Proving:
         self.tolerance = Tolerance(
             share, {"param", "state", "grad", "loss", "buffer", "average"} | apart.kinds
         )
+        params = [(k, i) for k, i in apart.expected.items.items() if kind_of(k) == "param"]
+        blind = {
+            k: "too long, or of a layout, for a tolerance" for k, i in params if i.sketch is None
+        }
+        self.proof.unseen |= blind
+        self.beyond = len(blind) == len(params)
 
     def _compare(
         self,
@@ -288,19 +305,19 @@ class _Proving:
         named = [one for one in findings if one.cause != "unexplained"]
         if not named and self.tolerance is not None:
             self.beyond = (
-                True  # what differs without a cause, where two runs alike differ, is no resume's
+                True  # no sign tells whether the resume, or the training itself, is the reason
             )
             return None
         return (named or findings)[0]
 
-    def _elsewhere(self, left: Folder, killed: int) -> None:
+    def _elsewhere(self, left: Folder) -> None:
         plan = self.plan
         command = shlex.split(plan.then) if plan.then else _for_ranks(left.command, plan.ranks or 1)
         folder = self.workspace.copy(left, command)
         self.say(f"elsewhere: {shlex.join(command)}")
         launch = Trial(folder, self.steps, self.steps, self.course, plan.patience_s)
         life = launch.run(_with(folder.command, "" if plan.then else plan.resume_with))
-        self._check_end(life, launch)
+        self._check_end(life, launch, range(life.world))
         begins = {s.begin for s in life.segments}
         self.proof.elsewhere_ranks = life.world
         finding = of_ranks(life)
@@ -308,6 +325,12 @@ class _Proving:
         if finding is None:
             result = elsewhere(found, min(begins), self.course)
             self.proof.elsewhere = result
+            if not result.compared:
+                raise CannotProve(
+                    "ended-early",
+                    f"on {life.world} ranks no parameter has the name of one on {self.proof.ranks}, and a "
+                    "layout that can be compared",
+                )
             share = plan.tolerance if plan.tolerance is not None else SHARE
             if not min(begins):
                 finding = Finding(

@@ -55,7 +55,6 @@ class ResumeProof:
     kept: str = ""
     seconds: float = 0.0
     seed: int = 0
-    losses: dict[int, float] = field(default_factory=dict)
 
     @property
     def cause(self) -> str | None:
@@ -89,7 +88,8 @@ def lines(proof: ResumeProof) -> list[str]:
         one = proof.elsewhere
         out.append(
             f"  on {_ranks(proof.elsewhere_ranks)}: after step {one.step}, {one.compared} parameters are "
-            f"at most {one.worst:.1e} of their way apart; {one.samples or 'no'} samples differ"
+            f"at most {one.worst:.1e} of their way apart"
+            + ("" if "batches" in proof.unseen else f"; {one.samples or 'no'} samples differ")
         )
     for finding in (proof.finding, proof.nondeterminism):
         if finding is not None:

@@ -89,6 +89,8 @@ class Trial:
         self.folder, self.until, self.last = folder, until, last
         self.course, self.patience_s = course, patience_s
         self.life = Life()
+        self.recovered: Life | None = None
+        """What came after the loss of one rank, in the same launch."""
         self._ranks: dict[tuple[int, int], _Rank] = {}
         self._gatherings: dict[socket.socket, tuple[int, Gathering]] = {}
         self._files: dict[str, tuple[int, int, int]] = {}
@@ -102,8 +104,10 @@ class Trial:
     def run(self, words: Sequence[str], kill: str = "all") -> Life:
         """Run until all ranks have made step `until`, and kill them; or one of them, with `kill="one"`.
 
-        Returns what was seen.  Raises CannotProve for a training that asks, writes elsewhere or is silent.
+        Returns what was seen, up to the loss of the one.  Raises CannotProve for a training that asks,
+        writes elsewhere or is silent.
         """
+        life = self.life
         with suppress(FileNotFoundError):
             os.unlink(self.folder.socket)
         self._files = self._look_at_files()
@@ -127,7 +131,7 @@ class Trial:
                 for key in list(selector.get_map().values()):
                     if key.fileobj is not listener:
                         key.fileobj.close()  # type: ignore[union-attr]
-        return self.life
+        return life
 
     def output(self, lines: int = 12) -> str:
         """Return the last lines that the training has printed."""
@@ -294,18 +298,14 @@ class Trial:
         pid, _ = max(self._ranks, key=lambda key: self._ranks[key].segment.rank)
         os.kill(pid, signal.SIGKILL)
         gone = self._ranks
-        self.course, self.until = self._so_far(), self.last
-        self._seen_stopped = None
+        self.course = {s.rank: s.ticks for s in self.life.segments}
+        self.until, self._seen_stopped, self._ranks = self.last, None, {}
+        self.life = self.recovered = Life(world=self.life.world)
         for (one, _), rank in gone.items():
-            rank.is_held = False
             if one != pid:
                 with suppress(OSError):
                     rank.channel.sendall(GO)
-        self._ranks = {key: rank for key, rank in gone.items() if key[0] != pid}
         self._listen(selector, listener, process)
-
-    def _so_far(self) -> dict[int, list[TrainingTick]]:
-        return {s.rank: s.ticks for s in self.life.segments if s.begin == 0} or self.course
 
     def _look_at_files(self) -> dict[str, tuple[int, int, int]]:
         return {

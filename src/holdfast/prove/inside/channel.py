@@ -15,8 +15,11 @@ class Channel:
 
     def __init__(self) -> None:
         self._address = os.environ[ADDRESS]
+        self._begin()
+        os.register_at_fork(after_in_child=self._begin)
+
+    def _begin(self) -> None:
         self._lock = threading.Lock()
-        self._pid = 0
         self._socket: socket.socket | None = None
 
     def tell(self, message: Message) -> None:
@@ -40,8 +43,7 @@ class Channel:
         self.tell(Trouble(kind, about))
 
     def _connected(self) -> socket.socket:
-        if self._socket is None or self._pid != os.getpid():
+        if self._socket is None:
             self._socket = socket.socket(socket.AF_UNIX)
             self._socket.connect(self._address)
-            self._pid = os.getpid()
         return self._socket

@@ -16,6 +16,7 @@ from holdfast.prove.messages import OWN
 
 _CALLED_AFTER = {
     "torch": "install",
+    "safetensors": "install_safetensors",
     "torch.distributed.checkpoint.state_dict_saver": "install_dcp",
     "torchdata.stateful_dataloader.stateful_dataloader": "install_loader",
 }
@@ -26,18 +27,19 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 def arm() -> None:
     """Watch this process; called once, as Python starts."""
     channel = Channel()
-    finder = _Finder(channel)
+    guard = _Guard(channel)
+    finder = _Finder(channel, guard)
     sys.meta_path.insert(0, finder)
     for name in filter(sys.modules.__contains__, _CALLED_AFTER):
         finder.install(name)
-    sys.addaudithook(_Guard(channel))
+    sys.addaudithook(guard)
 
 
 class _Finder:
     """Finds what the other finders find, and has a function called when some modules are there."""
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+    def __init__(self, channel: Channel, guard: _Guard) -> None:
+        self._channel, self._guard = channel, guard
         self._asked: set[str] = set()
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -53,7 +55,7 @@ class _Finder:
     def install(self, name: str) -> None:
         """Observe a module, which has been imported."""
         observer = importlib.import_module("holdfast.prove.inside.observer")
-        getattr(observer, _CALLED_AFTER[name])(self._channel)
+        getattr(observer, _CALLED_AFTER[name])(self._channel, self._guard.check)
 
 
 class _Loader:
@@ -76,6 +78,8 @@ class _Loader:
 
 class _Guard:
     """An audit hook: a file outside of the run's own folders is not written, and questions are told.
+
+    Python's own calls are seen; `observer` asks for paths that go to writers in C++ and Rust.
 
     Two runs that write to one place would not be apart, and one of them could be the user's.
     """

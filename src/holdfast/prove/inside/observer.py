@@ -17,6 +17,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -46,12 +47,17 @@ from holdfast.prove.messages import (
 _SKETCHED = ("param ", "average ", "copies ")
 
 
-def install(channel: Channel) -> None:
+Check = Callable[[object], None]
+"""Raises PermissionError for a path that a run may not write to."""
+
+
+def install(channel: Channel, check: Check) -> None:
     """Observe this process; called when torch has been imported."""
     observer = StepObserver(channel)
     register_optimizer_step_pre_hook(observer.before)
     register_optimizer_step_post_hook(observer.after)
     _wrap(torch.autograd, "backward", observer.on_backward)
+    _wrap(torch, "save", _second("f", check))
     _wrap(torch, "save", observer.on_save)
     for kind in (nn.Module, Optimizer, *_and_below(LRScheduler)):
         if "load_state_dict" in vars(kind):
@@ -60,14 +66,20 @@ def install(channel: Channel) -> None:
     _observers.append(observer)
 
 
-def install_dcp(channel: Channel) -> None:
+def install_safetensors(channel: Channel, check: Check) -> None:
+    """Let files of safetensors be written in the run's own folders alone."""
+    module = sys.modules["safetensors"]
+    _wrap(module, "serialize_file", _second("filename", check))
+
+
+def install_dcp(channel: Channel, check: Check) -> None:
     """See what DCP saves."""
     module = sys.modules["torch.distributed.checkpoint.state_dict_saver"]
     for name in ("save", "async_save"):
         _wrap(module, name, _observers[0].on_save)
 
 
-def install_loader(channel: Channel) -> None:
+def install_loader(channel: Channel, check: Check) -> None:
     """See the batches of torchdata's StatefulDataLoader."""
     module: Any = sys.modules["torchdata.stateful_dataloader.stateful_dataloader"]
     _watch_batches(module._BaseDataLoaderIter, _observers[0])
@@ -128,7 +140,6 @@ class StepObserver:
             raise
 
     def _tell_all(self, optimizer: Optimizer) -> None:
-        self._unseen = {}
         name = self._name(optimizer)
         rank, world = _rank()
         step = BeforeStep(
@@ -150,33 +161,46 @@ class StepObserver:
         if is_main:
             self._channel.ask(AfterStep(self._look(optimizer, True)))
 
+    @contextmanager
+    def _seeing(self, what: str) -> Iterator[None]:
+        """Tell what could not be looked at, in place of an error in the midst of the script."""
+        try:
+            yield
+        except Exception as error:
+            self._unseen.setdefault(what, f"{type(error).__name__}: {error}")
+
     def on_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
         """Take the loss."""
         for one in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
             if isinstance(one, Tensor):
-                self._losses.append(values.tensor(one))
+                with self._seeing("loss"):
+                    self._losses.append(values.tensor(one))
 
     def on_batch(self, batch: object, place: int) -> None:
         """Take the digest of a batch."""
-        self._batches.append(values.batch(batch, place))
+        with self._seeing(f"batch of {type(batch).__name__}"):
+            self._batches.append(values.batch(batch, place))
 
     def on_save(self, state: Any = None, *args: Any, **kwargs: Any) -> None:
         """Tell what is being saved; a stateful object of DCP's call is asked, as DCP asks it."""
-        if getattr(self._busy, "saving", False) or kwargs.get("state_dict", state) is None:
+        state = kwargs.get("state_dict", kwargs.get("obj", state))
+        if getattr(self._busy, "saving", False) or state is None:
             return
-        state = kwargs.get("state_dict", state)
         self._busy.saving = True
-        try:
+        with self._seeing("what is saved"):
             if isinstance(state, dict):
                 state = {
                     k: v.state_dict() if hasattr(v, "state_dict") else v for k, v in state.items()
                 }
             self._channel.tell(WasSaved(dict(values.leaves_of(state))))
-        finally:
-            self._busy.saving = False
+        self._busy.saving = False
 
     def on_load(self, owner: Any, *args: Any, **kwargs: Any) -> None:
         """Tell what an object has right after it took a state_dict."""
+        with self._seeing(f"what {type(owner).__name__} has loaded"):
+            self._channel.tell(WasLoaded(*self._taken(owner)))
+
+    def _taken(self, owner: Any) -> tuple[str, int, dict[str, Item]]:
         kind, items = "scheduler", {}
         if isinstance(owner, nn.Module):
             kind = "param"
@@ -191,7 +215,7 @@ class StepObserver:
         else:
             items = {k: values.scalar(v) for k, v in vars(owner).items() if values.is_scalar(v)}
         self._loaded.add(id(owner))
-        self._channel.tell(WasLoaded(kind, id(owner), items))
+        return kind, id(owner), items
 
     def _name(self, optimizer: Optimizer) -> str:
         """The name of an optimizer; another one of the same name begins an attempt anew.
@@ -218,10 +242,8 @@ class StepObserver:
         """Return what there is to see: of an optimizer that is not the first one, what is its own."""
         items: dict[str, Item] = {}
         for key, value in self._values(optimizer, at_everything):
-            try:
+            with self._seeing(key):
                 items[key] = _item(value, key.startswith(_SKETCHED))
-            except Exception as error:
-                self._unseen[key] = f"{type(value).__name__}: {error}"
         return items
 
     def _values(self, optimizer: Optimizer, at_everything: bool) -> Iterator[tuple[str, Any]]:
@@ -334,6 +356,15 @@ def _wrap(
         return out
 
     setattr(owner, name, wrapper)
+
+
+def _second(name: str, check: Check) -> Callable[..., None]:
+    """Check the path that is the second argument of a call, or the one of that name."""
+
+    def checked(*args: Any, **kwargs: Any) -> None:
+        check(kwargs[name] if name in kwargs else args[1] if len(args) > 1 else None)
+
+    return checked
 
 
 def _and_below(kind: type) -> Iterator[type]:
