@@ -178,7 +178,7 @@ def test_a_file_that_is_there_is_not_written_by_what_python_does_not_see(
     Path("real.pt").write_text("a real run")
     with (
         listening(tmp_path) as command,
-        pytest.raises(CannotProve, match="writes .*real.pt") as caught,
+        pytest.raises(CannotProve, match=r"writes .*real\.pt") as caught,
     ):
         prove_plan(Plan([*command(), "script.py", "real.pt", "--anew"], steps=12))
     assert caught.value.cause == "one-place"
