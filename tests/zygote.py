@@ -6,7 +6,8 @@
 
 One such process serves all files that a worker of pytest runs.  A program has its own arguments, variables,
 working directory, session and output; but it hashes strings as all others do, and what it imports may be
-imported already.  What is to be shown of an interpreter's beginning needs a new one.
+imported already: PRELOAD, and what ZYGOTE_PRELOAD names.  What is to be shown of an interpreter's beginning
+needs a new one.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ def run(
 
 def _serve(number: int) -> None:
     asked = socket.socket(fileno=number)
-    for name in PRELOAD:
+    for name in [*PRELOAD, *filter(None, os.environ.get("ZYGOTE_PRELOAD", "").split(","))]:
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "something that was imported has begun threads"
     gc.collect()

@@ -23,6 +23,7 @@ from holdfast.testing import prove
 from prove.forked import listening
 
 CAUSES = Path(__file__).with_name("causes")
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train.py"
 
 
 def train(root: Path, with_generator: bool = True) -> None:
@@ -220,6 +221,22 @@ def test_what_a_launcher_recovers_is_proved(
     assert proof.cause == cause, repr(proof)
     proof = prove_plan(Plan([*words, "--right"], steps=12, kill_at=8, kill="one"))
     assert proof.exact and proof.resumes == [((8,), (6,))]
+
+
+@pytest.mark.soak
+@pytest.mark.distributed
+@pytest.mark.parametrize("kill", ["all", "one"])
+def test_a_spare_process_is_no_rank(kill: str, tmp_path: Path) -> None:
+    """It makes a step of its own to be warm, and takes the place of a rank that is lost."""
+    verb = [sys.executable, "-m", "holdfast", "prove", "--kill", kill, "--kill-at", "8"]
+    launcher = [sys.executable, "-m", "holdfast", "run", "--nproc-per-node", "2", "--spares", "1"]
+    script = [str(EXAMPLE), "--root", "root", "--every", "3"]
+    done = subprocess.run(
+        [*verb, "--steps", "12", "--", *launcher, *script],
+        cwd=tmp_path, capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
+    assert "bit-exact: 12 steps, 2 ranks, killed at 8\n" in done.stdout, done.stdout + done.stderr
+    assert "went on from 6" in done.stdout
 
 
 @pytest.mark.soak

@@ -112,7 +112,10 @@ class StepObserver:
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Tell everything as the optimizer takes it: with a closure, when this has made the gradients."""
-        if "state" not in vars(optimizer) or _is_of_dcp() or _holds_others(optimizer):
+        if "state" not in vars(optimizer) or _holds_others(optimizer):
+            return None
+        if _is_of_a_library():
+            self._losses = []
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
@@ -269,11 +272,15 @@ class StepObserver:
                     yield key, holder[attribute]
 
 
-def _is_of_dcp() -> bool:
-    """Whether DCP steps, without gradients, to have an optimizer make its states."""
+def _is_of_a_library() -> bool:
+    """Whether a library steps, and not the training: DCP, without gradients, to have an optimizer make its
+    states, or a spare process of `holdfast run`, to be warm."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+        module = frame.f_globals.get("__name__")
+        if module == "torch.distributed.checkpoint.state_dict":
+            return True
+        if (module, frame.f_code.co_name) == ("holdfast.launch.recovery", "warm_up"):
             return True
         frame = frame.f_back
     return False
