@@ -182,21 +182,21 @@ class _Proving:
             launch = Trial(folder, until, self.steps, own if lives else {}, plan.patience_s)
             command = _with(folder.command, plan.resume_with) if lives else folder.command
             life = launch.run(command, "all" if lives else plan.kill)
-            self._check_end(life, launch)
             lives.append(life)
             if len(lives) == 1:
                 self._compare_again(life)
-            elif not self._compare(life, lives, own, kill_at):
-                return None
+            elif life.segments and not self._compare(life, lives, own, kill_at):
+                return None  # what differs is said, though it may have ended early, too
+            self._check_end(life, launch)
             if self.tolerance is not None:
                 own = _joined(life, own)
             if len(lives) == 1 and (plan.ranks or plan.then):
                 left = self.workspace.copy(folder)
             if launch.recovered is not None and launch.recovered.segments:
-                self._check_end(launch.recovered, launch)
                 lives.append(launch.recovered)
                 if not self._compare(launch.recovered, lives, own, kill_at):
                     return None
+                self._check_end(launch.recovered, launch)
                 break
         begins = [min(s.begin for s in life.segments) for life in lives[1:] if life.segments]
         self.proof.resumes.append((tuple(kill_at), tuple(begins)))
