@@ -390,9 +390,10 @@ def _batches(e: Evidence) -> Finding | None:
     if own or (e.apart.of("generator") and not set(batch[0].samples) & known):
         which = (own or e.apart.of("generator"))[0]
         return _finding(e, "generator", which, "the order, or the samples, are drawn with it")
+    torchs = next((d for d in e.apart.differences if d.key == "generator torch"), None)
+    if expected.is_drawn and torchs is not None:
+        return _finding(e, "generator", torchs, "the order is drawn with it, and was another one")
     why = "the same place in the epoch, and other samples: another order"
-    if any(d.key == "generator torch" for d in e.apart.differences):
-        why += "; torch's generator differs, too: where the order is drawn from it, restore that"
     return _finding(e, "sampler-order", one, why)
 
 

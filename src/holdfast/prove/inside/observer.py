@@ -179,10 +179,12 @@ class StepObserver:
                 with self._seeing("loss"):
                     self._losses.append(values.tensor(one))
 
-    def on_batch(self, batch: object, place: int) -> None:
+    def on_batch(self, batch: object, place: int, sampler: object) -> None:
         """Take the digest of a batch."""
         with self._seeing(f"batch of {type(batch).__name__}"):
-            self._batches.append(values.batch(batch, place))
+            seen = values.batch(batch, place)
+            seen.is_drawn = sampler is not None and getattr(sampler, "generator", 0) is None
+            self._batches.append(seen)
 
     def on_save(self, state: Any = None, *args: Any, **kwargs: Any) -> None:
         """Tell what is being saved; a stateful object of DCP's call is asked, as DCP asks it."""
@@ -390,7 +392,8 @@ def _watch_batches(kind: Any, observer: StepObserver) -> None:
         batch = inner(self)
         place = self.__dict__.get("holdfast_prove_given", 0)
         self.__dict__["holdfast_prove_given"] = place + 1
-        observer.on_batch(batch, place)
+        of_batches = getattr(self, "_index_sampler", None)
+        observer.on_batch(batch, place, getattr(of_batches, "sampler", of_batches))
         return batch
 
     kind.__next__ = wrapper
