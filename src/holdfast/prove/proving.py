@@ -27,7 +27,7 @@ from holdfast.prove.comparing import Apart, Tolerance, elsewhere, first_apart
 from holdfast.prove.courses import Life, SeenSave, Segment, TrainingTick, kind_of, moving
 from holdfast.prove.report import ResumeProof
 from holdfast.prove.running import CannotProve, Trial, kill_all
-from holdfast.prove.workspace import Folder, Workspace
+from holdfast.prove.workspace import Folder, Workspace, check_program, words_of
 
 SHARE = 0.05
 """Tolerance: of the way that a tensor has come since two runs parted."""
@@ -67,7 +67,10 @@ class Plan:
             share_of(self.tolerance, _CALL, "tolerance")
         if self.kill_at is not None and self.kill_at >= self.steps:
             raise UsageError(f"--kill-at {self.kill_at}: the runs go from step 1 to {self.steps}")
-        if self.ranks is not None and not self.then:
+        words_of(self.resume_with)
+        if self.then:
+            check_program(words_of(self.then))
+        elif self.ranks is not None:
             _for_ranks(self.command, self.ranks)
 
 
@@ -312,7 +315,7 @@ class _Proving:
 
     def _elsewhere(self, left: Folder) -> None:
         plan = self.plan
-        command = shlex.split(plan.then) if plan.then else _for_ranks(left.command, plan.ranks or 1)
+        command = words_of(plan.then) if plan.then else _for_ranks(left.command, plan.ranks or 1)
         folder = self.workspace.copy(left, command)
         self.say(f"elsewhere: {shlex.join(command)}")
         launch = Trial(folder, self.steps, self.steps, self.course, plan.patience_s)
@@ -365,7 +368,7 @@ def _with(command: Sequence[str], words: str) -> list[str]:
         return list(command)
     if command[:2] == ["sh", "-c"]:
         return ["sh", "-c", f"{command[2]} {words}"]
-    return [*command, *shlex.split(words)]
+    return [*command, *words_of(words)]
 
 
 def _for_ranks(command: Sequence[str], ranks: int) -> list[str]:
