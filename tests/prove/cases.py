@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from holdfast.prove.proving import Plan, prove
 from holdfast.prove.running import CannotProve
+from ports import free_port
 from prove.forked import listening
 
 
@@ -33,7 +35,11 @@ def proved(case: Case, script: Path, folder: Path, *words: str) -> tuple[str, st
         name = option.removeprefix("--").replace("-", "_")
         options[name] = int(value) if value.isdigit() else value
     with listening(folder) as command:
-        words = (*command(case.ranks), str(script), "--root", "root", *words)
+        words = (str(script), "--root", "root", *words)
+        if options.pop("ranks", 0) == 1:  # as torchrun would start it
+            shared = f"MASTER_ADDR=127.0.0.1 MASTER_PORT={free_port()} RANK=0 WORLD_SIZE=1"
+            options["then"] = shlex.join(("env", *shared.split(), *command(1), *words))
+        words = (*command(case.ranks), *words)
         try:
             proof = prove(Plan(words, steps=12, **options))
         except CannotProve as error:

@@ -31,7 +31,7 @@ _TRAINERS = {
     "accelerate": (1, "accelerate,holdfast.integrations.accelerate"),
     "lightning": (1, "lightning.pytorch.callbacks,holdfast.integrations.lightning"),
     "torchtitan": (2, "torchtitan.components.optimizer,holdfast.integrations.torchtitan"),
-    "deepspeed": (2, "holdfast.integrations.deepspeed"),
+    "deepspeed": (2, "deepspeed,holdfast.integrations.deepspeed"),
     "dcp": (2, "holdfast.dcp,torch.distributed.checkpoint.state_dict"),
     "torch_save": (1, "torch.distributed.checkpoint.state_dict"),
 }  # fmt: skip
@@ -97,7 +97,8 @@ def main(wanted: list[str]) -> None:
             continue
         pid = os.fork()  # each has a process to be forked from, with what the training imports
         if pid == 0:
-            os.environ["ZYGOTE_PRELOAD"] = training.preload
+            os.environ |= {"ZYGOTE_PRELOAD": training.preload, "DS_ACCELERATOR": "cpu"}
+            os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # else it has a thread
             place = Path(tempfile.mkdtemp(prefix="kills-"))
             os.chdir(place)
             said = of(training, place)

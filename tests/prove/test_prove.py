@@ -140,11 +140,17 @@ def test_the_command_says_it_in_json_and_ends_with_its_runs(tmp_path: Path) -> N
         ({"state": ["s3://bucket/run"]}, "is not a folder"),
         ({"state": ["../elsewhere"]}, "is not inside of"),
         ({"state": ["/somewhere/else"]}, "neither in the command nor in the environment"),
+        ({"command": ["pyton", "train.py"]}, "no program 'pyton'\n  hint: did you mean 'python'"),
+        ({"command": ["/etc/passwd", "20"]}, "/etc/passwd is not executable"),
+        ({"command": ["python 'train.py"]}, "No closing quotation"),
+        ({"then": " "}, "no program ''"),
+        ({"then": "python 'train.py"}, "No closing quotation"),
+        ({"resume_with": "'"}, "No closing quotation"),
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused(options: dict[str, object], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        prove_plan(Plan(["python", "train.py"], **options))  # type: ignore[arg-type]
+        prove_plan(Plan(**{"command": ["python", "train.py"], **options}))  # type: ignore[arg-type]
 
 
 OF_ITS_OWN = """
@@ -221,6 +227,14 @@ def test_what_a_launcher_recovers_is_proved(
     assert proof.cause == cause, repr(proof)
     proof = prove_plan(Plan([*words, "--right"], steps=12, kill_at=8, kill="one"))
     assert proof.exact and proof.resumes == [((8,), (6,))]
+
+
+def test_what_is_no_program_is_refused_as_it_is_started(tmp_path: Path) -> None:
+    path = tmp_path / "train"
+    path.write_text("neither a script nor a binary")
+    path.chmod(0o700)
+    with pytest.raises(UsageError, match="train cannot be started: Exec format error"):
+        prove_plan(Plan([str(path), "20"]))
 
 
 @pytest.mark.soak

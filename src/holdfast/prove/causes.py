@@ -424,9 +424,10 @@ def _batches(e: Evidence) -> Finding | None:
     counts = [d for d in e.apart.of("counter") if _is_at_first(e, d)]
     if counts and not set(first.samples) & known:
         return _not_restored(e, counts[0])  # the samples themselves are made otherwise
+    torchs = next((d for d in e.apart.differences if d.key == "generator torch"), None)
+    if expected.is_drawn and torchs is not None:
+        return _finding(e, "generator", torchs, "the order is drawn with it, and was another one")
     why = "the same place in the epoch, and other samples: another order"
-    if any(d.key == "generator torch" for d in e.apart.differences):
-        why += "; torch's generator differs, too: where the order is drawn from it, restore that"
     return _finding(e, "sampler-order", one, why)
 
 

@@ -46,6 +46,8 @@ class Batch(msgspec.Struct, array_like=True):
     place: int
     digest: int
     samples: list[int]
+    is_drawn: bool = False
+    """Whether its sampler draws from torch's own generator."""
 
 
 class BeforeStep(msgspec.Struct, tag=True, array_like=True):

@@ -27,7 +27,7 @@ from holdfast.prove.comparing import Apart, Tolerance, elsewhere, first_apart
 from holdfast.prove.courses import Life, SeenSave, Segment, TrainingTick, kind_of, moving
 from holdfast.prove.report import ResumeProof
 from holdfast.prove.running import CannotProve, Trial, kill_all
-from holdfast.prove.workspace import Folder, Workspace
+from holdfast.prove.workspace import Folder, Workspace, check_program, words_of
 
 SHARE = 0.05
 """Tolerance: of the way that a tensor has come since two runs parted."""
@@ -67,7 +67,10 @@ class Plan:
             share_of(self.tolerance, _CALL, "tolerance")
         if self.kill_at is not None and self.kill_at >= self.steps:
             raise UsageError(f"--kill-at {self.kill_at}: the runs go from step 1 to {self.steps}")
-        if self.ranks is not None and not self.then:
+        words_of(self.resume_with)
+        if self.then:
+            check_program(words_of(self.then))
+        elif self.ranks is not None:
             _for_ranks(self.command, self.ranks)
 
 
@@ -182,23 +185,21 @@ class _Proving:
             launch = Trial(folder, until, self.steps, own if lives else {}, plan.patience_s)
             command = _with(folder.command, plan.resume_with) if lives else folder.command
             life = launch.run(command, "all" if lives else plan.kill)
-            if not lives:
-                self._check_end(life, launch)
             lives.append(life)
             if len(lives) == 1:
                 self._compare_again(life)
-            elif not self._compare(life, lives, own, kill_at):
-                return None
+            elif life.segments and not self._compare(life, lives, own, kill_at):
+                return None  # what differs is said, though it may have ended early, too
             self._check_end(life, launch)
             if self.tolerance is not None:
                 own = _joined(life, own)
             if len(lives) == 1 and (plan.ranks or plan.then):
                 left = self.workspace.copy(folder)
             if launch.recovered is not None and launch.recovered.segments:
-                self._check_end(launch.recovered, launch)
                 lives.append(launch.recovered)
                 if not self._compare(launch.recovered, lives, own, kill_at):
                     return None
+                self._check_end(launch.recovered, launch)
                 break
         begins = [min(s.begin for s in life.segments) for life in lives[1:] if life.segments]
         self.proof.resumes.append((tuple(kill_at), tuple(begins)))
@@ -326,7 +327,7 @@ class _Proving:
 
     def _elsewhere(self, left: Folder) -> None:
         plan = self.plan
-        command = shlex.split(plan.then) if plan.then else _for_ranks(left.command, plan.ranks or 1)
+        command = words_of(plan.then) if plan.then else _for_ranks(left.command, plan.ranks or 1)
         folder = self.workspace.copy(left, command)
         self.say(f"elsewhere: {shlex.join(command)}")
         launch = Trial(folder, self.steps, self.steps, self.course, plan.patience_s)
@@ -379,7 +380,7 @@ def _with(command: Sequence[str], words: str) -> list[str]:
         return list(command)
     if command[:2] == ["sh", "-c"]:
         return ["sh", "-c", f"{command[2]} {words}"]
-    return [*command, *shlex.split(words)]
+    return [*command, *words_of(words)]
 
 
 def _for_ranks(command: Sequence[str], ranks: int) -> list[str]:

@@ -11,9 +11,9 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from holdfast.base.errors import HoldfastError
+from holdfast.base.errors import HoldfastError, UsageError
 from holdfast.prove.courses import (
     Gathering,
     Life,
@@ -118,10 +118,7 @@ class Trial:
             listener.bind(self.folder.socket)
             listener.listen(512)
             selector.register(listener, selectors.EVENT_READ)
-            process = subprocess.Popen(
-                words, cwd=self.folder.cwd, env=self.folder.env, stdin=subprocess.DEVNULL, stdout=log,
-                stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+            process = self._start(words, log)
             try:
                 self._listen(selector, listener, process)
                 if self.life.status is None and kill == "one":
@@ -132,6 +129,15 @@ class Trial:
                     if key.fileobj is not listener:
                         key.fileobj.close()  # type: ignore[union-attr]
         return life
+
+    def _start(self, words: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+        try:
+            return subprocess.Popen(
+                words, cwd=self.folder.cwd, env=self.folder.env, stdin=subprocess.DEVNULL, stdout=log,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise UsageError(f"{words[0]} cannot be started: {error.strerror}") from None
 
     def output(self, lines: int = 12) -> str:
         """Return the last lines that the training has printed."""

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.base.errors import UsageError
+from holdfast.base.suggest import did_you_mean
 from holdfast.prove.messages import ADDRESS, OWN
 
 _STARTUP = Path(__file__).parent / "inside" / "startup"
+_PROGRAMS = ["accelerate", "bash", "deepspeed", "holdfast", "python", "python3", "sh", "torchrun"]
 _ROOT = "--root"
 """The option by which a script that uses holdfast takes its root, as examples and docs have it."""
 
@@ -64,10 +66,11 @@ class Workspace:
         """
         self.home = Path.cwd()
         self.command = list(command) if len(command) != 1 else ["sh", "-c", command[0]]
+        check_program(self.command)
         self.env = dict(env)
         self.inside: list[Path] = []
         self.outside: list[str] = []
-        words = self.command if len(command) != 1 else _words(command[0])
+        words = self.command if len(command) != 1 else words_of(command[0])
         for text in [*state, *_roots(words)]:
             self._add(text)
         self.path = Path(tempfile.mkdtemp(prefix="holdfast-prove-", dir=_writable(self.home)))
@@ -173,11 +176,23 @@ def _roots(command: Sequence[str]) -> Iterator[str]:
             yield word.partition("=")[2]
 
 
-def _words(line: str) -> list[str]:
+def words_of(line: str) -> list[str]:
+    """Return the words of a line for the shell; UsageError for a quote that is not closed."""
     try:
         return shlex.split(line)
     except ValueError as error:
         raise UsageError(f"{line!r} is no line for the shell: {error}") from None
+
+
+def check_program(words: Sequence[str]) -> None:
+    """UsageError if the first of some words is no program that can be started here."""
+    name = words[0] if words else ""
+    if shutil.which(name) is not None:
+        return
+    if os.path.isfile(name):
+        text, hint = f"{name} is not executable", f"python {name} starts a script of Python"
+        raise UsageError(text, hint=hint)
+    raise UsageError(f"there is no program {name!r}", hint=did_you_mean(name, _PROGRAMS))
 
 
 def _writable(home: Path) -> Path | None:

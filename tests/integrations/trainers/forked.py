@@ -187,11 +187,11 @@ def value(found: list[str], mark: str) -> str:
 
 
 def serve(name: str) -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what is printed by ranks, and by packages as they are imported, is no answer
     module = importlib.import_module(name)
     for other in PRELOAD:
         importlib.import_module(other)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what ranks print is no answer
     ended: dict[int, int] = {}
     for line in sys.stdin:
         what, *given = json.loads(line)

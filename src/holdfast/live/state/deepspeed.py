@@ -295,7 +295,8 @@ def _tensor_parallel(engine: Any) -> int:
     """Number of ranks that a weight is cut over; of a pipeline, its grid's `model` axis alone."""
     grid = need("deepspeed", engine.module, "_grid")[0] if engine.pipeline_parallelism else None
     size = engine.mp_world_size if grid is None else grid.get_slice_parallel_world_size()
-    return max(int(size), engine.autotp_size())
+    autotp = getattr(engine, "autotp_size", None)  # from 0.16.4 on
+    return max(int(size), autotp() if autotp is not None else 1)
 
 
 # -- finding --------------------------------------------------------------------------------------

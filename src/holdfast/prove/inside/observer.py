@@ -192,10 +192,12 @@ class StepObserver:
                 with self._seeing("loss"):
                     self._losses.append(values.tensor(one))
 
-    def on_batch(self, batch: object, place: int) -> None:
+    def on_batch(self, batch: object, place: int, sampler: object) -> None:
         """Take the digest of a batch."""
         with self._seeing(f"batch of {type(batch).__name__}"):
-            self._batches.append(values.batch(batch, place))
+            seen = values.batch(batch, place)
+            seen.is_drawn = sampler is not None and getattr(sampler, "generator", 0) is None
+            self._batches.append(seen)
 
     def on_iterator(self, loader: Any, before: Tensor) -> None:
         """Take note of a draw that nothing depends on: a seed for workers, of a loader that has none."""
@@ -423,7 +425,9 @@ def _watch_batches(kind: Any, observer: StepObserver) -> None:
     @functools.wraps(inner)
     def wrapper(self: Any) -> Any:
         batch = inner(self)
-        observer.on_batch(batch, self._num_yielded - 1)
+        of_batches = getattr(self, "_index_sampler", None)
+        sampler = getattr(of_batches, "sampler", of_batches)
+        observer.on_batch(batch, self._num_yielded - 1, sampler)
         return batch
 
     begin = kind.__init__
