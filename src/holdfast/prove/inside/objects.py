@@ -204,7 +204,7 @@ def _is_open(value: object) -> bool:
     root = kind.__module__.split(".")[0]
     if root == "torch":
         return kind.__module__.startswith(_OPEN_TORCH) or isinstance(value, nn.Module)
-    return root not in _OPAQUE or _is_of_script(value)
+    return root not in _OPAQUE or root == "__main__" or isinstance(value, SimpleNamespace)
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
