@@ -283,7 +283,6 @@ CASES = (
     ),
     Case("v55_one_of_two_loaders.py", "batches-repeated", "the second loader begins anew"),
     Case("v56_closure_called_again.py", "fresh-optimizer", "the states are not loaded"),
-    Case("v57_optimizer_of_each_parameter.py", "scheduler", "three schedules begin anew"),
     Case(
         "v58_meter_of_the_time.py",
         "fresh-optimizer",
