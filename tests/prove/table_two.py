@@ -253,6 +253,48 @@ CASES = (
     Case("v44_error_of_the_load_swallowed.py", "no-resume", "the error of the load is swallowed"),
     Case("v45_left_in_eval.py", "not-in-checkpoint", "model.training is False, and in no state"),
     Case("v46_read_ahead.py", "batches-left-out", "two batches that were read are never used"),
+    Case(
+        "v47_sampler_of_the_script.py",
+        "sampler-order",
+        "the sampler's epoch is 0 again",
+        options=IN_THE_SECOND_EPOCH,
+    ),
+    Case(
+        "v48_numbers_in_a_pickle.py", "begun-anew", "the best loss is in the pickle, and not loaded"
+    ),
+    Case(
+        "v49_warmup_of_a_count.py",
+        "not-in-checkpoint",
+        "the count that the rate is made from is in no state",
+    ),
+    Case("v50_decay_written_anew.py", "overwritten", "the decay is written over the restored one"),
+    Case(
+        "v51_group_added_after_the_load.py",
+        "fresh-optimizer",
+        "the second group has no states",
+        options=IN_THE_SECOND_EPOCH,
+    ),
+    Case("v52_average_in_half.py", "low-precision", "the average was saved in bfloat16"),
+    Case("v53_memory_in_attributes.py", "not-in-checkpoint", "the buffer is in no state"),
+    Case(
+        "v54_evaluation_behind_a_save.py",
+        "generator",
+        "an evaluation draws from the restored generator",
+    ),
+    Case("v55_one_of_two_loaders.py", "batches-repeated", "the second loader begins anew"),
+    Case("v56_closure_called_again.py", "fresh-optimizer", "the states are not loaded"),
+    Case(
+        "v58_meter_of_the_time.py",
+        "fresh-optimizer",
+        "the states are not loaded, and a clock is none of the training",
+    ),
+    Case("v59_patience_in_a_dict.py", "not-in-checkpoint", "the best loss is in no state"),
+    Case(
+        "v60_saved_before_the_step.py",
+        "batches-left-out",
+        "the batch of the step that is named is never trained on",
+    ),
+    Case("v61_steps_of_a_critic.py", "fresh-optimizer", "the first optimizer has no states"),
 )
 
 LEFT_OUT = {

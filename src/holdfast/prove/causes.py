@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from holdfast.prove.comparing import NOTHING, Apart, Deviation
 from holdfast.prove.courses import Life, SeenSave, Segment, TrainingTick, digest_of, kind_of
-from holdfast.prove.messages import Batch, Item, distance
+from holdfast.prove.messages import Batch, Item, WasLoaded, distance
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class Evidence:
     begin: int
     others: Mapping[int, Sequence[TrainingTick]]
     """The courses of all ranks."""
+    notes: Sequence[SeenSave] = ()
+    """Numbers that were saved before it, apart from tensors."""
 
     @property
     def loaded(self) -> TrainingTick:
@@ -203,7 +205,7 @@ def _weights(e: Evidence) -> Finding | None:
             e, "replicas-differ", one, "all ranks had the same values before, and now do not"
         )
     if all(_is_rounded(d) for d in params):
-        return _finding(e, "low-precision", one, "its values are those rounded to bfloat16")
+        return _finding(e, "low-precision", one, _ROUNDED)
     if (
         all(d.expected is not NOTHING for d in params)
         and not _is_any_saved(e, params)
@@ -224,17 +226,27 @@ def _states(e: Evidence) -> Finding | None:
     one = next((d for d in states if not d.expected.text), states[0])
     if all(d.found is NOTHING for d in states):
         loaded = [x for x in e.loaded.loaded if x.kind == "group" and x.items["states"].text != "0"]
-        names = {e.loaded.names.get(x.owner) for x in loaded if x.owner in e.loaded.trained}
-        if names & {*e.apart.found.optimizers[:1], *e.loaded.optimizers[:1]}:
+        brought = {
+            x.owner: int(x.items["states"].text) for x in loaded if x.owner in e.loaded.trained
+        }
+        kept = {k.rpartition(".")[0] for k in e.apart.found.items if kind_of(k) == "state"}
+        names = {e.loaded.names.get(owner) for owner in brought}
+        is_lost = sum(brought.values()) > len(kept)
+        if is_lost and names & {*e.apart.found.optimizers[:1], *e.loaded.optimizers[:1]}:
             why = "the optimizer had loaded its states, and lost them again"
             return _finding(e, "overwritten", one, why)
         if any(x.owner not in e.loaded.trained for x in loaded):
             why = "a state_dict was loaded into an optimizer that is not the one that steps"
             return _finding(e, "untrained-object", one, why)
-        return _finding(e, "fresh-optimizer", one, "the optimizer began without states")
+        why = (
+            "the optimizer began without its states"
+            if kept
+            else "the optimizer began without states"
+        )
+        return _finding(e, "fresh-optimizer", one, why)
     tensors = [d for d in states if not d.expected.text]
     if tensors and all(_is_rounded(d) for d in tensors):
-        return _finding(e, "low-precision", one, "its values are those rounded to bfloat16")
+        return _finding(e, "low-precision", one, _ROUNDED)
     if one.found is not NOTHING and _is_at_first(e, one):
         return _finding(e, "fresh-optimizer", one, "it is back at its first value")
     return _finding(
@@ -274,19 +286,27 @@ def _settings(e: Evidence) -> Finding | None:
         return None
     if not e.apart.is_first:
         why = "it was right after the resume, and moves otherwise than in the whole run"
-        return _finding(e, "scheduler", groups[0], why)
+        is_by_hand = not _has_scheduler(e)
+        why += ": what the script sets it from is other" if is_by_hand else ""
+        return _finding(e, "not-in-checkpoint" if is_by_hand else "scheduler", groups[0], why)
     schedulers = e.apart.of("scheduler")
     one = next((d for d in groups if not d.key.endswith((".lr", ".initial_lr"))), groups[0])
     if _setting(one) not in ("lr", "initial_lr", "momentum", "betas") or not _has_scheduler(e):
         right = _loaded_right(e, "group", [one])
         if right is not None and right[0] == "overwritten":
             return _finding(e, right[0], one, right[1])
+        if _is_written_since(e, one):
+            why = "a state_dict had brought another value, and this was written over it"
+            return _attributes(e) or _finding(e, "overwritten", one, why)
         why = (
             "it is back at its first value"
             if _is_at_first(e, one)
             else "it is neither saved nor first value"
         )
         return _finding(e, "groups-reset", one, why)
+    right = _loaded_right(e, "scheduler", schedulers[:1]) if schedulers else None
+    if right is not None:
+        return _finding(e, right[0], schedulers[0], right[1])
     loads = [x.kind for x in e.loaded.loaded if x.kind in ("group", "scheduler")]
     if "scheduler" not in loads and not schedulers:
         why = "no state_dict was loaded into a scheduler"
@@ -321,15 +341,15 @@ def _scaler(e: Evidence) -> Finding | None:
 
 def _attributes(e: Evidence) -> Finding | None:
     """Averages, numbers and counters, and buffers that nothing saves."""
-    kinds = ("average", "number", "counter", "copies", *(("buffer",) if e.apart.is_first else ()))
-    for one in e.apart.of(*kinds):
+    kinds = ("average", "number", "counter", "copies", "tensor", "buffer")
+    for one in e.apart.of(*kinds[: None if e.apart.is_first else -1]):
         if one.kind == "counter" and e.apart.of("batch"):
             continue  # what counts batches differs with them
-        is_mode = one.key.endswith(".training")
-        if one.found.text and {"loss", "generator"} <= e.apart.kinds and not is_mode:
+        is_itself = one.key.endswith(".training") or one.kind == "tensor"
+        if one.found.text and {"loss", "generator"} <= e.apart.kinds and not is_itself:
             continue  # a generator changes what is trained
         if (
-            one.kind == "buffer"
+            one.kind in ("buffer", "tensor")
             and e.apart.kinds & {"param", "batch", "generator"}
             and e.apart.moves(one.key)
             and not _is_from_before(e, one)
@@ -338,58 +358,72 @@ def _attributes(e: Evidence) -> Finding | None:
         if one.kind == "buffer" and _are_replicas(e, [one]):
             why = "other ranks have the value that this one should have"
             return _finding(e, "replicas-differ", one, why)
-        if _is_saved(e, one):
-            right = _loaded_right(e, "param", [one])
-            if right is not None:
-                return _finding(e, "overwritten", one, right[1])
-            return _finding(e, "begun-anew", one, "it was saved, and nothing loaded it")
-        where = {
-            "average": "an average",
-            "buffer": "a buffer",
-            "counter": "a number in an attribute",
-        }
-        thing = "a number" if one.found.text else where.get(one.kind, "an attribute")
-        return _finding(
-            e, "not-in-checkpoint", one, f"it is {thing}, and no state that was saved has it"
-        )
+        if one.kind != "tensor" and _is_rounded(one):
+            return _finding(e, "low-precision", one, _ROUNDED)
+        return _not_restored(e, one)
     return None
+
+
+def _not_restored(e: Evidence, one: Deviation) -> Finding:
+    """A value of the script that is not what it was: lost by the save, or by the resume."""
+    if _is_saved(e, one):
+        right = _loaded_right(e, "param", [one])
+        if right is not None:
+            return _finding(e, "overwritten", one, right[1])
+        return _finding(e, "begun-anew", one, "it was saved, and nothing loaded it")
+    where = {"average": "an average", "buffer": "a buffer"}
+    thing = "a number" if one.found.text else where.get(one.kind, "an attribute")
+    return _finding(
+        e, "not-in-checkpoint", one, f"it is {thing}, and no state that was saved has it"
+    )
 
 
 def _batches(e: Evidence) -> Finding | None:
     found = e.apart.of("batch")
     if not found:
         return None
-    used = len(e.apart.expected.batches)
-    batch = e.apart.found.batches[-used:][:1] or [Batch(-1, 0, [])]
-    expected = e.apart.expected.batches[-used]
-    one = replace(found[0], found=Item(1, _at(batch[0])), expected=Item(2, _at(expected)))
+    used = e.apart.used
+    ours = [Batch(-1, 0, [])] * used + e.apart.found.batches
+    pairs = zip(ours[-used:], e.apart.expected.batches[-used:], strict=True)
+    first, expected = next(pair for pair in pairs if pair[0].digest != pair[1].digest)
+    one = replace(found[0], found=Item(1, _at(first)), expected=Item(2, _at(expected)))
     if any(b.digest == expected.digest for b in e.apart.found.batches[:-used]):
         return _finding(
             e, "batches-left-out", one, "the resumed run was given it, and passed over it"
         )
     given = [b for tick in e.apart.course for b in tick.batches]
     at = next(n for n, b in enumerate(given) if b is expected)
-    places = [n for n, b in enumerate(given) if b.digest == batch[0].digest]
-    if places and batch[0].place != expected.place:
-        near = min(places, key=lambda n: abs(n - at))
+    places = [n for n, b in enumerate(given) if b.digest == first.digest]
+    is_order_fixed = any(
+        (b.digest, b.place) == (expected.digest, expected.place) for b in given[:at]
+    )
+    if places and (first.place != expected.place or is_order_fixed):
+        of_epoch = [n for n in places if 0 < at - n <= expected.place]
+        near = min(of_epoch or places, key=lambda n: abs(n - at))
+        if given[near].place == expected.place:
+            why = "it is the batch at this place of another epoch"
+            return _finding(e, "sampler-order", one, why)
         if near < at:
             return _finding(e, "batches-repeated", one, f"it was given {at - near} batches before")
         return _finding(e, "batches-left-out", one, f"{near - at} batches are never seen")
-    if batch[0].place != expected.place:
+    if first.place != expected.place:
         seen = {s for b in given[max(0, at - expected.place) : at] for s in b.samples}
-        if seen & set(batch[0].samples):
+        if seen & set(first.samples):
             why = "samples of this epoch come again, in another order"
             return _finding(e, "batches-repeated", one, why)
         known = {s for b in given for s in b.samples}
-        if set(batch[0].samples) <= known:
+        if set(first.samples) <= known:
             return _finding(
                 e, "batches-left-out", one, "the iterator of the epoch began at another place"
             )
     known = {s for rank in e.others.values() for t in rank for b in t.batches for s in b.samples}
     own = [d for d in e.apart.of("generator") if d.found.text and d.found.text == d.expected.text]
-    if own or (e.apart.of("generator") and not set(batch[0].samples) & known):
+    if own or (e.apart.of("generator") and not set(first.samples) & known):
         which = (own or e.apart.of("generator"))[0]
         return _finding(e, "generator", which, "the order, or the samples, are drawn with it")
+    counts = [d for d in e.apart.of("counter") if _is_at_first(e, d)]
+    if counts and not set(first.samples) & known:
+        return _not_restored(e, counts[0])  # the samples themselves are made otherwise
     torchs = next((d for d in e.apart.differences if d.key == "generator torch"), None)
     if expected.is_drawn and torchs is not None:
         return _finding(e, "generator", torchs, "the order is drawn with it, and was another one")
@@ -420,6 +454,7 @@ def _replicas(e: Evidence) -> Finding | None:
     return None
 
 
+_ROUNDED = "its values are those rounded to 16 bits"
 _RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
     _untrained, _shuffled, _saved_wrong, _weights, _states, _accumulation, _settings, _schedulers, _scaler,
     _attributes, _batches, _generators, _replicas,
@@ -449,6 +484,8 @@ def _loaded_right(
     """Return what became of values that a state_dict did bring: cause and reason; None if none did."""
     expected = {d.expected.digest for d in differences}
     for load in e.loaded.loaded:
+        if kind != "param" and not _may_have(e, load, differences[0]):
+            continue
         if load.kind == kind and expected <= {i.digest for i in load.items.values()}:
             if load.owner not in e.loaded.trained and kind == "param":
                 name = e.loaded.names.get(load.owner, "another object")
@@ -458,6 +495,19 @@ def _loaded_right(
                 )
             return "overwritten", "it had been loaded, and was overwritten afterwards"
     return None
+
+
+def _may_have(e: Evidence, load: WasLoaded, one: Deviation) -> bool:
+    """Whether a value may be of the object that took a state_dict: no other one has its name."""
+    own = f"{one.kind} {e.loaded.names.get(load.owner, '')}."
+    return one.key.startswith(own) or not any(k.startswith(own) for k in e.loaded.items)
+
+
+def _is_written_since(e: Evidence, one: Deviation) -> bool:
+    """Whether an optimizer had loaded a setting, and it is another one now."""
+    name = ".".join(one.key.rsplit(".", 2)[1:])
+    loads = [x.items for x in e.loaded.loaded if x.kind == "group" and _may_have(e, x, one)]
+    return bool(loads) and name in loads[-1] and loads[-1][name].digest != one.found.digest
 
 
 def _is_any_saved(e: Evidence, differences: Sequence[Deviation]) -> bool:
@@ -488,11 +538,12 @@ def _first_or_not(e: Evidence, one: Deviation) -> str:
 
 
 def _is_saved(e: Evidence, one: Deviation) -> bool:
-    """Whether a save before has a value of this name, or a tensor with these values."""
+    """Whether a save before has a value of this name, or a tensor with its values, if no parameter had."""
     name = one.key.rpartition(".")[2]
     at = e.apart.course[: e.apart.step]
     digests = {digest_of(t, one.key) for t in at}
-    for save in e.saves:
+    digests -= {i.digest for t in at for k, i in t.items.items() if kind_of(k) == "param"}
+    for save in (*e.saves, *e.notes):
         for path, leaf in save.leaves.items():
             if leaf.digest in digests and (
                 not one.expected.text or path.rpartition(".")[2] == name

@@ -10,13 +10,15 @@ from holdfast.prove.messages import Item, distance
 
 NOTHING = Item(0, "nothing")
 ORDER = (
-    "param", "state", "group", "scheduler", "scaler", "average", "number", "counter", "copies", "batch",
-    "loss", "buffer", "grad", "generator",
+    "param", "state", "group", "scheduler", "scaler", "average", "number", "counter", "copies", "tensor",
+    "batch", "loss", "buffer", "grad", "generator",
 )  # fmt: skip
 """Kinds of values, what is restored before what follows from it."""
-_IN_BOTH = ("average", "number", "scheduler", "scaler", "counter", "copies", "generator")
+_IN_BOTH = (
+    "average", "number", "scheduler", "scaler", "counter", "copies", "tensor", "generator",
+)  # fmt: skip
 """Kinds of which one is compared where both have it: objects are found where the script holds them."""
-_ONLY_IF_MOVING = ("counter", "copies", "generator")
+_ONLY_IF_MOVING = ("counter", "copies", "tensor", "generator")
 """Kinds of which one that never changes in the course says nothing of it."""
 
 
@@ -72,9 +74,20 @@ class Apart:
         """Whether a value changes in the course."""
         return len({digest_of(t, key) for t in self.course}) > 1
 
+    @property
+    def used(self) -> int:
+        """Batches that the step was made of: an evaluation before the first one is no part of it."""
+        number = len(self.expected.batches)
+        return fewest_batches(self.course, number) if self.is_first else number
+
     def of(self, *kinds: str) -> list[Deviation]:
         """Return the differences of some kinds."""
         return [d for d in self.differences if d.kind in kinds]
+
+
+def fewest_batches(course: Sequence[TrainingTick], most: int) -> int:
+    """Return how many batches a step is made of, where evaluations between steps take some, too."""
+    return min([most, *(len(t.batches) for t in course if t.batches)])
 
 
 def first_apart(
@@ -93,9 +106,12 @@ def first_apart(
         if at >= len(course):
             return None
         late = course[at].others if not number else frozenset()
+        used = len(course[at].batches)
+        if not number:
+            used = fewest_batches(course, used)
         found = [
             d
-            for d in _differences(tick, course[at], keys)
+            for d in _differences(tick, course[at], keys, used)
             if (d.key not in late or d.found is not NOTHING)
             and not (tolerance is not None and _is_near(d, course[segment.begin], tolerance))
         ]
@@ -113,7 +129,9 @@ def first_apart(
     return None
 
 
-def _differences(tick: TrainingTick, other: TrainingTick, moves: set[str]) -> Iterator[Deviation]:
+def _differences(
+    tick: TrainingTick, other: TrainingTick, moves: set[str], used: int
+) -> Iterator[Deviation]:
     for key in [*other.items, *(k for k in tick.items if k not in other.items)]:
         if digest_of(tick, key) == digest_of(other, key):
             continue
@@ -123,7 +141,7 @@ def _differences(tick: TrainingTick, other: TrainingTick, moves: set[str]) -> It
         if kind in _ONLY_IF_MOVING and key not in moves:
             continue
         yield Deviation(key, tick.items.get(key, NOTHING), other.items.get(key, NOTHING))
-    for number in range(1, len(other.batches) + 1):
+    for number in range(1, used + 1):
         found = tick.batches[-number].digest if number <= len(tick.batches) else 0
         if found != other.batches[-number].digest:
             yield Deviation("batch ", Item(found), Item(other.batches[-number].digest))

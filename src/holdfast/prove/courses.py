@@ -79,7 +79,9 @@ class Life:
 
     segments: list[Segment] = field(default_factory=list)
     saves: list[SeenSave] = field(default_factory=list)
-    """What `torch.save` and DCP were given."""
+    """What was seen to be saved, with tensors."""
+    notes: list[SeenSave] = field(default_factory=list)
+    """What was seen to be saved besides: numbers."""
     written: list[tuple[int, int]] = field(default_factory=list)
     """Steps after which files had changed, and the bytes of these files."""
     world: int = 1
@@ -115,10 +117,7 @@ class Gathering:
         """
         if step.optimizer not in self.order:
             self.order.append(step.optimizer)
-        name = (*known, *self.order[len(known) :])[self.order.index(step.optimizer)]
-        if name != step.optimizer:
-            own, before = f"group {step.optimizer}.", f"group {name}."
-            step.items = {k.replace(own, before, 1): item for k, item in step.items.items()}
+        step.items = self.of_course(step.items, step.optimizer, known)
         if step.optimizer != self.order[0]:
             self._before.append(step)
             return None
@@ -137,6 +136,14 @@ class Gathering:
         )  # fmt: skip
         self._before, self._loaded = [], []
         return tick
+
+    def of_course(
+        self, items: dict[str, Item], optimizer: str, known: Sequence[str]
+    ) -> dict[str, Item]:
+        """Return the items of an optimizer that has stepped, with the name that it had in the course."""
+        name = (*known, *self.order[len(known) :])[self.order.index(optimizer)]
+        own, before = f"group {optimizer}.", f"group {name}."
+        return {k.replace(own, before, 1): item for k, item in items.items()}
 
     def again(self, tick: TrainingTick) -> None:
         """Put what was loaded before a tick to the next one."""
@@ -172,6 +179,8 @@ def moving(course: Sequence[TrainingTick]) -> set[str]:
         for key, item in tick.items.items():
             if first.setdefault(key, item.digest) != item.digest:
                 out.add(key)
+    if "draws torch" in first and "draws torch" not in out:
+        out.discard("generator torch")  # nothing depends on what is drawn
     absent = {k for k in first if any(k not in tick.items for tick in course)}
     return out | absent
 
@@ -184,7 +193,8 @@ def begin_of(
     The step at which the most is equal: the parameters first, then what else was restored, and the batch.
     `of_others`: after which steps other ranks went on.
     """
-    keys = moving(course)
+    absent = {k for t in course for k in t.others if k not in tick.items}
+    keys = moving(course) - absent
     by_kind: dict[str, list[str]] = {}
     for key in keys:
         by_kind.setdefault(kind_of(key), []).append(key)

@@ -37,7 +37,7 @@ class Item(msgspec.Struct, array_like=True):
     sums: bool = False
     """True for a part of a tensor: sketches of its parts add up."""
     narrow: bool = False
-    """True if each of the float32 values is one that bfloat16 has."""
+    """True if each of the float32 values is one that bfloat16 or float16 has."""
 
 
 class Batch(msgspec.Struct, array_like=True):
@@ -76,7 +76,7 @@ class AfterStep(msgspec.Struct, tag=True, array_like=True):
 
 
 class WasSaved(msgspec.Struct, tag=True, array_like=True):
-    """What `torch.save` or DCP was given: digests by the path of keys."""
+    """What `torch.save`, DCP, pickle, json, numpy or safetensors was given: digests by the path of keys."""
 
     leaves: dict[str, Item]
 

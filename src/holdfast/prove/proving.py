@@ -234,7 +234,14 @@ class _Proving:
             if segment.begin or segment.rank not in self.course:
                 continue
             self.again_up_to = max(self.again_up_to, len(segment.ticks))
-            apart = self._first_apart(segment, self.course[segment.rank])
+            while (apart := self._first_apart(segment, self.course[segment.rank])) is not None:
+                if not apart.kinds <= {"counter", "tensor"}:
+                    break
+                clocks = {d.key for d in apart.differences}
+                self.moves[segment.rank] -= clocks
+                self.proof.unseen |= {
+                    k.partition(" ")[2]: "as a clock, it differs in each run" for k in clocks
+                }
             if apart is not None:
                 self._is_not_deterministic(apart)
                 return
@@ -267,12 +274,13 @@ class _Proving:
         """Compare a resumed life with the course; False, and a finding, where it differs."""
         killed = kill_at[min(len(lives) - 2, len(kill_at) - 1)]
         saves = [s for one in lives[:-1] for s in one.saves if s.step <= killed]
+        notes = [s for one in lives[:-1] for s in one.notes if s.step <= killed]
         written = [s for s in self.proof.saved if s <= killed]
         finding = of_ranks(life)
         for segment in sorted(life.segments, key=lambda s: s.rank) if finding is None else ():
             course = own.get(segment.rank) or next(iter(own.values()))
             finding = finding or of_begin(segment, written, saves, course)
-        finding = finding or self._apart(life, saves, own)
+        finding = finding or self._apart(life, saves, notes, own)
         self.proof.finding = finding
         if finding is not None:
             self.proof.resumes.append(
@@ -284,7 +292,11 @@ class _Proving:
         return finding is None
 
     def _apart(
-        self, life: Life, saves: Sequence[SeenSave], own: Mapping[int, list[TrainingTick]]
+        self,
+        life: Life,
+        saves: Sequence[SeenSave],
+        notes: Sequence[SeenSave],
+        own: Mapping[int, list[TrainingTick]],
     ) -> Finding | None:
         """Return what differs first, of all ranks: what does not follow from what another rank has."""
         found = [
@@ -300,10 +312,10 @@ class _Proving:
             folder = self.workspace.new()
             launch = Trial(folder, self.steps, self.steps, {}, self.plan.patience_s)
             self._compare_again(launch.run(folder.command))
-            if self.tolerance is not None:
-                return self._apart(life, saves, own)
+            return self._apart(life, saves, notes, own)
         findings = [
-            cause_of(Evidence(apart, life, saves, segment.begin, own)) for apart, segment in found
+            cause_of(Evidence(apart, life, saves, segment.begin, own, notes))
+            for apart, segment in found
         ]
         named = [one for one in findings if one.cause != "unexplained"]
         if not named and self.tolerance is not None:

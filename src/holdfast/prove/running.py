@@ -181,12 +181,15 @@ class Trial:
                     self._anew.add(channel)
         elif isinstance(message, WasSaved):
             made = max((r.made for r in self._ranks.values()), default=-1)
-            self.life.saves.append(SeenSave(made + 1, message.leaves, id(channel)))
+            has_tensors = any(not leaf.text for leaf in message.leaves.values())
+            seen = self.life.saves if has_tensors else self.life.notes
+            seen.append(SeenSave(made + 1, message.leaves, id(channel)))
         elif isinstance(message, AfterStep):
             for rank in self._ranks.values():
                 if rank.channel is channel:
                     order = rank.segment.ticks[-1].optimizers
-                    rank.segment.add(TrainingTick(message.items, optimizers=order))
+                    items = gathering.of_course(message.items, gathering.order[0], order)
+                    rank.segment.add(TrainingTick(items, optimizers=order))
                     rank.made_last = True
         else:
             if message.attempt != attempt:

@@ -17,8 +17,8 @@ from holdfast.prove.messages import OWN
 _CALLED_AFTER = {
     "torch": "install",
     "safetensors": "install_safetensors",
+    "safetensors.torch": "install_safetensors_torch",
     "torch.distributed.checkpoint.state_dict_saver": "install_dcp",
-    "torchdata.stateful_dataloader.stateful_dataloader": "install_loader",
 }
 """Modules, and the function of `observer` that is called when they have been imported."""
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND

@@ -6,12 +6,13 @@ the script runs.  What is looked at of which object is the table of `_values`.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from types import FrameType
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,8 @@ _OPAQUE = frozenset(sys.stdlib_module_names) | {
     "holdfast", "numpy", "msgspec", "xxhash", "tqdm", "rich", "wandb", "tensorboard", "pandas", "pyarrow",
     "pydantic", "tokenizers", "sympy", "networkx",
 }  # fmt: skip
+_DEEPEST_TENSORS, _MOST_TENSORS, _LARGEST = 3, 256, 1 << 20
+"""Of tensors in an object of the script: how deep, how many in a container, and of how many elements."""
 _OPEN_TORCH = ("torch.nn", "torch.optim", "torch.utils.data", "torch.amp", "torch.cuda.amp")
 _SITE = tuple({os.path.dirname(os.path.dirname(torch.__file__)), os.path.dirname(os.__file__)})
 
@@ -48,6 +51,8 @@ class Objects:
         self.trained: set[int] = set()
         """`id` of optimizers that step, of their modules and of the schedulers."""
         self._found: dict[int, Any] = {}
+        self._own: set[int] = set()
+        """`id` of the script's own variables."""
 
     def find(
         self, frame: FrameType | None, optimizer: Optimizer, living: Mapping[str, Optimizer]
@@ -64,7 +69,8 @@ class Objects:
             if isinstance(value, (list, tuple))
             for n, one in enumerate(value[:256])
         )  # fmt: skip  before the variables of loops over them, which are others after a resume
-        queue.extend(variables)
+        queue.extend((name, value, 0) for name, value, _ in variables)
+        self._own = {id(value) for _, value, is_script in variables if is_script}
         self._found.clear()
         self.names.clear()
         seen: set[int] = set()
@@ -116,9 +122,10 @@ class Objects:
     def places(self) -> Iterator[Place]:
         """Yield what is to be looked at, beside optimizers' states and settings, which come and go."""
         shapes = {
-            tuple(p.shape)
+            shape
             for o in self._found.values() if isinstance(o, Optimizer)
             for g in o.param_groups for p in g["params"]
+            for shape in (tuple(p.shape), tuple(values.local_of(p)[0].shape))
         }  # fmt: skip
         done: set[int] = set()
         known = self._known_tensors()
@@ -139,8 +146,12 @@ class Objects:
                 kind = "copies" if isinstance(value, dict) else "average"
                 yield from _tensors_of(value, name, kind, known)
                 yield from _attributes(value, name, kind, set())
+            elif isinstance(value, dict) and id(value) in self._own:
+                yield from _numbers_of(value, name)
             elif _is_of_script(value) or isinstance(value, Sampler):
                 yield from _attributes(value, name, "counter", set())
+                if not isinstance(value, torch.utils.data.Dataset):
+                    yield from _nested(vars(value), f"tensor {name}", known, _LARGEST)
 
     def forget(self) -> None:
         """Hold nothing of the training any more but what `places` has given."""
@@ -164,8 +175,11 @@ class Objects:
         return any(isinstance(v, Optimizer) for v in held)
 
 
-def _of_frames(frame: FrameType | None) -> Iterator[tuple[str, Any, int]]:
-    """Yield the variables of the frames of the script and of its trainer, from the innermost."""
+def _of_frames(frame: FrameType | None) -> Iterator[tuple[str, Any, bool]]:
+    """Yield variables of the frames of the script and of its trainer, from the innermost.
+
+    With each name and value, whether it is one of the script.
+    """
     while frame is not None:
         root = str(frame.f_globals.get("__name__", "")).split(".")[0]
         if root == "__main__" or root not in _OPAQUE | {"torch", "runpy"}:
@@ -173,7 +187,8 @@ def _of_frames(frame: FrameType | None) -> Iterator[tuple[str, Any, int]]:
             for scope in (frame.f_locals, frame.f_globals if is_script else {}):
                 for name, value in list(scope.items()):
                     if not name.startswith("__"):
-                        yield type(value).__name__.lower() if name == "self" else name, value, 0
+                        known = type(value).__name__.lower() if name == "self" else name
+                        yield known, value, is_script
         frame = frame.f_back
 
 
@@ -189,7 +204,7 @@ def _is_open(value: object) -> bool:
     root = kind.__module__.split(".")[0]
     if root == "torch":
         return kind.__module__.startswith(_OPEN_TORCH) or isinstance(value, nn.Module)
-    return root not in _OPAQUE or root == "__main__"
+    return root not in _OPAQUE or root == "__main__" or isinstance(value, SimpleNamespace)
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
@@ -213,7 +228,7 @@ def _is_of_script(value: object) -> bool:
     """Whether a class is of the script: not of a package that is installed, and not of Python."""
     module = sys.modules.get(type(value).__module__)
     file = getattr(module, "__file__", None)
-    if type(value).__module__ == "__main__":
+    if type(value).__module__ == "__main__" or isinstance(value, SimpleNamespace):
         return True
     return file is not None and not os.path.abspath(file).startswith(_SITE)
 
@@ -283,15 +298,20 @@ def _attributes(value: Any, name: str, kind: str, without: set[str]) -> Iterator
         return
     is_torchs = isinstance(value, (Optimizer, LRScheduler))
     for key, held in vars(value).items():
-        if key in without or (is_torchs and key.startswith("_")):
+        if key in without or (is_torchs and (key.startswith("_") or key == "param_groups")):
             continue
         if values.is_scalar(held):
             yield f"{kind} {name}.{key}", vars(value), key
         elif kind == "number" and isinstance(held, (list, tuple)):
-            yield from (
-                (f"number {name}.{key}.{n}", held, n)
-                for n, t in enumerate(held) if isinstance(t, Tensor)
-            )  # fmt: skip
+            yield from _nested(held, f"number {name}.{key}")
+        elif kind == "counter" and isinstance(held, dict):
+            yield from _numbers_of(held, f"{name}.{key}")
+
+
+def _numbers_of(held: dict[Any, Any], name: str) -> Iterator[Place]:
+    for key, value in list(held.items())[:_MOST_TENSORS]:
+        if values.is_scalar(value) and not isinstance(key, Tensor):
+            yield f"counter {name}.{key}", held, key
 
 
 def _tensors_of(value: Any, name: str, kind: str, known: set[int]) -> Iterator[Place]:
@@ -305,6 +325,26 @@ def _tensors_of(value: Any, name: str, kind: str, known: set[int]) -> Iterator[P
             for inner in items:
                 if isinstance(held[inner], Tensor) and id(held[inner]) not in known:
                     yield f"{kind} {name}.{key}.{inner}", held, inner
+
+
+def _nested(
+    held: Any,
+    name: str,
+    known: Collection[int] = (),
+    largest: float = math.inf,
+    depth: int = _DEEPEST_TENSORS,
+) -> Iterator[Place]:
+    """Yield tensors in dicts and lists, and how many are in a list; `known` are seen elsewhere."""
+    inner = held.items() if isinstance(held, dict) else enumerate(held)
+    for number, (key, value) in enumerate(list(inner)[:_MOST_TENSORS]):
+        path = f"{name}.{number if isinstance(key, Tensor) else key}"
+        if isinstance(value, Tensor) and id(value) not in known and value.numel() <= largest:
+            yield path, held, key
+        elif depth and isinstance(value, (dict, list, tuple, deque)):
+            places = list(_nested(value, path, known, largest, depth - 1))
+            yield from places
+            if places and isinstance(value, (list, deque)):
+                yield f"{path}.length", {"length": len(value)}, "length"
 
 
 def _plain(name: str) -> str:

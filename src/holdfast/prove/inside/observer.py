@@ -2,15 +2,17 @@
 
 Everything is looked at as an optimizer is about to step: parameters, gradients, states, settings,
 buffers, generators, averages and numbers.  Nothing is changed, drawn or kept.  What torch has no hook for
-is wrapped:
-`autograd.backward` (for the loss), `DataLoader`'s iterators, `torch.save` and DCP's `save`, and
-`load_state_dict` of modules, optimizers and schedulers; each wrapper calls what it wraps.
+is wrapped: `autograd.backward` (for the loss), `DataLoader`'s iterators, what saves (of torch, DCP, numpy,
+pickle, json and safetensors), and `load_state_dict` of modules, optimizers and schedulers; each wrapper
+calls what it wraps.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import os
+import pickle
 import random
 import sys
 import threading
@@ -21,6 +23,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -59,6 +62,10 @@ def install(channel: Channel, check: Check) -> None:
     _wrap(torch.autograd, "backward", observer.on_backward)
     _wrap(torch, "save", _second("f", check))
     _wrap(torch, "save", observer.on_save)
+    _wrap(pickle, "dump", observer.on_save)
+    _wrap(json, "dump", observer.on_save)
+    for name in ("save", "savez", "savez_compressed"):
+        _wrap(np, name, observer.on_arrays)
     for kind in (nn.Module, Optimizer, *_and_below(LRScheduler)):
         if "load_state_dict" in vars(kind):
             _wrap(kind, "load_state_dict", then=observer.on_load)
@@ -72,17 +79,16 @@ def install_safetensors(channel: Channel, check: Check) -> None:
     _wrap(module, "serialize_file", _second("filename", check))
 
 
+def install_safetensors_torch(channel: Channel, check: Check) -> None:
+    """See what safetensors saves."""
+    _wrap(sys.modules["safetensors.torch"], "save_file", _observers[0].on_save)
+
+
 def install_dcp(channel: Channel, check: Check) -> None:
     """See what DCP saves."""
     module = sys.modules["torch.distributed.checkpoint.state_dict_saver"]
     for name in ("save", "async_save"):
         _wrap(module, name, _observers[0].on_save)
-
-
-def install_loader(channel: Channel, check: Check) -> None:
-    """See the batches of torchdata's StatefulDataLoader."""
-    module: Any = sys.modules["torchdata.stateful_dataloader.stateful_dataloader"]
-    _watch_batches(module._BaseDataLoaderIter, _observers[0])
 
 
 _observers: list[StepObserver] = []
@@ -109,6 +115,9 @@ class StepObserver:
         self._loaded: set[int] = set()
         self._unseen: dict[str, str] = {}
         self._busy = threading.local()
+        self._unused: Tensor | None = None
+        """The state of torch's generator when it was looked at, but for draws that nothing depends on."""
+        self._num_draws = 0
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Tell everything as the optimizer takes it: with a closure, when this has made the gradients."""
@@ -159,7 +168,11 @@ class StepObserver:
             self._is_last = answer == LAST
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Where this step was to be the last one, tell what it left, and wait to be killed."""
+        """Where this step was to be the last one, tell what it left, and wait to be killed.
+
+        Backward passes that a closure made since `_tell` are of this step, not of the next one.
+        """
+        self._losses = []
         is_main = self._is_last and self._stepped[self._main]() is optimizer
         if is_main:
             self._channel.ask(AfterStep(self._look(optimizer, True)))
@@ -185,6 +198,27 @@ class StepObserver:
             seen = values.batch(batch, place)
             seen.is_drawn = sampler is not None and getattr(sampler, "generator", 0) is None
             self._batches.append(seen)
+
+    def on_iterator(self, loader: Any, before: Tensor) -> None:
+        """Take note of a draw that nothing depends on: a seed for workers, of a loader that has none."""
+        alike = torch.Generator()
+        alike.set_state(before)
+        torch.empty((), dtype=torch.int64).random_(generator=alike)
+        now = torch.get_rng_state()
+        is_known = self._unused is not None and torch.equal(before, self._unused)
+        if is_known and not loader.num_workers and torch.equal(alike.get_state(), now):
+            self._unused = now
+
+    def _draws(self) -> int:
+        """How often torch's generator was found in a state that such draws do not explain."""
+        now = torch.get_rng_state()
+        self._num_draws += self._unused is not None and not torch.equal(now, self._unused)
+        self._unused = now
+        return self._num_draws
+
+    def on_arrays(self, file: object, *args: Any, **kwargs: Any) -> None:
+        """Tell what numpy saves."""
+        self.on_save({**{str(n): one for n, one in enumerate(args)}, **kwargs})
 
     def on_save(self, state: Any = None, *args: Any, **kwargs: Any) -> None:
         """Tell what is being saved; a stateful object of DCP's call is asked, as DCP asks it."""
@@ -216,7 +250,7 @@ class StepObserver:
                 f"{g}.{k}": _item(v, False) for g, group in enumerate(owner.param_groups)
                 for k, v in group.items() if k != "params" and _is_setting(v)
             }  # fmt: skip
-            items["states"] = values.scalar(len(owner.state))
+            items["states"] = values.scalar(sum(isinstance(p, Tensor) for p in owner.state))
         else:
             items = {k: values.scalar(v) for k, v in vars(owner).items() if values.is_scalar(v)}
         self._loaded.add(id(owner))
@@ -265,12 +299,13 @@ class StepObserver:
                 yield from _flat(f"state {known}", optimizer.state.get(parameter, {}))
         if at_everything:
             yield from _generators()
+            yield "draws torch", self._draws()
             for key, holder, attribute in self._places:
                 if isinstance(holder, torch.Generator):
                     yield key, holder
                 elif attribute is None:
                     yield key, _state_of(holder)
-                elif isinstance(holder, list) or attribute in holder:
+                elif attribute in holder if isinstance(holder, dict) else attribute < len(holder):
                     yield key, holder[attribute]
 
 
@@ -390,10 +425,17 @@ def _watch_batches(kind: Any, observer: StepObserver) -> None:
     @functools.wraps(inner)
     def wrapper(self: Any) -> Any:
         batch = inner(self)
-        place = self.__dict__.get("holdfast_prove_given", 0)
-        self.__dict__["holdfast_prove_given"] = place + 1
         of_batches = getattr(self, "_index_sampler", None)
-        observer.on_batch(batch, place, getattr(of_batches, "sampler", of_batches))
+        sampler = getattr(of_batches, "sampler", of_batches)
+        observer.on_batch(batch, self._num_yielded - 1, sampler)
         return batch
 
-    kind.__next__ = wrapper
+    begin = kind.__init__
+
+    @functools.wraps(begin)
+    def begun(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+        before = torch.get_rng_state()
+        begin(self, loader, *args, **kwargs)
+        observer.on_iterator(loader, before)
+
+    kind.__next__, kind.__init__ = wrapper, begun

@@ -10,7 +10,8 @@ tensor add up to that of the whole, however it is cut.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -36,8 +37,8 @@ def scalar(value: object) -> Item:
 
 def is_scalar(value: object) -> bool:
     """Tell whether a value is a number or None, or a short list or dict of numbers."""
-    if isinstance(value, (list, tuple)):
-        return 0 < len(value) <= 16 and all(type(v) in (bool, int, float) for v in value)
+    if isinstance(value, (list, tuple, deque)):
+        return len(value) <= 16 and all(type(v) in (bool, int, float) for v in value)
     return type(value) in (bool, int, float)
 
 
@@ -46,7 +47,7 @@ def tensor(value: Tensor, sketched: bool = False) -> Item:
 
     Raises TypeError for a subclass whose values are nowhere to be seen.
     """
-    local, place = _local(value)
+    local, place = local_of(value)
     digest = xxhash.xxh3_64()
     head = f"{local.dtype}{tuple(value.shape)}"
     digest.update(head.encode())
@@ -57,13 +58,13 @@ def tensor(value: Tensor, sketched: bool = False) -> Item:
         digest.update(data)
         if not number and host.dtype == torch.float32:
             bits = data.view(np.uint32)[:4096]
-            narrow = bool(bits.any()) and not (bits & 0xFFFF).any()
+            narrow = bool(bits.any()) and not (bits & 0x1FFF).any()
     text = repr(local.item()) if local.numel() == 1 and value.numel() == 1 else ""
     sketch = _sketch(local, value.shape, place) if sketched and place is not None else None
     return Item(digest.intdigest(), text, sketch, hasattr(value, "placements"), narrow)
 
 
-def _local(value: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
+def local_of(value: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
     """The plain part that this rank has, and its first place in each dimension; None if that is unknown."""
     value = value.detach()
     module = sys.modules.get("torch.distributed.tensor")
@@ -168,17 +169,37 @@ def _leaves(value: object) -> Iterator[Any]:
         yield from _leaves(vars(value))
 
 
-def leaves_of(state: object, prefix: str = "") -> Iterator[tuple[str, Item]]:
-    """Tensors and numbers of a nested state, by their path."""
+def leaves_of(
+    state: object, prefix: str = "", seen: set[int] | None = None
+) -> Iterator[tuple[str, Item]]:
+    """Tensors, arrays and numbers of a nested state, and of objects in it, by their path."""
+    seen = set() if seen is None else seen
     if isinstance(state, Tensor):
         yield prefix, tensor(state)
-    elif isinstance(state, Mapping):
-        for key, item in state.items():
-            yield from leaves_of(item, f"{prefix}.{key}" if prefix else str(key))
-    elif isinstance(state, (list, tuple)) and not is_scalar(state):
-        for number, item in enumerate(state):
-            yield from leaves_of(item, f"{prefix}.{number}")
-    elif isinstance(state, np.ndarray):
-        yield prefix, scalar(state.tobytes())
+    elif isinstance(state, (np.ndarray, np.generic)):
+        yield prefix, _array(state)
     elif isinstance(state, _SCALARS) or is_scalar(state):
         yield prefix, scalar(state)
+    elif id(state) not in seen:
+        seen.add(id(state))
+        inner: Iterable[tuple[object, object]] = ()
+        if isinstance(state, Mapping):
+            inner = state.items()
+        elif isinstance(state, (list, tuple, deque)):
+            inner = enumerate(state)
+        elif type(state).__module__ != "builtins" and not isinstance(state, type):
+            inner = getattr(state, "__dict__", {}).items()
+        for number, (key, item) in enumerate(list(inner)):
+            name = number if isinstance(key, Tensor) else key
+            path = f"{prefix}.{name}" if prefix else str(name)
+            yield from leaves_of(item, path, seen)
+
+
+def _array(array: Any) -> Item:
+    """The item of an array: that of the tensor with these values, where there is one."""
+    if isinstance(array, np.generic):
+        return scalar(array.item())
+    try:
+        return tensor(torch.from_numpy(array.copy()))
+    except TypeError:
+        return scalar(array.tobytes())
