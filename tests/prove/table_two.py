@@ -283,6 +283,7 @@ CASES = (
     ),
     Case("v55_one_of_two_loaders.py", "batches-repeated", "the second loader begins anew"),
     Case("v56_closure_called_again.py", "fresh-optimizer", "the states are not loaded"),
+    Case("v57_optimizer_of_each_parameter.py", "scheduler", "one of four schedules is loaded"),
     Case(
         "v58_meter_of_the_time.py",
         "fresh-optimizer",

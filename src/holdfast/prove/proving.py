@@ -312,6 +312,7 @@ class _Proving:
             folder = self.workspace.new()
             launch = Trial(folder, self.steps, self.steps, {}, self.plan.patience_s)
             self._compare_again(launch.run(folder.command))
+            self.again_up_to = self.steps  # though it may have ended early
             return self._apart(life, saves, notes, own)
         findings = [
             cause_of(Evidence(apart, life, saves, segment.begin, own, notes))
