@@ -107,7 +107,7 @@ where: prove/inside
 why: a proof sees the batches of every DataLoader, for which torch has no hook
 without: a proof says that a step could not be observed
 torch.utils.data.dataloader._BaseDataLoaderIter
-iter(torch.utils.data.DataLoader([0]))._num_yielded
+torch.utils.data.dataloader._SingleProcessDataLoaderIter()._num_yielded
 
 of: torch
 where: live tiers/records/offline prove/inside

@@ -89,6 +89,12 @@ def one_rank() -> None:
 # -- Python -----------------------------------------------------------------------------------------
 
 
+@of("torch.utils.data.dataloader._SingleProcessDataLoaderIter()")
+def _iterator() -> Any:
+    data: Any = [0]
+    return iter(import_module("torch.utils.data").DataLoader(data))
+
+
 @of("threading.Lock()")
 def _lock() -> Any:
     import threading

@@ -10,9 +10,7 @@ calls what it wraps.
 from __future__ import annotations
 
 import functools
-import json
 import os
-import pickle
 import random
 import sys
 import threading
@@ -62,8 +60,8 @@ def install(channel: Channel, check: Check) -> None:
     _wrap(torch.autograd, "backward", observer.on_backward)
     _wrap(torch, "save", _second("f", check))
     _wrap(torch, "save", observer.on_save)
-    _wrap(pickle, "dump", observer.on_save)
-    _wrap(json, "dump", observer.on_save)
+    for name in ("pickle", "json"):  # torch has imported them
+        _wrap(sys.modules[name], "dump", observer.on_save)
     for name in ("save", "savez", "savez_compressed"):
         _wrap(np, name, observer.on_arrays)
     for kind in (nn.Module, Optimizer, *_and_below(LRScheduler)):
@@ -425,15 +423,15 @@ def _watch_batches(kind: Any, observer: StepObserver) -> None:
     @functools.wraps(inner)
     def wrapper(self: Any) -> Any:
         batch = inner(self)
-        of_batches = getattr(self, "_index_sampler", None)
-        sampler = getattr(of_batches, "sampler", of_batches)
-        observer.on_batch(batch, self._num_yielded - 1, sampler)
+        observer.on_batch(batch, self._num_yielded - 1, self.holdfast_prove_sampler)
         return batch
 
     begin = kind.__init__
 
     @functools.wraps(begin)
     def begun(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+        of_batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        self.holdfast_prove_sampler = getattr(of_batches, "sampler", of_batches)
         before = torch.get_rng_state()
         begin(self, loader, *args, **kwargs)
         observer.on_iterator(loader, before)
