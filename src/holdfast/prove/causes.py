@@ -360,8 +360,22 @@ def _attributes(e: Evidence) -> Finding | None:
             return _finding(e, "replicas-differ", one, why)
         if one.kind != "tensor" and _is_rounded(one):
             return _finding(e, "low-precision", one, _ROUNDED)
+        if one.kind == "tensor" and _is_setting_elsewhere(e, one):
+            why = (
+                "it was the tensor of an optimizer's setting, which has another one since the load"
+            )
+            return _finding(e, "scheduler", one, why)
         return _not_restored(e, one)
     return None
+
+
+def _is_setting_elsewhere(e: Evidence, one: Deviation) -> bool:
+    """Whether a tensor always was what a group of an optimizer has, and this goes on right."""
+    return any(
+        all(digest_of(t, k) == digest_of(t, one.key) for t in e.apart.course)
+        for k in e.apart.expected.items
+        if kind_of(k) == "group"
+    )
 
 
 def _not_restored(e: Evidence, one: Deviation) -> Finding:
