@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp._fully_shard import _fsdp_param as fsdp2
 from torch.distributed.run import get_args_parser
+from torch.distributed.tensor._ops import _view_ops
 
 from holdfast.core.group.listening import TAKES_LISTENER
 
@@ -41,6 +42,10 @@ FSDP2_ON_CPUS = Capability("FSDP2 on CPUs", hasattr(torch.cpu.Stream, "record_ev
 UNEVEN_OVER_TP = Capability(
     "uneven shards of FSDP2 over tensor parallelism",
     "FSDP+TP sharding does not support uneven" not in inspect.getsource(fsdp2),
+)
+FLAT_STRIPES = Capability(
+    "flat DTensors of what is cut by columns",
+    "Attempted to flatten multiple dimensions" not in inspect.getsource(_view_ops),
 )
 GROUPS_OF_SOME = Capability(
     "saves of DCP's by a group without rank 0",

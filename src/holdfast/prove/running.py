@@ -240,14 +240,17 @@ class Trial:
             rank.is_held = is_last
 
     def _find_begins(self) -> None:
-        """Find out where ranks go on: each by itself, and then as the others tell."""
-        young = [s for s in self.life.segments if len(s.ticks) < _FIRST] if self.course else []
-        courses = [self.course.get(s.rank) or next(iter(self.course.values())) for s in young]
-        for one, course in zip(young, courses, strict=True):
-            one.begin = begin_of(one.ticks[0], course)
-        for one, course in zip(young, courses, strict=True):
-            others = [s.begin for s in self.life.segments if s.rank != one.rank]
-            one.begin = begin_of(one.ticks[0], course, others)
+        """Find out where ranks go on: each by itself, and then as the others tell, be they late or not."""
+        if not self.course:
+            return
+        segments = self.life.segments
+        courses = [self.course.get(s.rank) or next(iter(self.course.values())) for s in segments]
+        begins = [begin_of(s.ticks[0], course) for s, course in zip(segments, courses, strict=True)]
+        for number, one in enumerate(segments):
+            others = [b for s, b in zip(segments, begins, strict=True) if s.rank != one.rank]
+            begins[number] = begin_of(one.ticks[0], courses[number], others)
+            if len(one.ticks) < _FIRST or begins[number] + len(one.ticks) < self.until:
+                one.begin = begins[number]
 
     def _is_done(self) -> bool:
         held = [

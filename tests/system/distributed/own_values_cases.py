@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import holdfast
-from capabilities import FSDP2_ON_CPUS
+from capabilities import FLAT_STRIPES, FSDP2_ON_CPUS
 
 from .cases import run_all
 
@@ -192,6 +192,7 @@ def values_of_one_parameter_on_differing_ranks_are_refused(root: Path) -> None:
 
 def stripes_are_refused_by_name(root: Path) -> None:
     """A matrix that tensor parallelism cuts by columns has no single part once it is flat."""
+    FLAT_STRIPES.require()
     model, optimizer = built("tp", 0)
     train(model, optimizer, 1)
     flat: Any = model.get_parameter("2.weight").detach().flatten()
@@ -205,6 +206,7 @@ def stripes_are_refused_by_name(root: Path) -> None:
 
 def lbfgs_goes_to_other_layouts(root: Path) -> None:
     """Its vectors are of all parameters together, so that no layout makes a difference."""
+    FLAT_STRIPES.require()
     kind = torch.optim.LBFGS
     for source in ("fsdp", "tp", "whole"):
         model, optimizer = built(source, 0, kind)

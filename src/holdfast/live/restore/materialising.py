@@ -183,7 +183,9 @@ def _device_for(tensor: torch.Tensor) -> torch.device:
             if kind != "cpu"
             else (torch.device("cpu"))
         )
-    return torch.get_default_device()
+    return torch.empty(
+        0
+    ).device  # get_default_device() of torch 2.9 fails after set_default_device(None)
 
 
 # -- a load that fails --------------------------------------------------------------------------

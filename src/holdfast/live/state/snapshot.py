@@ -216,9 +216,16 @@ def copy_at_once(into: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     few = [pair for pair, large in zip(zip(into, sources), is_large) if not large]
     many = [pair for pair, large in zip(zip(into, sources), is_large) if large]
     if few:
+        few = [(_copyable(one), _copyable(source)) for one, source in few]
         torch._foreach_copy_([one for one, _ in few], [source for _, source in few])
     pieces = [piece for pair in many for piece in _pieces(*pair)]
     in_threads(lambda piece: piece[0].copy_(piece[1]), pieces, COPY_THREADS)
+
+
+def _copyable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or its bytes, where torch (2.9) has the type and no copies of it."""
+    is_float4 = tensor.dtype == getattr(torch, "float4_e2m1fn_x2", None)
+    return tensor.view(torch.uint8) if is_float4 else tensor
 
 
 def _pieces(
