@@ -35,7 +35,7 @@ _TRAINERS = {
     "dcp": (2, "holdfast.dcp,torch.distributed.checkpoint.state_dict"),
     "torch_save": (1, "torch.distributed.checkpoint.state_dict"),
 }  # fmt: skip
-_EXAMPLE = ["examples/train.py", "--root", "r", "--every", "4"]
+_EXAMPLE = ["examples/train.py", "--root", "r", "--every", "4", "--batch", "4"]
 
 
 @dataclass(frozen=True)
