@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp._fully_shard import _fsdp_param as fsdp2
 from torch.distributed.run import get_args_parser
 from torch.distributed.tensor._ops import _view_ops
+from torch.optim.swa_utils import SWALR
 
 from holdfast.core.group.listening import TAKES_LISTENER
 
@@ -63,6 +64,10 @@ FLOAT4 = Capability("float4", hasattr(torch, "float4_e2m1fn_x2"))
 LISTENERS = Capability("store that serves at a listening socket", TAKES_LISTENER)
 FLOAT8_E8M0 = Capability("float8_e8m0fnu", hasattr(torch, "float8_e8m0fnu"))
 MUON = Capability("Muon", hasattr(torch.optim, "Muon"))
+SWALR_STATE = Capability(
+    "SWALR without a function in its state",
+    "anneal_func" not in SWALR(torch.optim.SGD([torch.zeros(1)], lr=1.0), swa_lr=1.0).state_dict(),
+)
 
 ALONE: dict[str, Any] = (
     {"no_dist": True} if "no_dist" in inspect.signature(dcp.save).parameters else {}

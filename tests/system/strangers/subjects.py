@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from capabilities import FLOAT4, FSDP2_ON_CPUS, MUON
+from capabilities import FLOAT4, FSDP2_ON_CPUS, MUON, SWALR_STATE
 from system.strangers.trial import Subject
 
 Build = Callable[[int], Subject]
@@ -1133,6 +1133,7 @@ engine(
 
 LACKING = {
     "FSDP2": FSDP2_ON_CPUS, "Muon and AdamW in a list": MUON, "tensor: float4_e2m1fn_x2": FLOAT4,
+    "SWALR": SWALR_STATE,
 }  # fmt: skip
 """What not every torch has; its subjects are left out there."""
 for _name, _capability in LACKING.items():
