@@ -144,6 +144,7 @@ def test_the_command_says_it_in_json_and_ends_with_its_runs(tmp_path: Path) -> N
         ({"command": ["/etc/passwd", "20"]}, "/etc/passwd is not executable"),
         ({"command": ["python 'train.py"]}, "No closing quotation"),
         ({"then": " "}, "no program ''"),
+        ({"then": "A=1 python train.py"}, "no program 'A=1'\n  hint: env sets variables"),
         ({"then": "python 'train.py"}, "No closing quotation"),
         ({"resume_with": "'"}, "No closing quotation"),
     ],
@@ -190,6 +191,23 @@ def test_a_file_that_is_there_is_not_written_by_what_python_does_not_see(
         prove_plan(Plan([*command(), "script.py", "real.pt", "--anew"], steps=12))
     assert caught.value.cause == "one-place"
     assert Path("real.pt").read_text() == "a real run"
+
+
+def test_packages_may_be_imported_before_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is observed of them needs no torch; in a new interpreter, which has not imported it."""
+    monkeypatch.chdir(tmp_path)
+    Path("script.py").write_text("import safetensors, safetensors.numpy, json\n" + OF_ITS_OWN)
+    assert prove_plan(Plan([sys.executable, "script.py", "last.pt"], steps=6, kill_at=4)).exact
+    Path("script.py").write_text(
+        "import safetensors.numpy as s, numpy as np\n"
+        "s.save_file({'a': np.ones(2)}, 'real.safetensors')\n"
+    )
+    Path("real.safetensors").write_text("a real run")
+    with pytest.raises(CannotProve, match=r"writes .*real\.safetensors"):
+        prove_plan(Plan([sys.executable, "script.py"], steps=6))
+    assert Path("real.safetensors").read_text() == "a real run"
 
 
 def test_a_resumed_run_that_ends_too_early_is_not_exact(

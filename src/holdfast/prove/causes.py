@@ -151,19 +151,8 @@ def _saved_wrong(e: Evidence) -> Finding | None:
     for one in e.apart.differences:
         name = one.key.rpartition(".")[2]
         saved = {x.digest for path, x in leaves if not x.text or path.rpartition(".")[2] == name}
-        kind = kind_of(one.key)
-        if (
-            one.expected is NOTHING
-            or one.expected.digest in saved
-            or kind
-            in (
-                "generator",
-                "counter",
-                "batch",
-                "loss",
-                "grad",
-            )
-        ):
+        is_known = one.expected is NOTHING or one.expected.digest in saved
+        if is_known or kind_of(one.key) in ("generator", "counter", "batch", "loss", "grad"):
             continue
         rank = _rank_with(e, one)
         if rank is not None and not _are_replicas(e, [one]):

@@ -189,10 +189,12 @@ def check_program(words: Sequence[str]) -> None:
     name = words[0] if words else ""
     if shutil.which(name) is not None:
         return
+    text, hint = f"there is no program {name!r}", did_you_mean(name, _PROGRAMS)
     if os.path.isfile(name):
         text, hint = f"{name} is not executable", f"python {name} starts a script of Python"
-        raise UsageError(text, hint=hint)
-    raise UsageError(f"there is no program {name!r}", hint=did_you_mean(name, _PROGRAMS))
+    elif "=" in name:
+        hint = "env sets variables: env A=1 python ..."
+    raise UsageError(text, hint=hint)
 
 
 def _writable(home: Path) -> Path | None:

@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.prove.inside.channel import Channel
+from holdfast.prove.inside.wrapping import second, wrap
 from holdfast.prove.messages import OWN
 
 _CALLED_AFTER = {
     "torch": "install",
-    "safetensors": "install_safetensors",
-    "safetensors.torch": "install_safetensors_torch",
+    "safetensors": "",
+    "safetensors.torch": "install_safetensors",
     "torch.distributed.checkpoint.state_dict_saver": "install_dcp",
 }
-"""Modules, and the function of `observer` that is called when they have been imported."""
+"""Modules, and the function of `observer` that is called when they have been imported; `""` needs none."""
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
@@ -54,6 +55,9 @@ class _Finder:
 
     def install(self, name: str) -> None:
         """Observe a module, which has been imported."""
+        if name == "safetensors":  # a script may import it before torch, or alone
+            wrap(sys.modules[name], "serialize_file", second("filename", self._guard.check))
+            return
         observer = importlib.import_module("holdfast.prove.inside.observer")
         getattr(observer, _CALLED_AFTER[name])(self._channel, self._guard.check)
 

@@ -16,7 +16,7 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -34,6 +34,7 @@ from torch.optim.optimizer import (
 from holdfast.prove.inside import values
 from holdfast.prove.inside.channel import Channel
 from holdfast.prove.inside.objects import Objects, Place
+from holdfast.prove.inside.wrapping import Check, second, wrap
 from holdfast.prove.messages import (
     LAST,
     AfterStep,
@@ -48,45 +49,35 @@ from holdfast.prove.messages import (
 _SKETCHED = ("param ", "average ", "copies ")
 
 
-Check = Callable[[object], None]
-"""Raises PermissionError for a path that a run may not write to."""
-
-
 def install(channel: Channel, check: Check) -> None:
     """Observe this process; called when torch has been imported."""
     observer = StepObserver(channel)
     register_optimizer_step_pre_hook(observer.before)
     register_optimizer_step_post_hook(observer.after)
-    _wrap(torch.autograd, "backward", observer.on_backward)
-    _wrap(torch, "save", _second("f", check))
-    _wrap(torch, "save", observer.on_save)
+    wrap(torch.autograd, "backward", observer.on_backward)
+    wrap(torch, "save", second("f", check))
+    wrap(torch, "save", observer.on_save)
     for name in ("pickle", "json"):  # torch has imported them
-        _wrap(sys.modules[name], "dump", observer.on_save)
+        wrap(sys.modules[name], "dump", observer.on_save)
     for name in ("save", "savez", "savez_compressed"):
-        _wrap(np, name, observer.on_arrays)
+        wrap(np, name, observer.on_arrays)
     for kind in (nn.Module, Optimizer, *_and_below(LRScheduler)):
         if "load_state_dict" in vars(kind):
-            _wrap(kind, "load_state_dict", then=observer.on_load)
+            wrap(kind, "load_state_dict", then=observer.on_load)
     _watch_batches(torch.utils.data.dataloader._BaseDataLoaderIter, observer)
     _observers.append(observer)
 
 
 def install_safetensors(channel: Channel, check: Check) -> None:
-    """Let files of safetensors be written in the run's own folders alone."""
-    module = sys.modules["safetensors"]
-    _wrap(module, "serialize_file", _second("filename", check))
-
-
-def install_safetensors_torch(channel: Channel, check: Check) -> None:
     """See what safetensors saves."""
-    _wrap(sys.modules["safetensors.torch"], "save_file", _observers[0].on_save)
+    wrap(sys.modules["safetensors.torch"], "save_file", _observers[0].on_save)
 
 
 def install_dcp(channel: Channel, check: Check) -> None:
     """See what DCP saves."""
     module = sys.modules["torch.distributed.checkpoint.state_dict_saver"]
     for name in ("save", "async_save"):
-        _wrap(module, name, _observers[0].on_save)
+        wrap(module, name, _observers[0].on_save)
 
 
 _observers: list[StepObserver] = []
@@ -377,36 +368,6 @@ def _rank() -> tuple[int, int]:
     if dist is not None and dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def _wrap(
-    owner: Any,
-    name: str,
-    first: Callable[..., None] | None = None,
-    then: Callable[..., None] | None = None,
-) -> None:
-    """Have a function called before, or after, a function of torch, with the same arguments."""
-    inner = getattr(owner, name)
-
-    @functools.wraps(inner)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if first is not None:
-            first(*args, **kwargs)
-        out = inner(*args, **kwargs)
-        if then is not None:
-            then(*args, **kwargs)
-        return out
-
-    setattr(owner, name, wrapper)
-
-
-def _second(name: str, check: Check) -> Callable[..., None]:
-    """Check the path that is the second argument of a call, or the one of that name."""
-
-    def checked(*args: Any, **kwargs: Any) -> None:
-        check(kwargs[name] if name in kwargs else args[1] if len(args) > 1 else None)
-
-    return checked
 
 
 def _and_below(kind: type) -> Iterator[type]:
