@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -59,7 +60,10 @@ def test_new_interpreters_are_observed_as_forked_ones(
     script = HERE / "causes" / f"{cause.replace('-', '_')}.py"
     prove = [sys.executable, "-m", "holdfast", "prove", "--steps", "12", "--json", "--"]
     command = [*prove, sys.executable, *launcher, str(script), "--root", "root"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
+    env = os.environ | {"PYTHONPATH": str(HERE.parent)}  # torchrun there meets at a port of its own
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, check=False, timeout=500
+    )
     said = json.loads(done.stdout)
     assert (done.returncode, said["exact"], said["cause"]) == (1, False, cause), done.stderr
 

@@ -219,7 +219,7 @@ class _Proving:
             what = f"went on without {', '.join(f'rank {r}' for r in missing[:8])}"
         raise CannotProve(
             "ended-early",
-            f"started again, the training {what}; it printed\n{launch.output()}",
+            f"run once more, the training {what}; it printed\n{launch.output()}",
             hint="--resume-with ARGS adds what it needs to go on",
         )
 
@@ -343,7 +343,7 @@ class _Proving:
             self.proof.elsewhere = result
             if not result.compared:
                 raise CannotProve(
-                    "ended-early",
+                    "elsewhere",
                     f"on {life.world} ranks no parameter has the name of one on {self.proof.ranks}, and a "
                     "layout that can be compared",
                 )
