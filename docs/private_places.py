@@ -205,7 +205,7 @@ torch.optim.Optimizer()._optimizer_step_post_hooks
 torch.optim.optimizer._global_optimizer_pre_hooks
 
 of: torch
-where: live/state/wrapped
+where: live/state/optimizer_wrappers
 why: an optimizer whose state_dict() has hooks may say more than states and groups
 without: not used: what such a hook adds is neither saved nor told
 torch.optim.Optimizer()._optimizer_state_dict_pre_hooks
@@ -257,7 +257,7 @@ torch.distributed.fsdp.FullyShardedDataParallel()._flat_param._fsdp_flattened
 torch.distributed.fsdp.FullyShardedDataParallel()._handle
 
 of: torch
-where: live/state/wrappers live/state/tensor_kinds live/restore/former_names prove/inside
+where: live/state/module_wrappers live/state/tensor_kinds live/restore/former_names prove/inside
 why: what wraps a module is not to be in the names of its tensors, and torch does not say what it wraps
 without: not used: the wrapper's own name is part of names, and older steps do not fit, which is told
 torch._dynamo.eval_frame.OptimizedModule()._orig_mod
@@ -265,7 +265,7 @@ torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper().
 torch.distributed.fsdp.FullyShardedDataParallel()._fsdp_wrapped_module
 
 of: torch
-where: live/state/wrappers
+where: live/state/module_wrappers
 why: a wrapper of somebody else's says in this method what is to be left out of names, as torch asks it, too
 without: not used: the wrapper's own name is part of names
 since: 2.7
@@ -329,7 +329,7 @@ without: not used: they are put back before the first forward pass
 torchdata.stateful_dataloader.StatefulDataLoader()._get_iterator()._next_data
 
 of: torch
-where: core/group/gloo launch/cutting
+where: core/group/gloo launch/abort_connections
 why: collectives on the CPU and aborts go to one backend of a group
 without: refused
 torch.distributed.ProcessGroup._get_backend
@@ -348,7 +348,7 @@ without: refused
 torch.distributed.distributed_c10d._get_default_store
 
 of: torch
-where: launch/cutting launch/registries
+where: launch/abort_connections launch/registries
 why: only torch knows all process groups
 without: refused
 torch.distributed.distributed_c10d._world
@@ -438,7 +438,7 @@ without: a warning of the launcher; ranks begin as they are
 torch._dynamo
 
 of: torch
-where: launch/agent
+where: launch/elastic_agent
 why: workers leave and enter in their processes; torch's agent can only end and start them
 without: refused
 torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent._assign_worker_ranks
@@ -455,7 +455,7 @@ torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent()._
 torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent()._worker_group
 
 of: torch
-where: launch/agent
+where: launch/elastic_agent
 why: a newer agent ends a run whose process the kernel does not let go; here its rank is named
 without: refused
 since: 2.13
@@ -471,7 +471,7 @@ torch.distributed.elastic.multiprocessing.api.PContext._poll
 torch.distributed.elastic.multiprocessing.api.PContext._start
 
 of: torch
-where: launch/torch_rendezvous launch/agent
+where: launch/torch_rendezvous launch/elastic_agent
 why: a node keeps its place over a lost connection, and each round has a store of its own; torch has neither
 without: refused
 torch.distributed.elastic.rendezvous.dynamic_rendezvous.DynamicRendezvousHandler()._bootstrap_store_info
@@ -508,7 +508,7 @@ without: refused
 torch.distributed.elastic.rendezvous.dynamic_rendezvous._delay
 
 of: torch
-where: launch/meeting_state
+where: launch/rendezvous_state
 why: torch's state is a pickle, which a stranger could write; here it is JSON
 without: refused
 torch.distributed.elastic.rendezvous.dynamic_rendezvous._NodeDesc
@@ -697,7 +697,7 @@ without: not used: it is not told
 lightning.pytorch.loggers.WandbLogger()._log_model
 
 of: lightning
-where: live/state/wrappers live/restore/former_names
+where: live/state/module_wrappers live/restore/former_names
 why: what wraps a module is not to be in the names of its tensors
 without: not used: the wrapper's own name is part of names, and older steps do not fit, which is told
 lightning.fabric.wrappers._FabricModule

@@ -28,7 +28,7 @@ from holdfast.base.wire import (
 from holdfast.core.checkpoint.peers import raise_together
 from holdfast.core.group.board import Board
 from holdfast.core.group.exchange import Exchange
-from holdfast.core.group.seal import Seal
+from holdfast.core.group.message_auth import Seal
 from holdfast.core.group.store_requests import StoreLine
 from holdfast.errors import (
     AgentError,
@@ -44,7 +44,7 @@ from holdfast.formats.write.converting_ranks import Ranks
 from holdfast.live.saving.messages import ReadyToSave, SaveOutcome, Verdict, Written
 from holdfast.store import MemoryStore
 from holdfast.tiers.memory.decision import Decision
-from holdfast.tiers.memory.node import effects, machine
+from holdfast.tiers.memory.node import effects, state_machine
 from holdfast.tiers.memory.node import messages as w
 from holdfast.tiers.memory.node.jobs import Job, PersistTask, Slot, State
 from holdfast.tiers.records import messages as delta_messages
@@ -190,7 +190,9 @@ def by_a_decision(error: HoldfastError) -> HoldfastError:
 
 def answered(state: State, message: w.Message) -> HoldfastError:
     """What the client of an agent raises."""
-    (refused,) = [e for e in machine.step(state, message, 0.0)[1] if isinstance(e, effects.Refuse)]
+    (refused,) = [
+        e for e in state_machine.step(state, message, 0.0)[1] if isinstance(e, effects.Refuse)
+    ]
     return msgspec.convert(msgspec.msgpack.decode(w.encode(refused.error)), WireError).error()
 
 
@@ -301,7 +303,7 @@ def test_the_answer_of_an_agent_of_before_is_understood() -> None:
 def test_a_process_of_before_understands_the_answer() -> None:
     """It looks for these three, all of which it needs."""
     hello = w.Hello("j", "file:///x", 1, 0, 10, "1", version=w.VERSION + 1)
-    (refused,) = machine.step(State(100), hello, 0.0, 1)[1]
+    (refused,) = state_machine.step(State(100), hello, 0.0, 1)[1]
     assert isinstance(refused, effects.Refuse)
     answer = msgspec.msgpack.decode(w.encode(refused.error))
     assert answer["error"] == "UsageError"

@@ -47,7 +47,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("restore",),
         ("kinds",),
         ("collecting",),
-        ("transaction", "noticing"),
+        ("restore_into_state", "training_checks"),
         ("step_loading",),
         ("shelves",),
         ("tier",),
@@ -154,11 +154,11 @@ def test_a_module_that_is_imported_out_of_its_package_is_seen(tmp_path: Path) ->
     one = tmp_path / "one.py"
     one.write_text(
         "import holdfast.cli.main\nfrom holdfast import open, store\nfrom holdfast.live import kinds\n"
-        "from holdfast.core.group import Group, seal\nfrom holdfast.base.errors import AgentError\n"
+        "from holdfast.core.group import Group, message_auth\nfrom holdfast.base.errors import AgentError\n"
     )
     assert [name for name, _ in imports(one)] == [
         "holdfast.cli.main", "holdfast.open", "holdfast.store", "holdfast.live", "holdfast.live.kinds",
-        "holdfast.core.group", "holdfast.core.group.seal", "holdfast.base.errors",
+        "holdfast.core.group", "holdfast.core.group.message_auth", "holdfast.base.errors",
     ]  # fmt: skip
 
 
@@ -268,7 +268,7 @@ def test_there_is_one_of_each() -> None:
 
     assert having(" first_difference(") == ["core/codec/table.py"]
     assert having("TimeoutError as FutureTimeout") == ["base/calls.py"]
-    assert having(r'"digest":"([0-9a-f]') == ["core/format/sealing.py"]
+    assert having(r'"digest":"([0-9a-f]') == ["core/format/self_digest.py"]
     assert having("subprocess.Popen(") == ["base/background.py", "prove/running.py"]
 
 
@@ -293,7 +293,7 @@ def test_only_one_module_reads_counters_of_writes() -> None:
 def test_no_pickle() -> None:
     """But for the one that torch's rendezvous makes and takes in this very process."""
     for path in modules():
-        if path.match("launch/meeting_state.py"):
+        if path.match("launch/rendezvous_state.py"):
             continue
         for name, line in imports(path):
             assert name.split(".")[0] not in ("pickle", "dill", "cloudpickle"), f"{path}:{line}"
@@ -400,7 +400,7 @@ SELDOM = (
     "holdfast.live.state.in_hooks",
     "holdfast.live.restore.masters",
     "holdfast.live.state.megatron",
-    "holdfast.live.state.shards",
+    "holdfast.live.state.megatron_shards",
     "holdfast.live.state.trainable",
     "holdfast.core.store.memory",
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.launch import cutting
+from holdfast.launch import abort_connections
 
 
 class Backend:
@@ -24,8 +24,8 @@ class Backend:
 def test_each_may_need_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     barrier = threading.Barrier(3)
     backends = [Backend(barrier) for _ in range(3)]
-    monkeypatch.setattr(cutting, "on_devices", lambda: backends)
-    cutting.abort_on_devices()
+    monkeypatch.setattr(abort_connections, "on_devices", lambda: backends)
+    abort_connections.abort_on_devices()
     assert all(one.is_aborted for one in backends)
 
 
@@ -41,8 +41,8 @@ def test_one_that_does_not_end_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("no communicator")
 
     backends: list[Any] = [Stuck(), Fails()]
-    monkeypatch.setattr(cutting, "on_devices", lambda: backends)
-    monkeypatch.setattr(cutting, "ABORT_S", 0.2)
-    cutting.abort_on_devices()
+    monkeypatch.setattr(abort_connections, "on_devices", lambda: backends)
+    monkeypatch.setattr(abort_connections, "ABORT_S", 0.2)
+    abort_connections.abort_on_devices()
     assert not released.is_set()
     released.set()

@@ -28,7 +28,7 @@ import os, sys
 from holdfast.launch import command
 if "UNSAVED_S" in os.environ:
     from holdfast.launch import agent
-    agent.UNSAVED_S = float(os.environ["UNSAVED_S"])
+    elastic_agent.UNSAVED_S = float(os.environ["UNSAVED_S"])
 sys.exit(command.main(sys.argv[1:]))
 """
 """`holdfast run`; it may wait less for what is never saved."""

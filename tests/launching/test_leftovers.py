@@ -27,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
 
 from holdfast.launch import leftovers, registries
-from holdfast.launch.cutting import on_devices
+from holdfast.launch.abort_connections import on_devices
 from holdfast.launch.forkserver import cuda_has_begun
 
 

@@ -25,10 +25,10 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from capabilities import LISTENERS
-from holdfast.launch.meeting_state import as_pickle
 from holdfast.launch.neighbours import NUM_SILENT, Door, Neighbour, knock
 from holdfast.launch.nodes import Introduction
 from holdfast.launch.rendezvous import quick
+from holdfast.launch.rendezvous_state import as_pickle
 from holdfast.launch.sockets import wait_readable
 from ports import free_port
 

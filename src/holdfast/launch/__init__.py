@@ -13,11 +13,12 @@ with new ranks: to the processes that have left, and to a spare or a newly forke
 A script without a recoverable function is started again as a whole, from the fork server.
 
     command     options, the fork server, the exit status
-    agent       one per node: ends an attempt and begins the next.  `repeated_failures` counts equal
+    elastic_agent
+                one per node: ends an attempt and begins the next.  `repeated_failures` counts equal
                 failures, `nodes` finds the failure to blame, `rendezvous` meets the other nodes (with
-                `torch_rendezvous`, `meeting_state`, `etcd_store`, `neighbours`, `sockets`), `round` has
+                `torch_rendezvous`, `rendezvous_state`, `etcd_store`, `neighbours`, `sockets`), `round` has
                 their messages
     workers     the processes of a node, over their `channel`; `hangs` finds ranks without progress
-    recovery    in a worker: leaves and enters the function; `cutting`, `leftovers` and `registries` clean
-                up between the two
+    recovery    in a worker: leaves and enters the function; `abort_connections`, `leftovers` and
+                `registries` clean up between the two
 """

@@ -141,7 +141,7 @@ def _run(given: argparse.Namespace, launch: Launch) -> int:
     from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
     from torch.distributed.run import run
 
-    from holdfast.launch.agent import in_place_of_torchs
+    from holdfast.launch.elastic_agent import in_place_of_torchs
 
     raise_limit()  # for the launcher alone: the fork server forks the workers
     try:

@@ -267,7 +267,7 @@ class _Launched:
     def _leave(self, word: Leave) -> None:
         """Have the main thread leave the function, if it runs that attempt."""
         from holdfast.core.group.store_requests import lose_all
-        from holdfast.launch.cutting import cut_connections, cut_store, on_devices
+        from holdfast.launch.abort_connections import cut_connections, cut_store, on_devices
 
         self._over, self._told_to_leave = word.attempt, time.monotonic()
         self._heard_any = False
@@ -357,7 +357,7 @@ class _Pulse:
         """
         import torch
 
-        from holdfast.launch.cutting import on_devices
+        from holdfast.launch.abort_connections import on_devices
 
         now = time.monotonic(), time.process_time()
         before, self._before = self._before, now

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any, NamedTuple
 
-from holdfast.launch.cutting import abort_on_devices
+from holdfast.launch.abort_connections import abort_on_devices
 
 _counts = count(1000, 1000)
 """First numbers for groups; the steps are larger than the number of groups in any function."""

@@ -43,7 +43,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from holdfast.base.errors import need
-from holdfast.launch.meeting_state import RUN_ATTRIBUTE, as_json, as_pickle
+from holdfast.launch.rendezvous_state import RUN_ATTRIBUTE, as_json, as_pickle
 from holdfast.launch.sockets import store_at
 
 need("torch", dynamic_rendezvous, "_Action")

@@ -34,10 +34,10 @@ from holdfast.core.format.manifest import Manifest, decode_manifest
 from holdfast.core.group import Group
 from holdfast.core.store import LocalStore, Store, as_one_operation, open_store, split_prefix
 from holdfast.live.restore.targets import RestoreOptions
+from holdfast.live.restore_into_state import restore
 from holdfast.live.roots import open_shared, patience_s
 from holdfast.live.saving.exactness import BIT_EXACT, REPLICA
 from holdfast.live.state.recognising import State
-from holdfast.live.transaction import restore
 
 
 def located(address: str, step: int | str | None, group: Group) -> tuple[str, int | None]:

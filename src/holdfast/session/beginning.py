@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 from holdfast.base.errors import UsageError
 from holdfast.base.notices import Notices
 from holdfast.live.collecting import RunState
-from holdfast.live.noticing import Noticing
 from holdfast.live.saving import Save
 from holdfast.live.state.recognising import State, stages
+from holdfast.live.training_checks import Noticing
 from holdfast.session.tiers import Tiers
 
 if TYPE_CHECKING:

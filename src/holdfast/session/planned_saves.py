@@ -58,7 +58,7 @@ from holdfast.core.group.passed_values import hand, handed, take_away
 from holdfast.core.layout import Box, Pieces, whole
 from holdfast.core.store import Store, open_store
 from holdfast.live.roots import sweep_host
-from holdfast.live.saving.gathered import Gathered
+from holdfast.live.saving.image_assembly import Gathered
 from holdfast.live.saving.writing import write_blocks
 from holdfast.live.state.devices import devices_of, wait_for, wait_for_writers
 from holdfast.live.state.placed import dtype_name

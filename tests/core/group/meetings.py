@@ -25,7 +25,7 @@ from holdfast.base.wire import encode_error
 from holdfast.core.group import exchange, meet
 from holdfast.core.group.listening import TAKES_LISTENER
 from holdfast.core.group.meeting import meeting_of_job, meeting_over
-from holdfast.core.group.seal import Seal
+from holdfast.core.group.message_auth import Seal
 from holdfast.errors import Deadline, HoldfastError, HoldfastWarning, OutOfSpace, UsageError
 from holdfast.tiers.memory.node import messages
 from holdfast.tiers.memory.node.client import Client

@@ -805,7 +805,7 @@ def test_cuts_against_slices_of_arrays() -> None:
 
 
 def test_a_step_that_is_a_plain_number_is_a_tensor_for_torch() -> None:
-    from holdfast.formats.read.deepspeed.rest import number
+    from holdfast.formats.read.deepspeed.other_state import number
 
     tree: Any = None
     assert outline_tensor(number(tree, "step", 7)["$tensor"]).item() == 7.0

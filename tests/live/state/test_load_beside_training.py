@@ -16,7 +16,7 @@ from holdfast.checkpoint import names, opened, transfer, unproved, verifying
 from holdfast.cli.main import run
 from holdfast.errors import Corrupt, NotFound
 from holdfast.formats import converting
-from holdfast.live import step_loading, transaction
+from holdfast.live import restore_into_state, step_loading
 from holdfast.store import open_store
 
 
@@ -109,7 +109,7 @@ def test_a_step_that_is_deleted_while_it_is_read_is_read_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = Training(tmp_path, num_steps=2)
-    meanwhile(monkeypatch, transaction, "plan_together", training.go_on)
+    meanwhile(monkeypatch, restore_into_state, "plan_together", training.go_on)
     model = net(-1)
     assert holdfast.load(tmp_path, {"model": model}) == 1
     assert values(model) == {1.0}

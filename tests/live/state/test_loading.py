@@ -13,7 +13,7 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import Corrupt, NotRecoverable, StateMismatch
-from holdfast.live import transaction
+from holdfast.live import restore_into_state
 
 
 class Net(nn.Module):
@@ -307,7 +307,7 @@ def test_a_load_that_is_interrupted_leaves_nan(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(transaction, "plan_together", lambda *_: interrupted)
+    monkeypatch.setattr(restore_into_state, "plan_together", lambda *_: interrupted)
     with pytest.raises(KeyboardInterrupt):
         holdfast.load(tmp_path, {"model": net})
     assert net.weight.isnan().all()

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.layout import Box, tiles
+from holdfast.live.state.megatron_shards import TensorShard
 from holdfast.live.state.placed import Placed, parts_in
-from holdfast.live.state.shards import TensorShard
 from holdfast.sources import Master
 
 ROWS = 4

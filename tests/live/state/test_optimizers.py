@@ -17,10 +17,10 @@ import holdfast
 from capabilities import MUON
 from holdfast.core.group import meet
 from holdfast.errors import StateMismatch, UsageError
-from holdfast.live.restore.groups import moved_groups
 from holdfast.live.restore.optimizer_states import put_common_state
+from holdfast.live.restore.param_groups import moved_groups
 from holdfast.live.restore.targets import RestoreOptions
-from holdfast.live.transaction import restore
+from holdfast.live.restore_into_state import restore
 
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 

@@ -67,7 +67,7 @@ def test_what_an_object_writes_while_it_is_loaded_is_put_back(
     order: str, tensor: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told_before = {("sched", "optim"), ("z", "optim")} if tensor else set()
-    monkeypatch.setattr("holdfast.live.restore.groups._told", told_before)
+    monkeypatch.setattr("holdfast.live.restore.param_groups._told", told_before)
     url = f"memory://settings-{order}-{tensor}"
     state = build(0.1, 0.2, order, tensor=tensor)
     scheds = [state.get("a_sched"), state.get("sched"), *state.get("z", {"scheds": []})["scheds"]]

@@ -21,7 +21,7 @@ from holdfast.core.codec.stripes import copy, rs
 from holdfast.live.state import copy_timing, devices, replicas, snapshot
 from holdfast.live.state.carrying import CarriedCopies
 from holdfast.live.state.devices import Moment, devices_in
-from holdfast.live.state.sampling import Sampler
+from holdfast.live.state.replica_sampling import Sampler
 from system.gpu.devices import DEVICE, occupy
 from tiers.memory.agents import kill
 from tiers.memory.test_replica_guard import Replicas, Stepping, trained

@@ -12,7 +12,7 @@ from holdfast.base.wire import encode_error
 from holdfast.core.group import board as of_boards
 from holdfast.core.group.board import Board
 from holdfast.core.group.listening import TAKES_LISTENER
-from holdfast.core.group.seal import KEY_BYTES, MARK_BYTES, Seal
+from holdfast.core.group.message_auth import KEY_BYTES, MARK_BYTES, Seal
 from holdfast.core.group.store_requests import StoreLine
 from holdfast.errors import HoldfastWarning, OutOfSpace
 

@@ -16,9 +16,9 @@ import msgspec
 import pytest
 
 from holdfast.base.host import start_time
-from holdfast.tiers.memory.node import machine
 from holdfast.tiers.memory.node import messages as w
 from holdfast.tiers.memory.node import segment as seg
+from holdfast.tiers.memory.node import state_machine
 from holdfast.tiers.memory.node.agent import Agent
 from holdfast.tiers.memory.node.jobs import Job
 from holdfast.tiers.memory.node.segment import Segments, mapped, with_table
@@ -106,7 +106,7 @@ def test_what_was_answered_for_is_there(tmp_path: Path, every: int) -> None:
         if not root.exists():
             continue
         segments = Segments(root)
-        state = machine.adopted(1 << 30, segments.find(), time.time())
+        state = state_machine.adopted(1 << 30, segments.find(), time.time())
         job = state.jobs.get(JOB, Job(JOB))
         ready = [s for s in job.slots.values() if s.phase == "ready"]
         for slot in ready:

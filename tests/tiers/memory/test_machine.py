@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 
 from holdfast.base.wire import WireError
 from holdfast.tiers.memory.node import effects as e
-from holdfast.tiers.memory.node import machine
 from holdfast.tiers.memory.node import messages as w
+from holdfast.tiers.memory.node import state_machine
 from holdfast.tiers.memory.node.jobs import Job, Slot, State
 
 SCRIPTS = sorted((Path(__file__).parent / "scenarios" / "agent").glob("*.txt"))
@@ -153,12 +153,12 @@ def play(script: str) -> list[str]:
             case ["stay"]:
                 state = dataclasses.replace(state, stay=True)
             case ["adopt"]:
-                state = machine.adopted(state.budget, notes.jobs(), now)
+                state = state_machine.adopted(state.budget, notes.jobs(), now)
             case _:
                 said = message(words)
                 asked += not isinstance(said, INTERNAL)
                 ask = 0 if isinstance(said, INTERNAL) else asked
-                state, effects = machine.step(state, said, now, ask)
+                state, effects = state_machine.step(state, said, now, ask)
                 for effect in effects:
                     notes.see(effect)
                     trace.append(f"  {show(effect)}")
@@ -216,7 +216,7 @@ def test_whatever_comes_the_newest_snapshot_stays(said: list[w.Message]) -> None
     for number, one in enumerate(said, 1):
         before = state.jobs.get("j", Job("j"))
         ask = 0 if isinstance(one, INTERNAL) else number
-        state, effects = machine.step(state, one, float(number), ask)
+        state, effects = state_machine.step(state, one, float(number), ask)
         assert state.used <= max(state.budget, 0)
         for effect in effects:
             match effect:

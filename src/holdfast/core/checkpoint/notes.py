@@ -47,7 +47,7 @@ from holdfast.core.checkpoint.names import (
 )
 from holdfast.core.codec.digest import hexdigest
 from holdfast.core.format.manifest import CONTROL
-from holdfast.core.format.sealing import with_seal, without_seal
+from holdfast.core.format.self_digest import with_seal, without_seal
 from holdfast.core.store import Store, get_small
 from holdfast.core.store.contract import SMALL_FILE_BYTES
 

@@ -22,7 +22,7 @@ from holdfast.base.wire import decode_json
 from holdfast.core.codec.digest import hexdigest
 from holdfast.core.format.dtypes import DTYPES
 from holdfast.core.format.extras import Unsaved, no_text
-from holdfast.core.format.sealing import SEAL_BYTES, with_seal, without_seal
+from holdfast.core.format.self_digest import SEAL_BYTES, with_seal, without_seal
 from holdfast.core.layout import Box, Cut, Mesh, Placement, Sharding, Table
 
 FORMAT_VERSION = 1

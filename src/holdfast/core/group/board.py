@@ -24,7 +24,7 @@ from holdfast.base.errors import AgentError, Deadline, warn_user
 from holdfast.base.wire import decode_error, decode_msgpack, encode_error
 from holdfast.core.group.listening import TAKES_LISTENER
 from holdfast.core.group.meeting import ranks_text
-from holdfast.core.group.seal import KEY_BYTES, Seal
+from holdfast.core.group.message_auth import KEY_BYTES, Seal
 from holdfast.core.group.store_requests import StoreLine
 
 _T = TypeVar("_T")

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from holdfast.base.arguments import count_of, flag_of, instance_of, share_of, unfit
 from holdfast.base.errors import StateMismatch, UsageError
 from holdfast.live.gradient_compression.marks import mark
-from holdfast.live.state.wrappers import paths
+from holdfast.live.state.module_wrappers import paths
 
 PART_ALIGNMENT = 16
 """The parts of what a rank sends begin at multiples of so many bytes, so that no dtype is torn."""

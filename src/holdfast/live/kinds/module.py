@@ -28,6 +28,7 @@ from holdfast.live.state.customised import (
 )
 from holdfast.live.state.encoding import encode_extra
 from holdfast.live.state.ignoring import trainable_marks
+from holdfast.live.state.module_wrappers import check_names, parts
 from holdfast.live.state.modules import (
     derives,
     extra_states,
@@ -40,7 +41,6 @@ from holdfast.live.state.named import Collected, NamedTensors, Prepared
 from holdfast.live.state.own_errors import naming
 from holdfast.live.state.placed import parts_in
 from holdfast.live.state.recognising import stages
-from holdfast.live.state.wrappers import check_names, parts
 
 if TYPE_CHECKING:
     from holdfast.core.checkpoint.opened import Checkpoint

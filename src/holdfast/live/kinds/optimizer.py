@@ -23,6 +23,7 @@ from holdfast.live.kinds.kind import Collecting, Kind
 from holdfast.live.sources import Sources
 from holdfast.live.state.named import Collected
 from holdfast.live.state.observer import calls_hooks
+from holdfast.live.state.optimizer_wrappers import check_own_state, shown_optimizer, stepping
 from holdfast.live.state.optimizers import (
     LiveOptimizer,
     NamedGroups,
@@ -38,7 +39,6 @@ from holdfast.live.state.recognising import State, is_optimizer
 from holdfast.live.state.several import CombinedOptimizer, combined_parts
 from holdfast.live.state.shared_states import tell_shared
 from holdfast.live.state.unsaved_tensors import outside
-from holdfast.live.state.wrapped import check_own_state, shown_optimizer, stepping
 
 if TYPE_CHECKING:
     from holdfast.core.checkpoint.opened import Checkpoint
@@ -155,7 +155,7 @@ class OptimizerKind(Kind):
         return self.live(restore.state).pairs
 
     def compare(self, restore: Restoring) -> None:
-        from holdfast.live.restore.groups import match_groups
+        from holdfast.live.restore.param_groups import match_groups
 
         if self.key in restore.manifest.extras:
             tree, pairs = restore.manifest.extras[self.key], self.pairs(restore)
@@ -168,7 +168,7 @@ class OptimizerKind(Kind):
 
     def compare_with_others(self, restore: Restoring) -> None:
         """Find schedulers whose next step would exchange the rates of groups."""
-        from holdfast.live.restore.groups import goes_by_number, moved_groups
+        from holdfast.live.restore.param_groups import goes_by_number, moved_groups
 
         saved = restore.manifest.extras
         if restore.checkpoint.format == "dcp" or DCP_NAMES in saved or self.key not in saved:
@@ -259,8 +259,8 @@ class OptimizerKind(Kind):
             self.put_tree(restore, of_first(restore.checkpoint, self.key))
 
     def put_tree(self, restore: Restoring, tree: Any) -> None:
-        from holdfast.live.restore.groups import put_groups
         from holdfast.live.restore.optimizer_states import put_plain_states
+        from holdfast.live.restore.param_groups import put_groups
 
         # objects that were loaded before may have exchanged the groups, or added some
         optimizer = LiveOptimizer.of(self.key, self.value, self.source, restore.state)

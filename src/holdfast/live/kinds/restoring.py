@@ -25,7 +25,6 @@ from holdfast.live.kinds.kind import Kind
 from holdfast.live.kinds.object import ObjectKind
 from holdfast.live.restore.decoding import check_extras, decode_value
 from holdfast.live.restore.filling import Claims, Filling, keep_missing
-from holdfast.live.restore.groups import GroupSettings
 from holdfast.live.restore.mismatches import Mismatch, Problems, differs
 from holdfast.live.restore.nested import (
     Nested,
@@ -37,6 +36,7 @@ from holdfast.live.restore.nested import (
     with_live,
     with_tensors,
 )
+from holdfast.live.restore.param_groups import GroupSettings
 from holdfast.live.restore.targets import RestoreOptions, empty_alike, target_of
 from holdfast.live.restore.written import WrittenByLoads
 from holdfast.live.state.encoding import RESIZE_RULES, outline_tensor

@@ -3,7 +3,7 @@
 candidates         the newest good step: a pure choice     compare          differences, over all ranks
 targets            live tensors as memory to read into     mismatches       a difference as a value
 optimizer_states   memory for states of parameters         expected         states an optimizer looks for
-matching_by_order  parameters without names                groups           parameter groups, saved and live
+matching_by_order  parameters without names                param_groups     parameter groups, saved and live
 nested             objects inside lists and dicts          filling          a script's own containers
 masters            16-bit weights and their masters        former_names     names of earlier versions
 overlapping        tensors whose elements share memory     one_memory       tensors that share memory

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from holdfast.base.errors import StateMismatch
 from holdfast.base.text import listed
 from holdfast.core.checkpoint.opened import Checkpoint
-from holdfast.live.restore.groups import (
+from holdfast.live.restore.param_groups import (
     COMPUTE_OPTIONS,
     hypers_after,
     optimizer_body,
@@ -32,8 +32,8 @@ from holdfast.live.restore.groups import (
 )
 from holdfast.live.restore.targets import RestoreOptions
 from holdfast.live.state.named import Misfit
+from holdfast.live.state.optimizer_wrappers import ELEMENTWISE
 from holdfast.live.state.optimizers import LiveOptimizer, NamedGroups
-from holdfast.live.state.wrapped import ELEMENTWISE
 
 ASKED = ELEMENTWISE | {"Adafactor", "Muon"}
 """Classes of torch whose state names follow from the hyper-parameters and the number of dims."""

@@ -27,11 +27,11 @@ from holdfast.core.format.manifest import (
     TensorEntry,
     owner_of,
 )
-from holdfast.live.restore.groups import optimizer_body
+from holdfast.live.restore.param_groups import optimizer_body
+from holdfast.live.state.module_wrappers import SECOND, TAKEN_OUT, paths
 from holdfast.live.state.modules import inside_framework, reshard
 from holdfast.live.state.optimizers import LiveOptimizer
 from holdfast.live.state.recognising import State, modules_in
-from holdfast.live.state.wrappers import SECOND, TAKEN_OUT, paths
 
 Pair = tuple[str, str, int]
 """A live tensor's name, one that it had formerly, and its id."""

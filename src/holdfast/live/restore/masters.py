@@ -23,9 +23,9 @@ from holdfast.core.checkpoint.rows import Want
 from holdfast.core.format import extras
 from holdfast.core.layout import Box
 from holdfast.live.restore.expected import Fitting
-from holdfast.live.restore.groups import optimizer_body
 from holdfast.live.restore.mismatches import Mismatch, differs
 from holdfast.live.restore.optimizer_states import saved_states
+from holdfast.live.restore.param_groups import optimizer_body
 from holdfast.live.restore.targets import RestoreOptions, target_of
 from holdfast.live.sources import Master
 from holdfast.live.state.encoding import outline_tensor

@@ -21,8 +21,8 @@ import torch
 
 from holdfast.base.errors import warn_user
 from holdfast.core.checkpoint.opened import Checkpoint
-from holdfast.live.restore.groups import optimizer_body
 from holdfast.live.restore.mismatches import Mismatch
+from holdfast.live.restore.param_groups import optimizer_body
 from holdfast.live.restore.targets import RestoreOptions
 from holdfast.live.state.nameless_parameters import (
     IS_POSITION,

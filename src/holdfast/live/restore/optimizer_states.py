@@ -25,11 +25,12 @@ from holdfast.core.format.extras import MADE_OF
 from holdfast.core.format.manifest import MODEL_STATES, owner_of
 from holdfast.core.layout import Axis
 from holdfast.live.restore.expected import Fitting
-from holdfast.live.restore.groups import fill_in_place, optimizer_body, plain_states
 from holdfast.live.restore.nested import with_live
+from holdfast.live.restore.param_groups import fill_in_place, optimizer_body, plain_states
 from holdfast.live.restore.targets import RestoreOptions, counts_stay, empty_in
 from holdfast.live.sources import Master
 from holdfast.live.state.named import Prepared
+from holdfast.live.state.optimizer_wrappers import stepping
 from holdfast.live.state.optimizers import (
     LiveOptimizer,
     add_state,
@@ -46,7 +47,6 @@ from holdfast.live.state.placed import (
     shard_order,
     torch_dtype,
 )
-from holdfast.live.state.wrapped import stepping
 
 tree_map_only, tree_map_with_path = need(
     "torch", "torch.utils._pytree", "tree_map_only", "tree_map_with_path"

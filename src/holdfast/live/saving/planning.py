@@ -120,7 +120,7 @@ class Planner:
             from holdfast.live.saving.missing_notices import tell_keys
 
             tell_keys(ready, self._told)
-        from holdfast.live.state.sampling import differing_classes
+        from holdfast.live.state.replica_sampling import differing_classes
 
         following, doubted = differing_classes([r.sample for r in ready])
         verdict = msgspec.structs.replace(

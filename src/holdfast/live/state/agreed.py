@@ -20,7 +20,7 @@ from holdfast.core.layout import Axis, Box, Cut, Mesh, Sharding, chunk, common_m
 from holdfast.live.state.named import Collected
 from holdfast.live.state.placed import dtype_name
 
-# of replicas, which are sampled to be compared (`live.state.sampling`)
+# of replicas, which are sampled to be compared (`live.state.replica_sampling`)
 Class = tuple[int, int, bool]
 """(number of a sharding, part, whether they are buffers): what is compared in one digest first."""
 SampleRow = tuple[int, int, int]

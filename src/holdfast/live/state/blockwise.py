@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.live.state.observer import unhooked
+from holdfast.live.state.optimizer_wrappers import ELEMENTWISE
 from holdfast.live.state.placed import local_of
-from holdfast.live.state.wrapped import ELEMENTWISE
 
 CACHED_BYTES = 1 << 19
 """Size of a block in each tensor.  Larger blocks leave the caches, and their intermediate results are new

@@ -37,6 +37,7 @@ from holdfast.base.errors import HoldfastError, UsageError, warn_user
 from holdfast.base.text import listed
 from holdfast.live.state.encoding import encode_extra
 from holdfast.live.state.ignoring import Ignored
+from holdfast.live.state.module_wrappers import Names, parts
 from holdfast.live.state.modules import unwrap
 from holdfast.live.state.named import Collected, NamedTensors
 from holdfast.live.state.own_state_dicts import (
@@ -47,7 +48,6 @@ from holdfast.live.state.own_state_dicts import (
     is_same,
     memory_place,
 )
-from holdfast.live.state.wrappers import Names, parts
 
 OWN_EXTRA = "_own_extra_state"
 """The last part of the name of the extra that holds the made values of a module."""

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed import get_rank
 
 from holdfast.base.errors import UsageError
-from holdfast.live.state.wrappers import parts
+from holdfast.live.state.module_wrappers import parts
 
 EXPERTS = "deepspeed_moe.experts.deepspeed_experts."
 """Path, in a layer of experts, of those that this rank has."""

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from holdfast.live.state.devices import room_beside_peak
 from holdfast.live.state.graphs import has_captured
-from holdfast.live.state.wrapped import stepping
+from holdfast.live.state.optimizer_wrappers import stepping
 from holdfast.live.state.writes import times_written
 
 SURE_AT = 2

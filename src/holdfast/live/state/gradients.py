@@ -22,10 +22,10 @@ import torch
 
 from holdfast.base.errors import need
 from holdfast.live.state.observer import calls_hooks
+from holdfast.live.state.optimizer_wrappers import stepping
 from holdfast.live.state.placed import local_of, memory_of
 from holdfast.live.state.recognising import State
 from holdfast.live.state.several import combined_parts
-from holdfast.live.state.wrapped import stepping
 from holdfast.live.state.writes import count_and_address, times_written
 
 need("torch", torch.Tensor, "_values")

@@ -39,6 +39,7 @@ from torch.optim import Optimizer
 
 from holdfast.base.errors import UsageError, need, warn_user
 from holdfast.base.text import listed
+from holdfast.live.state.optimizer_wrappers import shown_optimizer, stepping
 from holdfast.live.state.recognising import State, is_of_framework, modules_in
 from holdfast.live.state.several import (
     MAX_NAMED,
@@ -47,7 +48,6 @@ from holdfast.live.state.several import (
     normalised,
     optimizers_within,
 )
-from holdfast.live.state.wrapped import shown_optimizer, stepping
 
 # -- communication hooks -----------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 Optimizers keep fp32 masters of 16-bit weights, whole (`Float16Optimizer...`) or, under the distributed
 optimizer, elements `start..stop` of the rank's own part: flat tensors, cut again along the boxes that
-`holdfast.live.state.shards` finds.
+`holdfast.live.state.megatron_shards` finds.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from torch.optim import Optimizer
 from holdfast.base.errors import UsageError, need
 from holdfast.core.layout import Box
 from holdfast.live.sources import Cut, Framework, Group, Master, Source
-from holdfast.live.state.modules import unwrap
-from holdfast.live.state.shards import (
+from holdfast.live.state.megatron_shards import (
     TensorShard,
     is_megatrons,
     is_model,
@@ -29,6 +28,7 @@ from holdfast.live.state.shards import (
     names_of,
     shards_of,
 )
+from holdfast.live.state.modules import unwrap
 
 
 @dataclass(frozen=True, eq=False)

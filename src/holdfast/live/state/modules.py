@@ -10,8 +10,8 @@ from torch import nn
 
 from holdfast.base.errors import need
 from holdfast.live.sources import frameworks
+from holdfast.live.state.module_wrappers import Wrappers, parts
 from holdfast.live.state.tensor_kinds import check_unit
-from holdfast.live.state.wrappers import Wrappers, parts
 
 need(
     "torch", nn.Module,

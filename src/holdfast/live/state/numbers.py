@@ -23,6 +23,7 @@ from holdfast.live.sources import is_owned
 from holdfast.live.state.customised import named_entries
 from holdfast.live.state.generators import OwnGenerators
 from holdfast.live.state.ignoring import Ignored
+from holdfast.live.state.optimizer_wrappers import is_zero1
 from holdfast.live.state.recognising import State, is_loader, is_plain, saves_itself, stages
 from holdfast.live.state.several import combined_parts, inner_optimizers
 from holdfast.live.state.unsaved_tensors import (
@@ -32,7 +33,6 @@ from holdfast.live.state.unsaved_tensors import (
     saved_names,
     tensors_held,
 )
-from holdfast.live.state.wrapped import is_zero1
 from holdfast.live.state.writes import Mark
 
 MAX_NUMBERS = 1024

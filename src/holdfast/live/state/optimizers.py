@@ -22,6 +22,7 @@ from holdfast.live.sources import Group, Master, Source
 from holdfast.live.state.encoding import encode_extra
 from holdfast.live.state.modules import named_parameters
 from holdfast.live.state.named import Collected, NamedTensors
+from holdfast.live.state.optimizer_wrappers import stepping
 from holdfast.live.state.placed import Placed, parts_in, place
 from holdfast.live.state.recognising import (
     State,
@@ -33,7 +34,6 @@ from holdfast.live.state.recognising import (
     sources_in,
 )
 from holdfast.live.state.several import CombinedOptimizer, holder
-from holdfast.live.state.wrapped import stepping
 
 
 def param_names(state: State, groups: list[Group]) -> dict[int, str]:

@@ -30,9 +30,9 @@ from torch.overrides import TorchFunctionMode
 from holdfast.base.errors import HoldfastError, StateMismatch, need, warn_user
 from holdfast.base.text import listed
 from holdfast.live.state.customised import OwnEntries, form, named_entries
+from holdfast.live.state.module_wrappers import Names
 from holdfast.live.state.own_state_dicts import SavedTensors, asks_whole, entries_of, is_same
 from holdfast.live.state.quantised import has_quant_states, put_quant_states
-from holdfast.live.state.wrappers import Names
 
 need("torch", nn.Module, "_version")
 (_IncompatibleKeys,) = need("torch", "torch.nn.modules.module", "_IncompatibleKeys")

@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from holdfast.base.errors import need
+from holdfast.live.state.module_wrappers import parts
 from holdfast.live.state.modules import has_extra_state, submodules
-from holdfast.live.state.wrappers import parts
 
 need("torch", nn.Module, "_save_to_state_dict", "_state_dict_hooks", "_state_dict_pre_hooks")
 

@@ -6,7 +6,7 @@ every rank what no rank had.  That plain tensors of one name are replicas is onl
 their name says so.  What DTensors say, holds within their mesh: two of one name on meshes that have no rank
 in common (experts, each on the sub-mesh of its own ranks) look alike and need not be.  So all are proved
 equal at the first save that has them; later a sample of them is compared at each save
-(`holdfast.live.state.sampling`), and all of them if asked to.
+(`holdfast.live.state.replica_sampling`), and all of them if asked to.
 
 Each rank digests its whole part of every such tensor.  What all ranks say first is one digest for each
 sharding and part; only where these differ do they tell those of single tensors.  Costs a pass over the
@@ -41,7 +41,7 @@ from holdfast.live.state.agreed import Class, Sample, SampleRow
 from holdfast.live.state.arrays import raw_array
 from holdfast.live.state.devices import devices_of, on, wait_for
 from holdfast.live.state.named import Collected, LiveTensor
-from holdfast.live.state.sampling import Replicated, Sampler, value_of
+from holdfast.live.state.replica_sampling import Replicated, Sampler, value_of
 from holdfast.live.state.snapshot import SetAside, StateView
 
 MAX_LISTED = 20

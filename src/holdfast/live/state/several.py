@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from holdfast.base.errors import UsageError, need
 from holdfast.base.text import listed
-from holdfast.live.state.wrapped import is_zero1, stepping
+from holdfast.live.state.optimizer_wrappers import is_zero1, stepping
 
 State = dict[str, Any]
 MAX_NESTING = 100

@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from holdfast.base.errors import warn_user
 from holdfast.base.text import listed
 from holdfast.live.state.modules import module_tensors
+from holdfast.live.state.optimizer_wrappers import stepping
 from holdfast.live.state.placed import memory_of
 from holdfast.live.state.recognising import (
     State,
@@ -43,7 +44,6 @@ from holdfast.live.state.recognising import (
 )
 from holdfast.live.state.several import combined_parts, inner_optimizers
 from holdfast.live.state.tensor_kinds import is_plain_type
-from holdfast.live.state.wrapped import stepping
 from holdfast.live.state.writes import times_written
 
 SAVED_ATTRIBUTES = ("state", "param_groups", "defaults")

@@ -33,12 +33,12 @@ from holdfast.live.saving.planning import SavePlan
 from holdfast.live.state.arrays import raw_array
 from holdfast.live.state.modules import named_parameters
 from holdfast.live.state.named import Collected, LiveTensor
+from holdfast.live.state.optimizer_wrappers import ELEMENTWISE, is_zero1
 from holdfast.live.state.optimizers import check_exact, named_groups, param_names
 from holdfast.live.state.placed import Placed
 from holdfast.live.state.recognising import State, is_optimizer, modules_in
 from holdfast.live.state.several import check_apart
 from holdfast.live.state.snapshot import StateView
-from holdfast.live.state.wrapped import ELEMENTWISE, is_zero1
 from holdfast.live.state.writes import Marks
 from holdfast.tiers.memory.proof import Proof, most_drift
 from holdfast.tiers.memory.replica import pieces_of

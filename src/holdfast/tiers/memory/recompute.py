@@ -21,10 +21,10 @@ from holdfast.base.errors import UsageError
 from holdfast.core.format.manifest import FileEntry, TensorEntry, owner_of
 from holdfast.live.saving.planning import SavePlan
 from holdfast.live.state.named import Collected, LiveTensor
+from holdfast.live.state.optimizer_wrappers import is_zero1
 from holdfast.live.state.optimizers import check_exact, named_groups, param_names
 from holdfast.live.state.placed import place, torch_dtype
 from holdfast.live.state.recognising import State
-from holdfast.live.state.wrapped import is_zero1
 from holdfast.tiers.memory.replica import image_of, pieces_of
 from holdfast.tiers.memory.twin import ParamPart
 from holdfast.tiers.memory.twins import Twins

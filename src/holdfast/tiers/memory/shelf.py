@@ -17,8 +17,8 @@ from holdfast.core.group import Group
 from holdfast.core.store import Store
 from holdfast.live.restore.candidates import Candidate
 from holdfast.live.restore.targets import RestoreOptions
+from holdfast.live.restore_into_state import restore
 from holdfast.live.state.recognising import State
-from holdfast.live.transaction import restore
 from holdfast.tiers.memory.node.inventory import Inventory, Key, SnapshotStore, image_of
 
 if TYPE_CHECKING:

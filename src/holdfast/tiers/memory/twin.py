@@ -22,9 +22,9 @@ from holdfast.live.state.blockwise import Blockwise
 from holdfast.live.state.devices import Moment, after, devices_of, on, on_streams, page_locks
 from holdfast.live.state.gradient_copies import Lender, Lent, only_reads
 from holdfast.live.state.observer import unhooked
+from holdfast.live.state.optimizer_wrappers import stepping
 from holdfast.live.state.optimizers import hyper_parameters
 from holdfast.live.state.placed import memory_of
-from holdfast.live.state.wrapped import stepping
 from holdfast.live.state.writes import times_written
 
 MOST_AHEAD = 8

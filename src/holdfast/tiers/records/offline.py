@@ -20,13 +20,13 @@ from holdfast.core.group import meet
 from holdfast.core.store import Store
 from holdfast.formats.read.unpickle import understood
 from holdfast.live.restore.targets import RestoreOptions
+from holdfast.live.restore_into_state import restore
 from holdfast.live.state.customised import OWN_EXTRA
 from holdfast.live.state.ignoring import trainable_marks
 from holdfast.live.state.nameless_parameters import in_saved_order
 from holdfast.live.state.placed import torch_dtype
 from holdfast.live.state.recognising import State
 from holdfast.live.step_loading import tell_exactness
-from holdfast.live.transaction import restore
 from holdfast.tiers.records.log import Log, RecordedStep, open_log
 from holdfast.tiers.records.replay import Replay, merged_groups
 from holdfast.tiers.records.segment import Identity

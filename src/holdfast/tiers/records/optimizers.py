@@ -19,11 +19,11 @@ from holdfast.base.errors import UsageError
 from holdfast.live.gradient_compression.marks import HALVES
 from holdfast.live.state.gradient_copies import is_torchs
 from holdfast.live.state.observer import HookOrder, Observer, StepCall, calls_hooks, hooks_after
+from holdfast.live.state.optimizer_wrappers import shown_optimizer, stepping
 from holdfast.live.state.optimizers import check_exact, named_groups, param_names, served_modules
 from holdfast.live.state.placed import local_of
 from holdfast.live.state.recognising import State, is_optimizer
 from holdfast.live.state.several import check_apart
-from holdfast.live.state.wrapped import shown_optimizer, stepping
 
 GRAD = "grad"
 """The state of a gradient, and the end of its name: `optim.h.0.weight.grad`."""

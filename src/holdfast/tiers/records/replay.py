@@ -56,8 +56,8 @@ from holdfast.live.ragged import is_ragged
 from holdfast.live.restore.compare import judge_together
 from holdfast.live.restore.decoding import decode_value
 from holdfast.live.restore.former_names import are_former
-from holdfast.live.restore.groups import put_groups
 from holdfast.live.restore.mismatches import Problems
+from holdfast.live.restore.param_groups import put_groups
 from holdfast.live.restore.targets import RestoreOptions, is_known, target_of
 from holdfast.live.saving.merging import merge_extras
 from holdfast.live.sources import Sources
@@ -68,9 +68,9 @@ from holdfast.live.state.gradient_copies import is_torchs
 from holdfast.live.state.modules import named_parameters
 from holdfast.live.state.named import Prepared
 from holdfast.live.state.observer import hooked, hooks_after, unhooked, without_hooks_before
+from holdfast.live.state.optimizer_wrappers import ELEMENTWISE, stepping
 from holdfast.live.state.placed import local_of
 from holdfast.live.state.recognising import State, modules_in, stages
-from holdfast.live.state.wrapped import ELEMENTWISE, stepping
 from holdfast.tiers.records.copies import headers_behind, take_copies
 from holdfast.tiers.records.finding import checkpoint_of
 from holdfast.tiers.records.log import Log, LogSegment, RecordedStep, read_headers

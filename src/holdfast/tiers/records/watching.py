@@ -13,12 +13,12 @@ from holdfast.live.state.arrays import raw_array
 from holdfast.live.state.customised import customised, own_tensors
 from holdfast.live.state.ignoring import trainable_marks
 from holdfast.live.state.modules import named_buffers, named_parameters
+from holdfast.live.state.optimizer_wrappers import stepping
 from holdfast.live.state.optimizers import tensors_in
 from holdfast.live.state.placed import memory_of
 from holdfast.live.state.recognising import State, is_plain, modules_in
 from holdfast.live.state.tensor_kinds import PLAIN_TENSORS
 from holdfast.live.state.trainable import frozen_in
-from holdfast.live.state.wrapped import stepping
 from holdfast.live.state.writes import Mark, Marks, corner, count_and_address
 
 SMALL_BYTES = 1 << 20

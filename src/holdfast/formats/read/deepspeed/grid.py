@@ -16,7 +16,7 @@ from typing import Any
 
 from holdfast.base.errors import FormatError, NotFound
 from holdfast.core.store import Store
-from holdfast.formats.read.deepspeed import rest, zero
+from holdfast.formats.read.deepspeed import other_state, zero
 from holdfast.formats.read.deepspeed.tags import TagFiles
 from holdfast.formats.read.deepspeed.tensors import flat_tensor
 from holdfast.formats.read.deepspeed.trees import Tree, read_tree
@@ -242,7 +242,7 @@ def _check_alike(found: Sequence[ModelRank]) -> None:
         if a != b:
             raise _other_save(shard.tree.path, first.tree.path, f"global_steps {b}, not {a}")
     for shard in found:
-        said = [rest.signature(tree) for tree in shard.optim]
+        said = [other_state.signature(tree) for tree in shard.optim]
         for tree, options in zip(shard.optim, said):
             if options != said[0]:
                 raise _other_save(tree.path, shard.optim[0].path, "other options or counters")

@@ -10,7 +10,7 @@ from holdfast.base.errors import FormatError, NotFound, UsageError
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.format.manifest import owner_of
 from holdfast.core.store import Store
-from holdfast.formats.read.deepspeed import rest, stage0, tensors, universal
+from holdfast.formats.read.deepspeed import other_state, stage0, tensors, universal
 from holdfast.formats.read.deepspeed.grid import (
     ModelRank,
     buffer_names,
@@ -117,21 +117,21 @@ class _TagContents:
             for alias in names.get(param, ()) if key in ("model", "optim") else ():
                 self.aliases[f"{key}.{alias}{rest_.removeprefix(param)}"] = t.name
         if "optim" in self.extras:
-            rest.tie(self.extras["optim"], names)
+            other_state.tie(self.extras["optim"], names)
 
 
 def _open(store: Store, folder: str) -> Checkpoint:
     files = tag_files(store, folder)
     found = _TagContents(store, folder, files, shards(store, files))
     first = found.grid[0]
-    found.add(*rest.of_model(first.tree))
+    found.add(*other_state.of_model(first.tree))
     if files.universal:
         trained = _add_universal(found)
     else:
         trained = _add_trained(found) if first.flats else _add_whole(found)
     trained |= _add_frozen(found)
     _add_others(found, trained)
-    found.add([], rest.engine(found.extras))
+    found.add([], other_state.engine(found.extras))
     named = step_of_tag(store, folder)
     return foreign(
         store,
@@ -181,10 +181,12 @@ def _add_trained(found: _TagContents) -> set[str]:
             raise FormatError(f"{name!r} has other shapes in another pipeline stage")
         found.tensors += tensors.trained(layouts.of(name), held)
     stages = [shard for shard in grid if shard.tp == 0]
-    found.add([], {"optim": rest.optim_extra([(s.optim[0], s.flats) for s in stages])})
-    found.add(*rest.of_optimizer(grid[0].optim[0]))
+    found.add([], {"optim": other_state.optim_extra([(s.optim[0], s.flats) for s in stages])})
+    found.add(*other_state.of_optimizer(grid[0].optim[0]))
     for mp, shard in enumerate(grid):
-        found.add(*rest.opaque(shard.optim[0], shard.flats, f"mp{mp}." if len(grid) > 1 else ""))
+        found.add(
+            *other_state.opaque(shard.optim[0], shard.flats, f"mp{mp}." if len(grid) > 1 else "")
+        )
     return set(names)
 
 
@@ -202,7 +204,7 @@ def _add_universal(found: _TagContents) -> set[str]:
     held, numbers = held + more, numbers | other_numbers
     universal.check_steps({name: files[name] for name in known or files}, held, numbers)
     found.add(held, {"optim": universal.universal_optim_extra(tree, said, numbers)})
-    found.add(*rest.of_optimizer(tree))
+    found.add(*other_state.of_optimizer(tree))
     return set(known or files)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from holdfast.base.errors import FormatError
 from holdfast.core.format.dtypes import DTYPES
 from holdfast.formats.read.byindex import proved_names, stated_names
-from holdfast.formats.read.deepspeed import rest
+from holdfast.formats.read.deepspeed import other_state
 from holdfast.formats.read.deepspeed.tensors import ParamLayout, trained, whole_tensor
 from holdfast.formats.read.deepspeed.trees import Tree
 from holdfast.formats.read.deepspeed.zero import (
@@ -47,7 +47,7 @@ def optimizer(model: Tree, params: Mapping[str, TensorRef], expert_rank: int = 0
     else:
         masters = _masters(tree, [g["params"] for g in _groups(inner)])
         tensors, extras = _by_number(inner, params, masters, expert_rank)
-    more, said = rest.of_optimizer(tree)
+    more, said = other_state.of_optimizer(tree)
     return tensors + more, {**extras, **said}
 
 
@@ -87,11 +87,11 @@ def _by_number(
         if isinstance(value, TensorRef):
             tensors.append(whole_tensor(f"optim.{name}.{key}", key, value))
         else:
-            numbers.setdefault(name, {})[key] = rest.number(tree, key, value)
+            numbers.setdefault(name, {})[key] = other_state.number(tree, key, value)
     found = [
         {
             "params": [names[i] for i in g["params"] if i in names],
-            "hyper": rest.encode_hyper(tree, g),
+            "hyper": other_state.encode_hyper(tree, g),
         }
         for g in groups
     ]
@@ -169,7 +169,7 @@ def _flattened(tree: Tree, params: Mapping[str, TensorRef]) -> _Held:
             tensors += [
                 whole_tensor(f"zero.group{g}.{s}", "tensor", r[0]) for s, r in flat.states.items()
             ]
-    return tensors, {"optim": rest.optim_extra([(tree, flats)])}
+    return tensors, {"optim": other_state.optim_extra([(tree, flats)])}
 
 
 def _chains(params: Mapping[str, TensorRef]) -> list[dict[str, Shape]]:

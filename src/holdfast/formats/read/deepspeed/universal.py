@@ -15,7 +15,7 @@ from typing import Any
 from holdfast.base.errors import FormatError, NotFound
 from holdfast.core.layout import whole
 from holdfast.core.store import Store
-from holdfast.formats.read.deepspeed import rest
+from holdfast.formats.read.deepspeed import other_state
 from holdfast.formats.read.deepspeed.tensors import tensor_name, whole_tensor
 from holdfast.formats.read.deepspeed.trees import Tree, read_tree
 from holdfast.formats.read.deepspeed.zero import (
@@ -119,7 +119,7 @@ def _step(store: Store, name: str, path: str) -> tuple[list[Foreign], dict[str, 
     value = tree.root.get(PARAM)
     if isinstance(value, TensorRef):
         return [whole_tensor(tensor_name(name, STEP), STEP, value)], {}
-    return [], {STEP: rest.number(tree, STEP, value)}
+    return [], {STEP: other_state.number(tree, STEP, value)}
 
 
 def subgroup_steps(
@@ -136,7 +136,7 @@ def subgroup_steps(
             if isinstance(step, TensorRef):
                 tensors.append(whole_tensor(tensor_name(name, STEP), STEP, step))
             else:
-                numbers[name] = {STEP: rest.number(tree, STEP, step)}
+                numbers[name] = {STEP: other_state.number(tree, STEP, step)}
     return tensors, numbers
 
 
@@ -149,6 +149,6 @@ def universal_optim_extra(
     if not owners and len(said) == len(hypers):
         owners = {i: i for i in range(len(said))}
     flats = [FlatGroup(group, {}, {}, {}, {}, owners.get(i, -1)) for i, group in enumerate(said)]
-    found = rest.optim_extra([(tree, flats)])
+    found = other_state.optim_extra([(tree, flats)])
     found["$optimizer"]["state"] |= numbers
     return found

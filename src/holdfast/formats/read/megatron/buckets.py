@@ -29,7 +29,7 @@ from holdfast.core.layout import Box, Fragment, flat_range, whole
 from holdfast.core.store import Store
 from holdfast.formats.read.dcp import Contents, section_tree
 from holdfast.formats.read.foreign import Foreign, StoredPart
-from holdfast.formats.read.megatron.rest import known, of_ref
+from holdfast.formats.read.megatron.other_state import known, of_ref
 from holdfast.formats.read.sections import FilePlace, row_major_place
 from holdfast.formats.read.torchfile import TensorRef
 

@@ -16,7 +16,7 @@ from holdfast.formats.read.folder import last_name
 from holdfast.formats.read.foreign import Foreign, foreign
 from holdfast.formats.read.megatron.buckets import BY_BUCKET, MEGATRON_MASTER, stored
 from holdfast.formats.read.megatron.matching import SAVE_BY_PARAMETER, NotProved, optimizer_tensors
-from holdfast.formats.read.megatron.rest import (
+from holdfast.formats.read.megatron.other_state import (
     COMMON,
     ExtrasValues,
     extra_of,

@@ -35,8 +35,8 @@ from holdfast.base.memory_limit import memory_bytes
 from holdfast.base.wire import WireError
 from holdfast.core.format.manifest import decode_manifest
 from holdfast.tiers.memory.node import effects as e
-from holdfast.tiers.memory.node import machine
 from holdfast.tiers.memory.node import messages as w
+from holdfast.tiers.memory.node import state_machine
 from holdfast.tiers.memory.node.job_notes import JobNotes
 from holdfast.tiers.memory.node.jobs import Job, Slot
 from holdfast.tiers.memory.node.persist import commit_late, persist
@@ -80,7 +80,7 @@ class Agent:
         self.segments = segments
         self.card = w.Card(secrets.token_hex(8), host, "")
         self._secret = secrets.token_bytes(32)
-        self.state = machine.adopted(budget, segments.find(), time.monotonic(), stay=stay)
+        self.state = state_machine.adopted(budget, segments.find(), time.monotonic(), stay=stay)
         self.stopped = asyncio.Event()
         self.ended = ""
         """How this agent ends; empty until it does."""
@@ -144,7 +144,7 @@ class Agent:
         """Take in a message: change the state, and carry out the effects."""
         self._note_training(message)
         before, undone = self.state, False
-        self.state, effects = machine.step(self.state, message, time.monotonic(), ask)
+        self.state, effects = state_machine.step(self.state, message, time.monotonic(), ask)
         failed = ""
         for effect in effects:
             if failed and isinstance(effect, e.Reply):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from holdfast.base.errors import UsageError
 from holdfast.base.host import process_state
-from holdfast.tiers.memory.node import machine
 from holdfast.tiers.memory.node import messages as w
+from holdfast.tiers.memory.node import state_machine
 from holdfast.tiers.memory.node.effects import Refuse, RemoveJob
 from holdfast.tiers.memory.node.jobs import Job
 from holdfast.tiers.memory.node.segment import Segments
@@ -44,10 +44,10 @@ def free_remains(root: Path, job: str) -> list[str]:
             text = f"an agent begins at {root} at this moment"
             raise UsageError(text, hint="the same command again")
         segments = Segments(root)
-        state = machine.adopted(0, segments.find(), 0.0)
+        state = state_machine.adopted(0, segments.find(), 0.0)
         for found in state.jobs.values():
-            state, _ = machine.step(state, w.Gone(found.name, dead_trainers(found)), 0.0)
-        _, effects = machine.step(state, w.Clean(job), 0.0)
+            state, _ = state_machine.step(state, w.Gone(found.name, dead_trainers(found)), 0.0)
+        _, effects = state_machine.step(state, w.Clean(job), 0.0)
         freed = []
         for effect in effects:
             if isinstance(effect, Refuse):

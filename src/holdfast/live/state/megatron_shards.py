@@ -25,8 +25,8 @@ from torch import nn
 from holdfast.base.errors import LayoutError, UsageError
 from holdfast.core.layout import Box, flat_range, whole
 from holdfast.formats.read.megatron.tensors import template, unfused
+from holdfast.live.state.module_wrappers import parts
 from holdfast.live.state.placed import box_in
-from holdfast.live.state.wrappers import parts
 
 BoxValues = tuple[Box, torch.Tensor]
 """A box of the whole tensor, and this rank's values there."""

@@ -44,6 +44,7 @@ from holdfast.live.restore.overlapping import Aside, read_overlapping
 from holdfast.live.restore.targets import RestoreOptions, entry_of, target_of
 from holdfast.live.sources import Sources
 from holdfast.live.state.devices import devices_in, wait_for
+from holdfast.live.state.module_wrappers import SECOND, has_wrappers
 from holdfast.live.state.named import Prepared
 from holdfast.live.state.optimizers import LiveOptimizer
 from holdfast.live.state.placed import Placed
@@ -59,7 +60,6 @@ from holdfast.live.state.recognising import (
 from holdfast.live.state.several import normalised
 from holdfast.live.state.tensor_kinds import fill_with_nan, writing
 from holdfast.live.state.window import wait_for_copies
-from holdfast.live.state.wrappers import SECOND, has_wrappers
 from holdfast.live.state.writes import count_write
 
 if TYPE_CHECKING:
