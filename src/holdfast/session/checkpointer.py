@@ -38,7 +38,6 @@ from holdfast.core.group import Group, meet
 from holdfast.core.layout import Mesh
 from holdfast.live.collecting import RunState
 from holdfast.live.every import Every, every_of
-from holdfast.live.noticing import Noticing
 from holdfast.live.roots import require_native_root
 from holdfast.live.saving import Save
 from holdfast.live.state.encoding import RESIZE_RULES
@@ -48,6 +47,7 @@ from holdfast.live.state.recognising import State, check_keys
 from holdfast.live.state.rng import Rng
 from holdfast.live.state.window import rest, resting
 from holdfast.live.tier import Asked, Tier
+from holdfast.live.training_checks import Noticing
 from holdfast.session.beginning import Beginning
 from holdfast.session.ending import Ending, Saves
 from holdfast.session.root import ROOT
@@ -75,7 +75,8 @@ NEAR: dict[str, Switch] = {
     ),
 }
 """The tiers nearer than the root, from the farthest to the nearest, by name.  A new tier is a module with
-a `Tier` (`live/tier.py`) and its `start`, an argument of `Checkpointer`, and a line here."""
+a `Tier` (`live/tier.py`) and its `start`, an argument of `Checkpointer`, and a line here.  What is to
+outlast a lost root is no such tier: it has claims of its own, as `upload` has."""
 
 
 class Checkpointer:

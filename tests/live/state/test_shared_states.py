@@ -45,6 +45,12 @@ def in_part(state: dict[torch.Tensor, Any], params: list[torch.Tensor]) -> None:
         state[p]["a"] = flat[start : start + p.numel()]
 
 
+def inside_states(state: dict[torch.Tensor, Any], params: list[torch.Tensor]) -> None:
+    for p in params:
+        shared = torch.zeros_like(p)
+        state[p]["factors"] = {"left": shared, "right": [torch.zeros(2), shared]}
+
+
 def side_by_side(state: dict[torch.Tensor, Any], params: list[torch.Tensor]) -> None:
     """In one flat buffer, as columns of one tensor, empty, or the same number."""
     flat, columns, at = torch.zeros(20), torch.zeros(8, 2), 0
@@ -70,6 +76,10 @@ def save(root: Path, optimizer: type[Any], *args: Any) -> None:
         (under_two_names, "weight.a and weight.b, bias.a and bias.b"),
         (of_two_parameters, "weight.step and bias.step"),
         (in_part, "weight.a and bias.a"),
+        (
+            inside_states,
+            r"weight.factors.left and weight.factors.right\[1\], bias.factors.left and .*",
+        ),
     ],
 )
 def test_states_that_share_memory_are_told(tmp_path: Path, begin: Begin, names: str) -> None:
