@@ -42,7 +42,7 @@ demo: $(READY)
 
 # Four at a time, since ranks wait for each other most of the time.  No test compares times.
 test: $(READY)
-	$(BIN)/python -m pytest -n 4 --dist loadfile --durations 20 -m "not soak"
+	$(BIN)/python -m pytest -n 6 --dist loadfile --durations 20 -m "not soak"
 
 unit: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not distributed and not slow and not soak"
