@@ -72,7 +72,8 @@ def _cut_flat(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Master:
-    """The tensor in which a framework keeps the values of one parameter or buffer on this rank."""
+    """The tensor that keeps the values of one parameter or buffer on this rank: a framework's, or by
+    `is_itself` the parameter."""
 
     tensor: torch.Tensor
     """The tensor that holds the values and counts the writes to them.  States lie as it does."""
