@@ -40,7 +40,7 @@ $(STRANGERS): $(READY)
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
-# Four at a time, since ranks wait for each other most of the time.  No test compares times.
+# Six at a time, since ranks wait for each other most of the time.  No test compares times.
 test: $(READY)
 	$(BIN)/python -m pytest -n 6 --dist loadfile --durations 20 -m "not soak"
 
