@@ -96,6 +96,7 @@ def test_programs_and_commands(page: Path, tmp_path: Path, monkeypatch: Any, cap
 @pytest.mark.parametrize("page", soaking_pages())
 def test_commands_that_take_long(page: Path, tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
     run_programs(page, tmp_path, monkeypatch)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     run_commands(page, monkeypatch, capfd, soak=True)
 
 
