@@ -2,9 +2,15 @@
 
 save      a durable save of GPT-2 small and its AdamW states, one rank
 load      a load of it, in the page cache
+held      until that save's call has returned and the optimizer has made its next step
+many      a first save of 10,000 tensors of 8 elements each, one rank, in shared memory
+records   a step of AdamW over the small state, with a record of it
 first     two ranks: from `Checkpointer()` to the first save of a tiny state, which is their first message
 rounds    two ranks: a save of a tiny state later, each of which is some messages
 restart   two ranks under `holdfast run`, one is killed: until the next step of both
+import    a new interpreter that imports holdfast alone
+ls        `holdfast ls` of a root with one step
+inspect   `holdfast inspect` of it
 
 Each figure is of a fresh process with one checkout's sources; `--before PATH` is the `src` of the other.
 """
@@ -28,40 +34,89 @@ from bench.lib.common import ROOT, report, reporting, row
 CLAIMS = (
     Claim(
         "This checkout takes at most 3 % longer than the other one.",
-        r"^(save|load|first|rounds|restart) \|",
+        r"^(save|load|held|many|records|first|rounds|restart|import|ls|inspect) \|",
         at_most=1.03,
         records=("before", "before_restart"),
     ),
 )
 MODULE = "bench.claims.before"
 
-KINDS = ("save", "load", "first", "rounds", "restart")
-REPEATS = {"save": 4, "load": 6, "rounds": 60}
+ALONE = ("save", "load", "held", "records")
+COMMANDS = ("import", "ls", "inspect")
+KINDS = (*ALONE, "many", "first", "rounds", "restart", *COMMANDS)
+REPEATS = {"save": 4, "load": 6, "held": 4, "records": 20, "rounds": 60}
 
 
 def alone(kind: str, root: Path) -> float:
-    """Median seconds of saves or loads."""
+    """Median seconds of saves, loads, or steps beside them."""
     import torch
 
     import holdfast
     from bench.lib.state import Weights, shapes
 
-    model = Weights({n: torch.randn(s) for n, s in shapes(small=False).items()})
+    small = kind == "records"
+    model = Weights({n: torch.randn(s) for n, s in shapes(small=small).items()})
     optim = torch.optim.AdamW(model.parameters())
     for p in model.parameters():
         p.grad = torch.full_like(p, 1e-3)
     optim.step()
     state, times = {"model": model, "optim": optim}, []
-    with holdfast.Checkpointer(root, state, keep=holdfast.Keep(last=1)) as ckpt:
+    options: dict[str, Any] = {"keep": holdfast.Keep(last=1)}
+    if kind == "records":
+        options |= {"every": holdfast.Every(delta=1), "delta": holdfast.Delta()}
+    with holdfast.Checkpointer(root, state, **options) as ckpt:
         ckpt.save(1).wait()
-        for number in range(REPEATS[kind]):
-            optim.step()
+        for number in range(2, REPEATS[kind] + 2):
+            if kind != "records":
+                optim.step()
             began = time.perf_counter()
             if kind == "save":
-                ckpt.save(number + 2).wait()
+                ckpt.save(number).wait()
+            elif kind == "held":
+                ckpt.save(number)
+                optim.step()
+            elif kind == "records":
+                optim.step()
+                ckpt.step(number)
             else:
                 holdfast.load(root, state)
             times.append(time.perf_counter() - began)
+            ckpt.wait()
+    return median(times)
+
+
+def many() -> float:
+    """Seconds of a first save of many small tensors."""
+    import torch
+
+    import holdfast
+
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(8)) for _ in range(10_000)])
+    times = []
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        for number in range(3):  # the first of a process also imports
+            began = time.perf_counter()
+            holdfast.save(Path(folder, str(number)), {"model": model}, step=1)
+            times.append(time.perf_counter() - began)
+    return median(times)
+
+
+def command(kind: str, root: Path) -> float:
+    """Median seconds of a command in a new interpreter."""
+    if kind == "import":
+        words = ["-c", "import holdfast"]
+    else:
+        import torch
+
+        import holdfast
+
+        holdfast.save(root, {"model": torch.nn.Linear(3, 3)}, step=1)
+        words = ["-m", "holdfast", kind, str(root)]
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        subprocess.run([sys.executable, *words], stdout=subprocess.DEVNULL, check=True)
+        times.append(time.perf_counter() - began)
     return median(times)
 
 
@@ -132,7 +187,11 @@ def measure(kind: str, root: Path) -> float:
         return rank(kind.removeprefix("rank-"), root)
     if kind == "restart":
         return restart(root)
-    return alone(kind, root) if kind in ("save", "load") else ranks(kind, root)
+    if kind == "many":
+        return many()
+    if kind in COMMANDS:
+        return command(kind, root)
+    return alone(kind, root) if kind in ALONE else ranks(kind, root)
 
 
 def main() -> None:
@@ -162,7 +221,9 @@ def main() -> None:
 
 
 def in_process(kind: str, source: Path) -> float:
-    environment: dict[str, Any] = os.environ | {
+    environment: dict[str, Any] = {
+        name: text for name, text in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
+    } | {
         "PYTHONPATH": str(source),
         "PYTHONWARNINGS": "ignore",
         "OMP_NUM_THREADS": "1",

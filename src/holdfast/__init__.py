@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -194,8 +193,11 @@ def __dir__() -> list[str]:
     return __all__
 
 
-class _AtHome(Loader):
-    """Loads a public name as the module that was imported by its own name."""
+class _AtHome:
+    """Loads a public name as the module that was imported by its own name.
+
+    A loader in all but its base class: importing `importlib.abc` takes as long as all else here.
+    """
 
     def __init__(self, home: str) -> None:
         self._module = importlib.import_module(home)
@@ -208,7 +210,7 @@ class _AtHome(Loader):
         module.__spec__ = self._spec
 
 
-class _PublicModules(MetaPathFinder):
+class _PublicModules:
     """Finds `holdfast.store` in its room, `holdfast.core.store`: one module with two names."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -217,7 +219,7 @@ class _PublicModules(MetaPathFinder):
         home = _ELSEWHERE.get(first) or _FORMER.get(first)
         if package != __name__ or home is None:
             return None
-        return ModuleSpec(name, _AtHome(home + dot + inner))
+        return ModuleSpec(name, _AtHome(home + dot + inner))  # type: ignore[arg-type]  # no subclass
 
 
 sys.meta_path.insert(0, _PublicModules())
