@@ -155,13 +155,14 @@ def _look(url: str, name: str, step: int) -> dict[str, Any]:
 def _in_memory(url: str) -> dict[str, Any]:
     """Return the snapshots of a root that the agent of this node holds, if one runs, and why they are not
     known.  Starts none."""
-    from holdfast.tiers.memory.node import messages as w
-    from holdfast.tiers.memory.node.client import Client
     from holdfast.tiers.memory.node.segment import SOCKET, home
 
     rows: list[dict[str, Any]] = []
     if not (home() / SOCKET).exists():
         return {"snapshots": rows, "snapshots_problem": None}
+    from holdfast.tiers.memory.node import messages as w
+    from holdfast.tiers.memory.node.client import Client
+
     client, problem = Client(deadline_s=_LOOK_S), None
     try:
         jobs = client.ask(w.Status(), w.AgentReport).jobs
