@@ -284,7 +284,7 @@ without: refused
 torch._neg_view
 
 of: torch
-where: live/state/gradients live/state/sparse
+where: live/state/gradients live/state/composite_tensors
 why: the public calls copy, or refuse a tensor that is not coalesced
 without: refused
 torch.Tensor._values

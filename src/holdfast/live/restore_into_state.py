@@ -38,10 +38,9 @@ from holdfast.live.restore.compare import compare_tensors, judge_together
 from holdfast.live.restore.matching_by_order import by_order
 from holdfast.live.restore.materialising import materialise, nan_if_it_fails
 from holdfast.live.restore.mismatches import Mismatch, Problems, differs
-from holdfast.live.restore.one_memory import two_values
+from holdfast.live.restore.one_memory import Aside, read_overlapping, two_values
 from holdfast.live.restore.optimizer_states import StateChange
-from holdfast.live.restore.overlapping import Aside, read_overlapping
-from holdfast.live.restore.targets import RestoreOptions, entry_of, target_of
+from holdfast.live.restore.targets import LockedBlocks, RestoreOptions, entry_of, target_of
 from holdfast.live.sources import Sources
 from holdfast.live.state.devices import devices_in, wait_for
 from holdfast.live.state.module_wrappers import SECOND, has_wrappers
@@ -115,7 +114,8 @@ def _restore(checkpoint: Checkpoint, state: State, group: Group, options: Restor
         _tell_left_behind(error)
         raise
     finally:
-        count_writes(plan.live)
+        # filling the tensors' memory has counted no writes
+        count_write([t.source for t in plan.live.tensors.values()])
 
 
 def _in_turn(plan: _Plan) -> None:
@@ -136,11 +136,6 @@ def _tell_left_behind(error: BaseException) -> None:
             "that are in it now"
         )
         error.hint = f"{error.hint}; {late}" if error.hint else late
-
-
-def count_writes(live: Prepared) -> None:
-    """Raise the tensors' version counters: filling their memory did not."""
-    count_write([t.source for t in live.tensors.values()])
 
 
 def poison(live: Prepared, sources: Sources) -> None:
@@ -209,8 +204,6 @@ def _prepare(checkpoint: Checkpoint, given: State, group: Group, options: Restor
         wants, padded = _wanted(checkpoint, live, asides)
     peers = group if group.size > 1 else None
     if devices := devices_in(live):
-        from holdfast.live.restore.page_locked_blocks import LockedBlocks
-
         checkpoint.images.block_memory = partial(LockedBlocks, devices)
     read = plan_together(checkpoint.images, wants + restoring.wants, peers)
     return _Plan(restoring, partial(_begin, changes, padded), read, asides, sources)

@@ -71,15 +71,12 @@ def load_named(
     newest), and the number that was loaded.  If that step is deleted meanwhile and its name has moved to
     another one, that is loaded.  Collective."""
     url, step = located(address, named, group)
-    return (
-        url,
+    loaded = read_named(
         step,
-        read_named(
-            step,
-            lambda: located(address, named, group)[1],
-            lambda number: load_from(url, group, state, number, options, verify=verify),
-        ),
+        lambda: located(address, named, group)[1],
+        lambda number: load_from(url, group, state, number, options, verify=verify),
     )
+    return url, step, loaded
 
 
 def load_from(

@@ -325,7 +325,7 @@ def test_a_step_of_an_older_release_is_taken_in_its_order(tmp_path: Path, monkey
     stepped(*run)
     with monkeypatch.context() as older:
         older.setattr("holdfast.live.state.nameless_parameters.note_positions", lambda *_: None)
-        older.setattr("holdfast.live.state.in_objects.names_in_objects", lambda *_: {})
+        older.setattr("holdfast.live.state.nameless_parameters.names_in_objects", lambda *_: {})
         holdfast.save(tmp_path / "a", {"optim": run[1]}, step=1)
         holdfast.save(tmp_path / "b", {"agent": agent, "optim": agent.optim}, step=1)
     with holdfast.open(tmp_path / "b") as saved:

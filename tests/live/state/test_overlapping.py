@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.errors import LayoutError
-from holdfast.live.restore.overlapping import overlaps
+from holdfast.live.restore.one_memory import overlaps
 
 Make = Callable[[torch.Tensor], torch.Tensor]
 

@@ -7,7 +7,6 @@ entries of a module's state_dict() (`state.customised`), which are refused insid
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,7 @@ from holdfast.live.state.customised import (
 )
 from holdfast.live.state.encoding import encode_extra
 from holdfast.live.state.ignoring import trainable_marks
-from holdfast.live.state.module_wrappers import check_names, parts
+from holdfast.live.state.module_wrappers import check_names, first_names
 from holdfast.live.state.modules import (
     derives,
     extra_states,
@@ -217,9 +216,7 @@ class ModuleKind(Kind):
         return {
             entry: restore.decode(value)
             for entry, value in tree.items()
-            if entry in own.made
-            and restore.options.wanted(f"{self.key}.{own.name(entry)}")
-            and not any(referred(value))
+            if self._is_wanted(restore.options, own, entry) and not any(referred(value))
         }
 
     def has_extra(self) -> bool:
@@ -263,8 +260,8 @@ class ModuleKind(Kind):
             if tree is not None or own.tensors:
                 from holdfast.live.state.own_loading import put_own
 
-                wanted = partial(self._is_wanted, restore.options, own)
-                put_own(self.key, own, {e: v for e, v in saved.items() if wanted(e)})
+                wanted = [e for e in saved if self._is_wanted(restore.options, own, e)]
+                put_own(self.key, own, {e: saved[e] for e in wanted})
         if restore.is_whole:
             self._tell_loaded(restore)
 
@@ -332,10 +329,6 @@ def _frozen(live: Prepared, key: str, module: nn.Module) -> set[int]:
 
 
 def _deriving(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (prefix of names, submodule) for submodules that may derive values when they are loaded."""
+    """The submodules that may derive values when they are loaded, with the prefixes of their names."""
     root = unwrap(module)
-    few = {part for part in submodules(root) if derives(part)}
-    for prefix, part in parts(root) if few else ():
-        if part in few:
-            few.remove(part)
-            yield prefix, part
+    return first_names(root, {part for part in submodules(root) if derives(part)})

@@ -6,7 +6,6 @@ optimizer_states   memory for states of parameters         expected         stat
 matching_by_order  parameters without names                param_groups     parameter groups, saved and live
 nested             objects inside lists and dicts          filling          a script's own containers
 masters            16-bit weights and their masters        former_names     names of earlier versions
-overlapping        tensors whose elements share memory     one_memory       tensors that share memory
-composite_states   tensors that are made of several        values_per_rank  optimizers whose ranks differ
-result             the answer to the caller
+one_memory         tensors that share memory               values_per_rank  optimizers whose ranks differ
+composite_states   tensors that are made of several        result           the answer to the caller
 """

@@ -22,6 +22,7 @@ import torch
 
 from holdfast.base.errors import StateMismatch
 from holdfast.core.checkpoint.rows import Array
+from holdfast.live.state.placed import dtype_name
 from holdfast.live.state.tensor_kinds import writing
 
 _LARGE = (torch.float32, torch.float64)
@@ -57,7 +58,7 @@ class CastTarget:
 
 
 def _refusal(name: str, value: str, saved: torch.dtype, here: torch.dtype) -> StateMismatch:
-    kinds = str(saved).removeprefix("torch."), str(here).removeprefix("torch.")
+    kinds = dtype_name(saved), dtype_name(here)
     if value:
         line = f"{name}: saved as {kinds[0]}, and {value} is no {kinds[1]}, which it is here"
     else:

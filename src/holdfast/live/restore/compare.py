@@ -22,7 +22,7 @@ from holdfast.core.format.extras import DCP_NAMES, MADE_OF
 from holdfast.core.group import Group
 from holdfast.core.layout import Axis, Mesh, common_mesh
 from holdfast.live.restore.mismatches import Mismatch, Problems, differs
-from holdfast.live.restore.targets import RestoreOptions, is_known
+from holdfast.live.restore.targets import RestoreOptions, entry_of, is_known
 from holdfast.live.state.customised import OWN_EXTRA
 from holdfast.live.state.named import Prepared
 from holdfast.live.state.nameless_parameters import WAYS_OUT
@@ -40,13 +40,11 @@ OTHER_NAMES = (
 def compare_tensors(checkpoint: Checkpoint, live: Prepared, options: RestoreOptions) -> Problems:
     """Find differences between this rank's live tensors and the checkpoint."""
     found = Problems()
-    find, entries = checkpoint.manifest.find, checkpoint.manifest.tensors
     for name, t in live.tensors.items():
-        index = find(name)
-        if index is None:
+        entry, placed = entry_of(checkpoint, name), t.placed
+        if entry is None:
             found.missing.append(name)
             continue
-        entry, placed = entries[index], t.placed
         rows_differ = name in live.padded and _differ_in_rows(entry.shape, placed.shape)
         if entry.shape != placed.shape and not rows_differ:
             said = f"saved with shape {entry.shape}, here {placed.shape}"

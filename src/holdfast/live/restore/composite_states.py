@@ -17,10 +17,10 @@ from holdfast.base.errors import FormatError, StateMismatch
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.format.extras import MADE_OF
 from holdfast.live.restore.mismatches import Mismatch, Problems, differs
-from holdfast.live.state.composite_tensors import flatten_subclass
+from holdfast.live.restore.targets import entry_of
+from holdfast.live.state.composite_tensors import SPARSE, flatten
 from holdfast.live.state.named import Prepared
 from holdfast.live.state.placed import is_apart, torch_dtype
-from holdfast.live.state.sparse import COMPRESSED, said_of
 
 
 def made_otherwise(checkpoint: Checkpoint, live: Prepared, problems: Problems) -> None:
@@ -81,19 +81,17 @@ def _differences(
             )
             found.append(differs(f"{name}.{part}", why))
     for one in live.apart[name]:
-        entry = checkpoint.manifest.find(one)
-        t = live.tensors.get(one)
-        if entry is not None and t is not None:
-            saved = checkpoint.manifest.tensors[entry].dtype
-            if saved != t.placed.dtype:  # cast=True is of values, which these are not by themselves
-                found.append(differs(one, f"saved as {saved}, here {t.placed.dtype}"))
+        entry, t = entry_of(checkpoint, one), live.tensors.get(one)
+        # cast=True is of values, which these are not by themselves
+        if entry is not None and t is not None and entry.dtype != t.placed.dtype:
+            found.append(differs(one, f"saved as {entry.dtype}, here {t.placed.dtype}"))
     return found
 
 
 # -- states that an optimizer lacks -------------------------------------------------------------
 
 
-LAYOUTS = {str(layout): layout for layout in (torch.sparse_coo, *COMPRESSED)}
+LAYOUTS = {str(layout): layout for layout in SPARSE}
 
 
 def make_state(
@@ -131,11 +129,7 @@ def make_state(
 
 def description_of(tensor: torch.Tensor, name: str) -> dict[str, Any] | None:
     """The description of a tensor that is saved beside its parts; None for a tensor in one memory."""
-    if not is_apart(tensor):
-        return None
-    if tensor.layout in (torch.sparse_coo, *COMPRESSED):
-        return said_of(tensor)
-    apart = flatten_subclass(tensor, name)
+    apart = flatten(tensor, name) if is_apart(tensor) else None
     return None if apart is None else apart.said()
 
 

@@ -28,10 +28,10 @@ import torch
 from holdfast.base.errors import need, warn_user
 from holdfast.base.text import listed
 from holdfast.live.restore.mismatches import Mismatch
-from holdfast.live.restore.nested import below, is_object, item, items_of, map_items
+from holdfast.live.restore.nested import below, item, items_of, map_items
 from holdfast.live.state.named import LiveTensor
 from holdfast.live.state.optimizers import tensors_in
-from holdfast.live.state.recognising import is_loader, is_stateful
+from holdfast.live.state.recognising import is_loader, is_object, is_stateful
 
 need("torch", torch.UntypedStorage, "_cdata")
 

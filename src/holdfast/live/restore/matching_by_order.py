@@ -26,6 +26,7 @@ from holdfast.live.restore.param_groups import optimizer_body
 from holdfast.live.restore.targets import RestoreOptions
 from holdfast.live.state.nameless_parameters import (
     IS_POSITION,
+    are_proved,
     is_in_saved_order,
     same_shapes,
     shown_alike,
@@ -89,8 +90,6 @@ def _is_known(
     checkpoint: Checkpoint, key: str, state: State, params: dict[str, torch.Tensor]
 ) -> bool:
     """True if the order of parameters is proved otherwise than by shapes."""
-    from holdfast.live.state.masters_by_hand import are_proved
-
     saved = optimizer_body(checkpoint, key).get("masters", {})
     return is_in_saved_order(state[key]) or are_proved(saved, state, params)
 

@@ -178,14 +178,11 @@ def _has_meta(part: nn.Module) -> bool:
 def _device_for(tensor: torch.Tensor) -> torch.device:
     if isinstance(tensor, DTensor):
         kind = tensor.device_mesh.device_type
-        return (
-            torch.device(kind, torch.accelerator.current_device_index())
-            if kind != "cpu"
-            else (torch.device("cpu"))
-        )
-    return torch.empty(
-        0
-    ).device  # get_default_device() of torch 2.9 fails after set_default_device(None)
+        if kind == "cpu":
+            return torch.device("cpu")
+        return torch.device(kind, torch.accelerator.current_device_index())
+    # get_default_device() of torch 2.9 fails after set_default_device(None)
+    return torch.empty(0).device
 
 
 # -- a load that fails --------------------------------------------------------------------------

@@ -15,15 +15,13 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from holdfast.base.errors import UsageError
 from holdfast.core.format import extras
 from holdfast.live.restore.mismatches import Mismatch, differs
 from holdfast.live.state.loaded import loaded_states
 from holdfast.live.state.own_errors import naming
-from holdfast.live.state.recognising import State, is_loader, is_stateful, stages
+from holdfast.live.state.recognising import State, is_loader, is_object, stages
 
 LIVE, OBJECT = "$live", "$object"
 
@@ -132,11 +130,6 @@ def _has_objects(tree: Any) -> bool:
     if isinstance(tree, dict):
         return tree.keys() == {OBJECT} or any(map(_has_objects, tree.values()))
     return isinstance(tree, list) and any(map(_has_objects, tree))
-
-
-def is_object(value: Any) -> bool:
-    """True if `value`, where a list or a dict has it, is saved by its own state_dict()."""
-    return is_stateful(value) and not isinstance(value, (nn.Module, Optimizer))
 
 
 def nested(key: str, live: Any, tree: Any) -> Nested:

@@ -30,7 +30,7 @@ from holdfast.live.restore.param_groups import fill_in_place, optimizer_body, pl
 from holdfast.live.restore.targets import RestoreOptions, counts_stay, empty_in
 from holdfast.live.sources import Master
 from holdfast.live.state.named import Prepared
-from holdfast.live.state.optimizer_wrappers import stepping
+from holdfast.live.state.optimizer_wrappers import params_of, stepping
 from holdfast.live.state.optimizers import (
     LiveOptimizer,
     add_state,
@@ -287,8 +287,8 @@ def put_common_state(optimizer: Optimizer, saved: dict[str, Any] | None) -> None
     found, on_device = ({}, []) if saved is None else (saved["state"], saved["on_device"])
     for key in [k for k in state if not isinstance(k, torch.Tensor) and k not in found]:
         del state[key]
-    params = (p for group in optimizer.param_groups for p in group["params"])
-    device = next((local_of(p).device for p in params), torch.device("cpu"))
+    params = params_of(optimizer)
+    device = local_of(params[0]).device if params else torch.device("cpu")
     for key, value in found.items():
         if key in on_device:
             value = tree_map_only(torch.Tensor, lambda t: t.to(device), value)

@@ -17,6 +17,7 @@ import msgspec
 from holdfast.base.text import listed
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.group import Group
+from holdfast.live.restore.targets import entry_of
 from holdfast.live.state.named import LiveTensor
 
 
@@ -59,10 +60,9 @@ def lies_otherwise(checkpoint: Checkpoint, params: Iterable[LiveTensor], rank: i
     """True if this rank has other parts of these parameters than the rank of its number had."""
     manifest = checkpoint.manifest
     for t in params:
-        index = manifest.find(t.name)
-        if index is None:
+        entry = entry_of(checkpoint, t.name)
+        if entry is None:
             continue
-        entry = manifest.tensors[index]
         sharding = manifest.placement.table.shardings[entry.sharding]
         if sharding.held is not None:
             boxes = [box for _, box in sharding.held]

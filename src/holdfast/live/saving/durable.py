@@ -31,7 +31,7 @@ from holdfast.live.saving.operation import Draft, Request, SaveOperation
 from holdfast.live.saving.saver import Saver
 from holdfast.live.saving.stall_notice import HeldLong
 from holdfast.live.saving.steps import RootSteps
-from holdfast.live.saving.writing import write_image
+from holdfast.live.saving.writing import ImageToFill, write_blocks
 from holdfast.live.state.named import Collected
 from holdfast.live.state.snapshot import Buffer, PrivateBuffer, touch
 
@@ -237,10 +237,8 @@ class Durable:
             draft.filling.conclude()
             return None
         path, rank = f"{attempt}/r{self.group.rank:05d}.safetensors", self.group.rank
-        memory = draft.buffer.view
-        return write_image(
-            self.store, op.step, path, rank, memory, draft.image, draft.filling, self.group.check
-        )
+        blocks = ImageToFill(draft.buffer.view, draft.image, draft.filling, self.group.check)
+        return write_blocks(self.store, op.step, path, rank, draft.image, blocks)
 
     def _decide(self, op: SaveOperation, draft: Draft, attempt: str, answers: list[bytes]) -> bytes:
         """Rank 0: commit if every rank has written."""

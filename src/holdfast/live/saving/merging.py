@@ -47,20 +47,16 @@ def merge_extras(key: str, versions_: list[Any]) -> Any:
         return {name: one for version in versions_ for name, one in version.items()}
     groups: list[Any] = []
     states: dict[str, Any] = {}
-    orders: dict[str, Any] = {}
-    plains: dict[str, Any] = {}
-    has_plains = any("plain" in one["$optimizer"] for one in versions_)
-    masters: dict[str, Any] = {}
-    has_masters = any("masters" in one["$optimizer"] for one in versions_)
+    rest: dict[str, dict[str, Any]] = {}
     hypers: dict[str, Any] = {}
     for one in versions_:
         body = one["$optimizer"]
         for name in body["state"].keys() & states.keys():
             _check_same(f"{key}.{name}", states[name], body["state"][name])
         states |= body["state"]
-        orders |= body.get("order", {})
-        plains |= body.get("plain", {})
-        masters |= body.get("masters", {})
+        for what in ("order", "plain", "masters"):
+            if what in body:
+                rest.setdefault(what, {}).update(body[what])
         for number, group in enumerate(body["groups"]):
             for name in group["params"]:
                 where = f"{key}: the parameter group of {name}"
@@ -71,10 +67,7 @@ def merge_extras(key: str, versions_: list[Any]) -> Any:
                 same[0]["params"] += [p for p in group["params"] if p not in known]
             else:
                 groups.append({"number": number, **group, "params": list(group["params"])})
-    found: dict[str, Any] = {"groups": groups, "state": states}
-    found |= ({"order": orders} if orders else {}) | ({"plain": plains} if has_plains else {})
-    found |= {"masters": masters} if has_masters else {}
-    return {"$optimizer": found}
+    return {"$optimizer": {"groups": groups, "state": states, **rest}}
 
 
 def _check_same(where: str, one: dict[str, Any], other: dict[str, Any]) -> None:

@@ -42,6 +42,7 @@ class ImageToFill:
     image: Image
     filling: FillProgress
     check: Callable[[], None]
+    """Called before each block; raises when the image is no longer needed."""
 
     def block(self, start: int, stop: int) -> memoryview:
         """Wait for the copier."""
@@ -54,25 +55,6 @@ class ImageToFill:
         self.filling.conclude()
         self.memory[self.image.table_start : self.image.total_bytes] = table
         return self.memory[start : self.image.total_bytes]
-
-
-def write_image(
-    store: Store,
-    step: int,
-    path: str,
-    rank: int,
-    view: memoryview,
-    image: Image,
-    filling: FillProgress,
-    check: Callable[[], None],
-) -> FileEntry:
-    """Digest and write an image while it is being filled, as `path` below a step's folder.
-
-    Blocks.  Raises the copier's error, or that of `check`, which is called before each block and raises
-    when the image is no longer needed.
-    """
-    blocks = ImageToFill(view, image, filling, check)
-    return write_blocks(store, step, path, rank, image, blocks)
 
 
 def write_blocks(

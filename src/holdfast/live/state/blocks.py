@@ -150,12 +150,11 @@ def _in_boxes(block: tuple[int, ...], outer: Outer) -> BlockPlacement | None:
 def _by_shard(shape: tuple[int, ...], outer: Outer) -> BlockPlacement:
     """The placement of a shard's own tensor in the stack over all shards."""
     mesh, placements = outer.tensor.device_mesh, outer.tensor.placements
+    order = shard_order(placements, tuple(mesh.shape))
     at, number, index = mesh.get_coordinate(), 1, 0
-    for mesh_dim, _ in shard_order(placements, tuple(mesh.shape)):
+    for mesh_dim, _ in order:
         number *= mesh.size(mesh_dim)
         index = index * mesh.size(mesh_dim) + at[mesh_dim]
-    cuts = [
-        f"dim {dim} over {mesh.size(m)}" for m, dim in shard_order(placements, tuple(mesh.shape))
-    ]
+    cuts = [f"dim {dim} over {mesh.size(m)}" for m, dim in order]
     box = Box((index, *(0 for _ in shape)), (index + 1, *shape))
     return BlockPlacement(f"by shard of {', '.join(cuts)}", (number, *shape), box, None)

@@ -94,8 +94,7 @@ class Blockwise:
         )
 
     def _states(self, p: torch.Tensor) -> dict[str, Any]:
-        found: dict[str, Any] = self._optimizer.state.get(p, {})
-        return found
+        return self._optimizer.state.get(p, {})
 
     def _is_large(self, p: torch.Tensor) -> bool:
         return local_of(p).numel() * p.itemsize > self._block_bytes

@@ -293,12 +293,10 @@ def _has_state_of_samplers(saved: Any) -> bool:
     """True if the state of a loader of torchdata's has one of a sampler's own iterator."""
     if not isinstance(saved, Mapping):
         return False
-    at = (saved.get("_snapshot") or {}).get(
-        "_main_snapshot"
-    ) or saved  # the first with several workers
+    # the first with several workers
+    at = (saved.get("_snapshot") or {}).get("_main_snapshot") or saved
     own = at.get("_sampler_iter_state")
-    if (
-        isinstance(own, Mapping) and "samples_yielded" in own
-    ):  # of batches of torchdata's, around it
+    # of batches of torchdata's, around it
+    if isinstance(own, Mapping) and "samples_yielded" in own:
         own = own.get("sampler_iter_state")
     return own is not None

@@ -34,6 +34,16 @@ FORM = "{'model': engine, 'optim': engine.optimizer}"
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """Attributes that a loss scaler learns in a run; its window and limits are the configuration's."""
+FLAT = {
+    "DeepSpeedZeroOptimizer": (
+        "bit16_groups",
+        "bit16_groups_flat",
+        "single_partition_of_fp32_groups",
+    ),
+    "BF16_Optimizer": ("bf16_groups", "bf16_groups_flat", "fp32_groups_flat_partition"),
+    "FP16_Optimizer": ("fp16_groups", "fp16_groups_flat", "fp32_groups_flat"),
+}
+"""Attributes with the parameters of each group, its flat weights and flat master, by kind of wrapper."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,27 +240,12 @@ def zero_of(value: Any) -> Zero:
     kind = _kind(wrapper)
     if kind == "DeepSpeedZeroOptimizer_Stage3":
         return _stage3(value, wrapper)
-    if kind == "DeepSpeedZeroOptimizer":
-        return _flattened(
-            value,
-            wrapper.bit16_groups,
-            wrapper.bit16_groups_flat,
-            wrapper.single_partition_of_fp32_groups,
-            [get_rank(group) for group in wrapper.real_dp_process_group],
-        )
-    if kind == "BF16_Optimizer":
-        return _flattened(
-            value,
-            wrapper.bf16_groups,
-            wrapper.bf16_groups_flat,
-            wrapper.fp32_groups_flat_partition,
-            [get_rank(group) for group in wrapper.real_dp_process_group],
-        )
-    if kind == "FP16_Optimizer":
-        ranks = [0] * len(wrapper.fp16_groups)
-        return _flattened(
-            value, wrapper.fp16_groups, wrapper.fp16_groups_flat, wrapper.fp32_groups_flat, ranks
-        )
+    if kind in FLAT:
+        groups, weights, masters = (getattr(wrapper, name) for name in FLAT[kind])
+        if kind == "FP16_Optimizer":  # each rank has all of it
+            return _flattened(value, groups, weights, masters, [0] * len(groups))
+        ranks = [get_rank(group) for group in wrapper.real_dp_process_group]
+        return _flattened(value, groups, weights, masters, ranks)
     if kind == "FP16_UnfusedOptimizer":
         return _unfused(value, wrapper)
     if wrapper is None:
@@ -370,14 +365,14 @@ def _partition(p: Any, tensor: torch.Tensor, inner: Optimizer | None, at: int) -
 
 
 def _unfused(engine: Any, wrapper: Any) -> Zero:
-    pairs = [
-        (id(p), master)
+    whole = {
+        id(p): master
         for params, masters in zip(wrapper.fp16_groups, wrapper.fp32_groups)
         for p, master in zip(params, masters)
-    ]
+    }
     inner = wrapper.optimizer
     groups = list(zip(inner.param_groups, wrapper.fp16_groups))
-    return _zero(engine, inner, groups, whole=dict(pairs))
+    return _zero(engine, inner, groups, whole=whole)
 
 
 def _zero(

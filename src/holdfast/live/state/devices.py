@@ -54,9 +54,8 @@ def devices_in(live: NamedTensors) -> list[torch.device]:
     """The devices that this rank has tensors of a state on."""
     if live.devices is None:
         tensors = live.tensors.values()
-        on_host = all(
-            t.placed.local.is_cpu for t in tensors
-        )  # which is asked within each save's call
+        # which is asked within each save's call
+        on_host = all(t.placed.local.is_cpu for t in tensors)
         live.devices = [] if on_host else devices_of(p.local for t in tensors for p in t.parts)
         _met.update(live.devices)
     return live.devices
@@ -81,10 +80,8 @@ def _accelerator() -> str:
     """The kind of this machine's devices; empty if it has none."""
     try:
         accelerator = torch.accelerator.current_accelerator()
-    except (
-        RuntimeError
-    ):  # torch 2.6 that is made for CUDA, without a device; newer ones return None
-        return ""
+    except RuntimeError:
+        return ""  # torch 2.6 that is made for CUDA, without a device; newer ones return None
     return "" if accelerator is None else accelerator.type
 
 

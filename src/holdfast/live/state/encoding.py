@@ -7,9 +7,7 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from holdfast.base.errors import UsageError
@@ -20,8 +18,8 @@ from holdfast.live.state.devices import wait_for_writers
 from holdfast.live.state.loaded import loaded_states
 from holdfast.live.state.named import Collected
 from holdfast.live.state.own_errors import naming
-from holdfast.live.state.placed import memory_of, torch_dtype
-from holdfast.live.state.recognising import is_loader, is_stateful
+from holdfast.live.state.placed import dtype_name, memory_of, torch_dtype
+from holdfast.live.state.recognising import is_loader, is_object
 from holdfast.live.state.tensor_kinds import check_kind
 
 RESIZE_RULES = ("same", "rank0", "redistribute", "fresh")
@@ -51,7 +49,7 @@ def encode_extra(
     def on_other(leaf: Any, path: str) -> Any:
         name = f"{key}.{path}" if path else key
         if isinstance(leaf, torch.dtype):
-            return {"$dtype": str(leaf).removeprefix("torch.")}
+            return {"$dtype": dtype_name(leaf)}
         if inline and isinstance(leaf, torch.Tensor) and leaf.is_quantized:
             from holdfast.live.state.quantised import quantised_parts
 
@@ -69,7 +67,7 @@ def encode_extra(
             live.contents.setdefault(key, []).append(content_digest(leaf))
             live.add(name, "tensor", leaf, steady=False)
             return {"$at": name}
-        if is_stateful(leaf) and not isinstance(leaf, (nn.Module, Optimizer)):
+        if is_object(leaf):
             objects.append((path, leaf, {"$object": None}))
             return objects[-1][-1]
         if isinstance(leaf, torch.Size):
@@ -146,8 +144,9 @@ def inline_tensor(tensor: torch.Tensor) -> dict[str, Any]:
         tensor = tensor.full_tensor()
     plain = _plain(tensor)
     data = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return {"$tensor": [dtype, list(tensor.shape), base64.b64encode(data).decode()]}
+    return {
+        "$tensor": [dtype_name(tensor.dtype), list(tensor.shape), base64.b64encode(data).decode()]
+    }
 
 
 def outline_tensor(body: Any) -> torch.Tensor:

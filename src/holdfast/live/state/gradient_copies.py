@@ -80,9 +80,8 @@ class Lender:
         before = self._before.get(key)
         self._before[key] = [StorageWeakRef(g.untyped_storage()) for g in grads]
         if before is not None:
-            known = {
-                storage.cdata for storage in before
-            }  # numbers of their own, while these are held
+            # numbers of their own, while these are held
+            known = {storage.cdata for storage in before}
             if any(storage.cdata in known for storage in self._before[key]):
                 self._staying.add(key)
             self._anew[key] += 1

@@ -22,11 +22,11 @@ import torch
 
 from holdfast.base.errors import need
 from holdfast.live.state.observer import calls_hooks
-from holdfast.live.state.optimizer_wrappers import stepping
+from holdfast.live.state.optimizer_wrappers import params_of, stepping
 from holdfast.live.state.placed import local_of, memory_of
 from holdfast.live.state.recognising import State
 from holdfast.live.state.several import combined_parts
-from holdfast.live.state.writes import count_and_address, times_written
+from holdfast.live.state.writes import Mark, times_written
 
 need("torch", torch.Tensor, "_values")
 
@@ -47,11 +47,11 @@ class PendingGradients:
 
     def __init__(self) -> None:
         self._params: list[Any] = []
-        self._behind: list[Any] = []
+        self._behind: list[Mark | None] = []
         """Marks of their gradients then."""
-        self._before: list[Any] = []
+        self._before: list[Mark | None] = []
         """Marks of the gradients at the call before the last."""
-        self._now: list[Any] = []
+        self._now: list[Mark | None] = []
         self.kept: KeptGradients | None = None
         """Gradients that were there at the last save, if there were any."""
         self._may_skip = False
@@ -60,7 +60,7 @@ class PendingGradients:
     def choose(self, state: State) -> None:
         """Choose parameters among those of the optimizers of a state, between two steps."""
         found = [
-            [p for group in part.param_groups for p in group["params"] if p.requires_grad]
+            [p for p in params_of(part) if p.requires_grad]
             for value in state.values()
             for part in _parts(value)
         ]
@@ -75,7 +75,7 @@ class PendingGradients:
 
     def stepped(self) -> None:
         """Note the gradients behind a step.  Called in the hook, for each step of any optimizer."""
-        self._behind = [_seen(p.grad) for p in self._params]
+        self._behind = [_mark(p.grad) for p in self._params]
 
     def look(self) -> None:
         """Note the gradients at a call of the script, where their later use depends on it."""
@@ -83,7 +83,7 @@ class PendingGradients:
             self.kept = None
         if self._may_skip:
             self._before = self._now
-            self._now = [_seen(p.grad) for p in self._params]
+            self._now = [_mark(p.grad) for p in self._params]
 
     def keep(self, step: int) -> None:
         """Keep the marks of gradients that are pending at the save of a step."""
@@ -96,14 +96,12 @@ class PendingGradients:
         same = len(self._before) == len(self._params)
         before = self._before if same else [None] * len(self._params)
         for p, behind, earlier in zip(self._params, self._behind, before):
-            grad, seen = p.grad, _seen(p.grad)
-            if (
-                grad is None
-                or _is_same(seen, behind)
-                or (has_stepped and grad.device.type != "cpu")
-            ):
+            grad, mark = p.grad, _mark(p.grad)
+            if mark is None or (behind is not None and not mark.differs(behind)):
                 continue
-            if self._may_skip and not _is_the_same_written_again(seen, earlier):
+            if has_stepped and grad.device.type != "cpu":
+                continue
+            if self._may_skip and not _is_written_again(mark, earlier):
                 continue
             values = _values(grad)
             if values is not None and values.any() and values.isfinite().all():
@@ -119,11 +117,11 @@ class KeptGradients:
     once between two calls of the script.
     """
 
-    def __init__(self, step: int, pairs: list[tuple[Any, Any]]) -> None:
+    def __init__(self, step: int, pairs: list[tuple[Any, Mark | None]]) -> None:
         """`pairs`: parameters with gradients, each with the mark of its gradient behind the last step."""
         self.step = step
         self._kept = [(p, weakref.ref(p.grad), _writes(p.grad)) for p, _ in pairs]
-        self._is_renewed = all(b is not None and b[0]() is not p.grad for p, b in pairs)
+        self._is_renewed = all(b is not None and b.tensor() is not p.grad for p, b in pairs)
         """True if the script clears gradients by None."""
         self._is_added_to = False
         """True if a later backward has added to them."""
@@ -142,7 +140,7 @@ class KeptGradients:
     def are_used_by(self, optimizer: Any) -> bool | None:
         """True if a step that has ended has used them, False if it had others, None if it is the step of
         another optimizer.  What clips or unscales has written them, too."""
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        own = set(map(id, params_of(optimizer)))
         if not any(id(p) in own for p, *_ in self._kept):
             return None
         self._is_renewed |= self._is_added_to
@@ -181,14 +179,11 @@ def _spread(params: list[Any], number: int) -> list[Any]:
     return having[:: max(1, len(having) // number)][:number]
 
 
-def _seen(grad: Any) -> Any:
+def _mark(grad: Any) -> Mark | None:
     """A mark that tells whether a gradient is the same later, and not written."""
-    return None if grad is None else (weakref.ref(grad), count_and_address(grad))
+    return None if grad is None else Mark.of(grad)
 
 
-def _is_same(now: Any, before: Any) -> bool:
-    return before is not None and now[0]() is before[0]() and now[1] == before[1]
-
-
-def _is_the_same_written_again(now: Any, before: Any) -> bool:
-    return before is not None and now[0]() is before[0]() and now[1] != before[1]
+def _is_written_again(now: Mark, before: Mark | None) -> bool:
+    """True if a gradient is the same as before, and was written since."""
+    return before is not None and now.tensor() is before.tensor() and now.differs(before)

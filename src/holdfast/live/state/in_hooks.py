@@ -39,8 +39,8 @@ from torch.optim import Optimizer
 
 from holdfast.base.errors import UsageError, need, warn_user
 from holdfast.base.text import listed
-from holdfast.live.state.optimizer_wrappers import shown_optimizer, stepping
-from holdfast.live.state.recognising import State, is_of_framework, modules_in
+from holdfast.live.state.optimizer_wrappers import params_of, shown_optimizer, stepping
+from holdfast.live.state.recognising import State, is_of_framework, modules_in, parameters_in
 from holdfast.live.state.several import (
     MAX_NAMED,
     combined_parts,
@@ -98,7 +98,7 @@ def _has(state: State, kept: Any) -> bool:
 def check_in_backward(state: State, stepped: Iterable[Any] = ()) -> None:
     """UsageError for optimizers that step in backward and are not in the state, where a module with their
     parameters is.  `stepped`: those that were seen to step there."""
-    parameters = list(_parameters(state))
+    parameters = list(parameters_in(state))
     hung = [one for *_, p in parameters for one in getattr(p, "_in_backward_optimizers", ())]
     candidates = {id(one): one for one in (*hung, *stepped)}
     if not candidates:
@@ -108,7 +108,7 @@ def check_in_backward(state: State, stepped: Iterable[Any] = ()) -> None:
     for one in candidates.values():
         # steps of one that was made around another are that one's
         if known.isdisjoint(map(id, (one, *inner_optimizers(one).values()))):
-            for p in _params_of(one):
+            for p in params_of(one):
                 owners.setdefault(id(p), []).append(type(one).__name__)
     lost: dict[str, list[str]] = {}
     for key, name, p in parameters:
@@ -129,10 +129,10 @@ def tell_gradient_hooks(state: State) -> None:
     optimizer of the state has."""
     if is_of_framework(state):
         return
-    served = {id(p) for one in _optimizers_of(state) for p in _params_of(one)}
+    served = {id(p) for one in _optimizers_of(state) for p in params_of(one)}
     names = [
         f"{key}.{name}"
-        for key, name, p in _parameters(state)
+        for key, name, p in parameters_in(state)
         if getattr(p, "_post_accumulate_grad_hooks", None) and id(p) not in served
     ]
     if names:
@@ -142,16 +142,6 @@ def tell_gradient_hooks(state: State) -> None:
             "over, too",
             notice="hooked-parameters",
         )
-
-
-def _parameters(state: State) -> Iterator[tuple[str, str, nn.Parameter]]:
-    """Yield key, name and parameter for all modules of a state."""
-    for key, module in modules_in(state):
-        yield from ((key, name, p) for name, p in module.named_parameters())
-
-
-def _params_of(optimizer: Any) -> list[Any]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _optimizers_of(state: State) -> Iterator[Any]:

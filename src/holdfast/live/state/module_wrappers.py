@@ -111,6 +111,18 @@ def parts(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield prefix, module
 
 
+def first_names(root: nn.Module, few: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield as `parts` does, but only these modules of a tree, each under its first name."""
+    if few <= {root}:
+        yield from (("", part) for part in few)
+        return
+    left = set(few)
+    for prefix, part in parts(root):
+        if part in left:
+            left.remove(part)
+            yield prefix, part
+
+
 def paths(root: nn.Module, *, second: bool = False) -> Iterator[tuple[str, str, nn.Module]]:
     """Yield (prefix, path, module): as `parts`, and what names begin with where wrappers are left in them.
     `second`: Fabric's modules by both paths that lead to them."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from holdfast.base.errors import need
 from holdfast.live.sources import frameworks
-from holdfast.live.state.module_wrappers import Wrappers, parts
+from holdfast.live.state.module_wrappers import Wrappers, first_names, parts
 from holdfast.live.state.tensor_kinds import check_unit
 
 need(
@@ -113,15 +113,11 @@ def has_extra_state(kind: type[nn.Module]) -> bool:
 def extra_states(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Modules with state of their own (`get_extra_state`)."""
     module = unwrap(module)
-    if not any(map(has_extra_state, set(map(type, submodules(module))))):
-        return  # and nothing is to be named
-    names = names_in(module)
-    seen: set[int] = set()
-    for prefix, part in parts(module):
-        if id(part) not in seen and has_extra_state(type(part)):
-            seen.add(id(part))
-            own = f"{prefix}_extra_state"
-            yield names.get(own, (own,))[0], part
+    few = {part for part in submodules(module) if has_extra_state(type(part))}
+    names = names_in(module) if few else {}
+    for prefix, part in first_names(module, few):
+        own = f"{prefix}_extra_state"
+        yield names.get(own, (own,))[0], part
 
 
 def derives(part: nn.Module) -> bool:

@@ -59,11 +59,6 @@ class LiveTensor(msgspec.Struct, frozen=True, eq=False):
         """Count that grows with every write by way of the tensor or of its local part."""
         return write_count(self.source, self.counted)
 
-    @property
-    def is_still_there(self) -> bool:
-        """True if the source lies where it did when placed."""
-        return self.origin is not None and self.origin.still_has(self.source)
-
 
 class Misfit(msgspec.Struct, frozen=True):
     """An optimizer, by its key, whose saved states do not fit, and why."""
@@ -175,7 +170,9 @@ class Collected(NamedTensors):
         known = self.before.get(name)
         if known is None or known.source is not tensor or name in self.tensors:
             return False
-        if (known.state, known.steady) != (state, steady) or not known.is_still_there:
+        if (known.state, known.steady) != (state, steady):
+            return False
+        if known.origin is None or not known.origin.still_has(tensor):
             return False
         self.tensors[name] = known
         return True

@@ -43,7 +43,7 @@ from enum import IntEnum, auto
 from functools import partial
 from itertools import takewhile
 from types import FrameType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import torch
@@ -52,6 +52,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 from holdfast.base.errors import need
 from holdfast.live.state.graphs import is_capturing
@@ -75,12 +76,6 @@ class HookOrder(IntEnum):
     """Called first of all after the step."""
     RECORDS = auto()
     """Called after the step among the others, in the order of registration."""
-
-
-class Handle(Protocol):
-    """A registered hook."""
-
-    def remove(self) -> None: ...
 
 
 class StepCall(msgspec.Struct, Generic[Name], frozen=True):
@@ -139,7 +134,7 @@ class Observer(Generic[Name]):
         self._pid = os.getpid()
         self._numbers: dict[Name, tuple[Any, int]] = {}
         """Each optimizer, and the number of the hook before its steps."""
-        self._handles: list[Handle] = []
+        self._handles: list[RemovableHandle] = []
         for name, optimizer in optimizers.items():
             begins = _Hook(order, partial(self._begins, name, optimizer))
             first = optimizer.register_step_pre_hook(begins)
@@ -213,13 +208,12 @@ def _ours(hooks: OrderedDict[int, Any]) -> list[tuple[HookOrder, int]]:
     return [(hook.order, n) for n, hook in hooks.items() if isinstance(hook, _Hook)]
 
 
-def before_every_step(call: Callable[[], None]) -> Handle:
+def before_every_step(call: Callable[[], None]) -> RemovableHandle:
     """Have `call` called before each step of any torch optimizer, ahead of the hooks of that optimizer."""
-    handle: Handle = register_optimizer_step_pre_hook(lambda *_: call())
-    return handle
+    return register_optimizer_step_pre_hook(lambda *_: call())
 
 
-def after_every_step(call: Callable[[Any], None]) -> Handle:
+def after_every_step(call: Callable[[Any], None]) -> RemovableHandle:
     """Have `call` called with the optimizer after each step of any torch optimizer, but for compiled
     ones."""
 
@@ -227,8 +221,7 @@ def after_every_step(call: Callable[[Any], None]) -> Handle:
         if not torch.compiler.is_compiling():
             call(optimizer)
 
-    handle: Handle = register_optimizer_step_post_hook(called)
-    return handle
+    return register_optimizer_step_post_hook(called)
 
 
 class StepCounts:
@@ -250,7 +243,7 @@ class StepCounts:
         self._in_backward: dict[int, weakref.ref[Any]] = {}
         """The optimizers that have stepped in a backward pass since `forget`, by id."""
         self._also = also
-        self._handle: Handle = register_optimizer_step_post_hook(self._ended)
+        self._handle = register_optimizer_step_post_hook(self._ended)
 
     def _ended(self, optimizer: Any, *_: Any) -> None:
         if torch.compiler.is_compiling():
@@ -323,8 +316,7 @@ def unhooked(optimizer: Optimizer) -> Any:
 
 def hooked(make: Callable[[Any], None]) -> Callable[[Any], None]:
     """The function that makes an optimizer's step by `make`, with its hooks around that."""
-    made: Callable[[Any], None] = Optimizer.profile_hook_step(make)
-    return made
+    return Optimizer.profile_hook_step(make)
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from holdfast.base.text import listed
 from holdfast.live.state.ignoring import Ignored
 from holdfast.live.state.observer import calls_hooks
 
-NOTHING: Mapping[str, list[str]] = MappingProxyType({})
 ELEMENTWISE = frozenset(
     [
         "Adadelta",
@@ -44,6 +42,11 @@ def is_zero1(optimizer: Any) -> bool:
     return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
 
+def params_of(optimizer: Any) -> list[Any]:
+    """The parameters of an optimizer, group after group."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def stepping(optimizer: Optimizer) -> Optimizer:
     """The optimizer that makes the steps and has the states: ZeroRedundancyOptimizer's inner one."""
     return optimizer.optim if is_zero1(optimizer) else optimizer
@@ -63,9 +66,7 @@ def shown_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-def check_own_state(
-    key: str, optimizer: Any, saved: Any, outside: Mapping[str, list[str]] = NOTHING
-) -> None:
+def check_own_state(key: str, optimizer: Any, saved: Any, outside: Mapping[str, list[str]]) -> None:
     """UsageError for an optimizer whose state_dict() has more than states and groups, which are all that is
     saved, unless that is ignored: its own, or those of the optimizers that it was made around, which are
     `saved` in its place.  `outside`: attributes with tensors that nothing saves, which are refused, too.

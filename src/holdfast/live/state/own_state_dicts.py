@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from holdfast.base.errors import need
-from holdfast.live.state.module_wrappers import parts
+from holdfast.live.state.module_wrappers import first_names, parts
 from holdfast.live.state.modules import has_extra_state, submodules
 
 need("torch", nn.Module, "_save_to_state_dict", "_state_dict_hooks", "_state_dict_pre_hooks")
@@ -39,15 +39,9 @@ HARMLESS = ("torch.distributed.", "torch.nn.utils.", "holdfast.")
 
 
 def asked(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (prefix of names, submodule) for submodules whose state_dict() may have own entries."""
+    """The submodules whose state_dict() may have own entries, with the prefixes of their names."""
     few = {part for part in submodules(root) if not _is_plain_one(part) and _has_own_way(part)}
-    if few <= {root}:
-        yield from (("", part) for part in few)
-        return
-    for prefix, part in parts(root):
-        if part in few:
-            few.remove(part)
-            yield prefix, part
+    return first_names(root, few)
 
 
 def _is_plain_one(part: nn.Module) -> bool:
@@ -120,11 +114,9 @@ def memory_place(tensor: torch.Tensor) -> tuple[Any, ...] | None:
 
 def is_same(tensor: torch.Tensor, other: Any) -> bool:
     """True if two values are one tensor, or lie in the same memory."""
-    if tensor is other:
-        return True
-    return (
-        isinstance(other, torch.Tensor) and memory_place(tensor) == memory_place(other) is not None
-    )
+    if tensor is other or not isinstance(other, torch.Tensor):
+        return tensor is other
+    return memory_place(tensor) == memory_place(other) is not None
 
 
 def _span(tensor: torch.Tensor) -> StorageSpan | None:

@@ -21,6 +21,7 @@ from torch import nn
 
 from holdfast.base.errors import FormatError, need
 from holdfast.core.format.extras import Unsaved
+from holdfast.live.state.placed import dtype_name
 
 # -- torch's own -------------------------------------------------------------------------------------
 
@@ -34,7 +35,7 @@ def quantised_parts(tensor: torch.Tensor, path: str) -> dict[str, Any]:
     Unsaved for other kinds of quantisation; `path` is where it lies.
     """
     scheme = str(tensor.qscheme()).removeprefix("torch.")
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype = dtype_name(tensor.dtype)
     if dtype in ("qint8", "quint8", "qint32") and scheme == _PER_TENSOR:
         scales = {"scale": tensor.q_scale(), "zero_point": tensor.q_zero_point()}
     elif dtype in ("qint8", "quint8", "qint32") and scheme == _PER_CHANNEL:

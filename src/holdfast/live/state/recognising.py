@@ -22,6 +22,11 @@ def is_stateful(value: Any) -> bool:
     return not isinstance(value, type) and all(callable(getattr(value, n, None)) for n in names)
 
 
+def is_object(value: Any) -> bool:
+    """True if a value, where a list or a dict has it, is saved by its own state_dict()."""
+    return is_stateful(value) and not isinstance(value, (nn.Module, Optimizer))
+
+
 def is_loader(value: Any) -> bool:
     """True if an object yields data: then its position means nothing on other ranks."""
     return hasattr(value, "__iter__") and hasattr(value, "state_dict")
@@ -41,6 +46,12 @@ def modules_in(state: State) -> Iterator[tuple[str, nn.Module]]:
     """Yield (key, module) for each module of a state; a list of pipeline stages has several."""
     for key, value in state.items():
         yield from ((key, module) for module in stages(value) or ())
+
+
+def parameters_in(state: State) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """Yield key, name and parameter for all modules of a state."""
+    for key, module in modules_in(state):
+        yield from ((key, name, p) for name, p in module.named_parameters())
 
 
 def saves_itself(value: Any) -> bool:
@@ -114,9 +125,8 @@ def check_keys(
                 if is_state_dict
                 else None,
             )
-        if type(key) is not str and f"{key}" != str.__str__(
-            key
-        ):  # as of an enum: names begin with it
+        # as of an enum: names begin with it
+        if type(key) is not str and f"{key}" != str.__str__(key):
             raise UsageError(
                 f"key {key!r} of the state must be a plain text: it is written as '{key}'",
                 hint=f"give {str.__str__(key)!r} itself",

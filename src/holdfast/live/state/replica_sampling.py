@@ -48,15 +48,16 @@ class Replicated:
     name: str
     index: int
     """Number of the tensor in the plan."""
-    part: int
-    number: int
-    """Its number among this rank's parts of the tensor."""
     kind: Class
 
+    @property
+    def part(self) -> int:
+        return self.kind[1]
 
-def value_of(t: LiveTensor, number: int, kept: SetAside) -> torch.Tensor:
-    """A part of a tensor as it was at the call."""
-    return kept.get((t.name, number), t.parts[number].local)
+
+def value_of(t: LiveTensor, kept: SetAside) -> torch.Tensor:
+    """This rank's part of a tensor, the first if it has several, as it was at the call."""
+    return kept.get((t.name, 0), t.placed.local)
 
 
 @dataclass
@@ -77,7 +78,7 @@ class Sampler:
         """Take samples of these from now on."""
         classes: dict[Class, list[tuple[bool, int, int, Replicated]]] = {}
         for one in held:
-            size = tensors[one.name].parts[one.number].local.nbytes
+            size = tensors[one.name].placed.local.nbytes
             classes.setdefault(one.kind, []).append((not one.kind[2], size, one.index, one))
         self._each, self._tenths = [], [[] for _ in range(ROUNDS)]
         self._views.clear()
@@ -98,7 +99,7 @@ class Sampler:
         pieces: defaultdict[tuple[Class, torch.device], list[tuple[Replicated, torch.Tensor]]]
         pieces = defaultdict(list)
         for one in (*self._each, *self._tenths[self.round % ROUNDS]):
-            local = value_of(tensors[one.name], one.number, kept)
+            local = value_of(tensors[one.name], kept)
             known = self._views.get(one.name)
             if known is not None and known[0] is local:
                 pieces[one.kind, known[1].device].append((one, known[1]))
@@ -183,10 +184,15 @@ def differing_classes(samples: list[Sample | None]) -> tuple[int, list[Class]]:
     following = 1 + max((one[0] for one in taken), default=-1)
     if len(taken) < len(samples) or len({one[0] for one in taken}) != 1:
         return following, []
+    return following, differing(digests for _, digests in taken)
+
+
+def differing(each: Iterable[Mapping[Class, int]]) -> list[Class]:
+    """The classes of which two ranks have other digests."""
     first: dict[Class, int] = {}
-    differing: dict[Class, None] = {}
-    for _, digests in taken:
+    found: dict[Class, None] = {}
+    for digests in each:
         for kind, value in digests.items():
             if first.setdefault(kind, value) != value:
-                differing[kind] = None
-    return following, list(differing)
+                found[kind] = None
+    return list(found)

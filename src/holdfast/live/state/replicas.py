@@ -41,7 +41,7 @@ from holdfast.live.state.agreed import Class, Sample, SampleRow
 from holdfast.live.state.arrays import raw_array
 from holdfast.live.state.devices import devices_of, on, wait_for
 from holdfast.live.state.named import Collected, LiveTensor
-from holdfast.live.state.replica_sampling import Replicated, Sampler, value_of
+from holdfast.live.state.replica_sampling import Replicated, Sampler, differing, value_of
 from holdfast.live.state.snapshot import SetAside, StateView
 
 MAX_LISTED = 20
@@ -184,9 +184,8 @@ class Replicas:
                 self._arranged_for = placement
             with torch.no_grad():
                 return self._sampler.take(tensors, kept, moment.ready)
-        except (
-            Exception
-        ) as error:  # a save without its sample is as good as one before there were any
+        except Exception as error:
+            # a save without its sample is as good as one before there were any
             emit("replicas.unsampled", error=str(error))
             return None
 
@@ -223,8 +222,7 @@ def _mesh_of(t: LiveTensor) -> list[int]:
     """The ranks of the mesh of a DTensor; none of a plain tensor."""
     if not isinstance(t.source, DTensor):
         return []
-    ranks: list[int] = t.source.device_mesh.mesh.flatten().tolist()
-    return ranks
+    return t.source.device_mesh.mesh.flatten().tolist()
 
 
 def replicated(
@@ -247,27 +245,23 @@ def replicated(
         t = wanted.get(name)
         if t is None:
             continue
-        is_buffer = t.state == "buffer" and t.placed.cuts == ()
-        marked = is_buffer and apart
-        if is_buffer:  # the first holder's alone, as it is written
-            kind = number, 0, marked
-            if kind in singly:
-                kind = -1 - index, 0, marked
-            yield Replicated(name, index, 0, 0, kind)
+        if (
+            t.state == "buffer" and t.placed.cuts == ()
+        ):  # the first holder's alone, as it is written
+            kind = number, 0, apart
         elif table.shardings[number].held is not None:
-            if t.placed.cuts is not None or isinstance(t.source, DTensor):
-                box = t.placed.box
-                part = zlib.crc32(repr((box.start, box.stop)).encode())
-                yield Replicated(name, index, part, 0, (-1 - index, part, False))
+            if t.placed.cuts is None and not isinstance(t.source, DTensor):
+                continue
+            box = t.placed.box
+            kind = -1 - index, zlib.crc32(repr((box.start, box.stop)).encode()), False
         else:
             if number not in parts:
                 parts[number] = _shared_part(placement, number, rank)
             shared = parts[number]
-            if shared is not None:
-                kind = number, shared, False
-                if kind in singly:
-                    kind = -1 - index, shared, False
-                yield Replicated(name, index, shared, 0, kind)
+            if shared is None:
+                continue
+            kind = number, shared, False
+        yield Replicated(name, index, (-1 - index, *kind[1:]) if kind in singly else kind)
 
 
 def _digests(
@@ -284,7 +278,7 @@ def _digests(
     wait_for(devices_of(part.local for t in wanted.values() for part in t.parts))
     found: dict[Class, list[SampleRow]] = {}
     for one in replicated(wanted, placement, rank, apart=apart):
-        local = value_of(wanted[one.name], one.number, kept)
+        local = value_of(wanted[one.name], kept)
         with on(local.device):
             plain = np.ascontiguousarray(raw_array(local.cpu()))
         row = one.index, one.part, digest(plain.reshape(-1).view(np.uint8).data)
@@ -307,14 +301,8 @@ def _differing(answers: list[bytes]) -> bytes:
     errors = {rank: one.error for rank, one in enumerate(said) if one.error is not None}
     if errors:
         raise rank_errors("comparing replicas", errors)
-    first: dict[Class, int] = {}
-    differing: dict[Class, None] = {}
-    for one in said:
-        for key, value in one.digests.items():
-            if first.setdefault(key, value) != value:
-                differing[key] = None
     again = not all(one.is_complete for one in said)
-    return msgspec.msgpack.encode(_Asked(list(differing), again))
+    return msgspec.msgpack.encode(_Asked(differing(one.digests for one in said), again))
 
 
 def _compare(answers: list[bytes], names: tuple[str, ...], *, only_meshes: bool) -> bytes:

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from holdfast.base.errors import UsageError, need
 from holdfast.base.text import listed
-from holdfast.live.state.optimizer_wrappers import is_zero1, stepping
+from holdfast.live.state.optimizer_wrappers import is_zero1, params_of, stepping
 
 State = dict[str, Any]
 MAX_NESTING = 100
@@ -44,12 +44,7 @@ class CombinedOptimizer(Optimizer):
     def __init__(self, parts: Mapping[str, Optimizer]) -> None:
         self.parts = dict(parts)
         """The optimizers by label, the text behind the key: `[0]`, `.optimizers[1]`."""
-        self._part_of = {
-            id(p): part
-            for part in self.parts.values()
-            for g in part.param_groups
-            for p in g["params"]
-        }
+        self._part_of = {id(p): part for part in self.parts.values() for p in params_of(part)}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -147,7 +142,7 @@ def _together(key: str, parts: dict[str, Optimizer]) -> Optimizer:
         return next(iter(parts.values()))
     owner: dict[int, str] = {}
     for label, part in parts.items():
-        for p in (p for group in part.param_groups for p in group["params"]):
+        for p in params_of(part):
             other = owner.setdefault(id(p), label)
             if other != label:
                 raise UsageError(
@@ -230,8 +225,8 @@ def _why_not(optimizer: Any, inner: dict[str, Any]) -> str:
     if any(v if isinstance(v, dict) else True for v in states):
         return "it has states of its own, too"
     groups = [group for one in inner.values() for group in one.param_groups]
-    mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    theirs = [id(p) for group in groups for p in group["params"]]
+    mine = set(map(id, params_of(optimizer)))
+    theirs = [id(p) for one in inner.values() for p in params_of(one)]
     if mine != set(theirs):
         return "its groups have other parameters than theirs"
     if len(theirs) > len(mine):

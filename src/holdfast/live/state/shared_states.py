@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from holdfast.base.errors import warn_user
 from holdfast.base.text import listed
+from holdfast.live.state.optimizer_wrappers import params_of
 from holdfast.live.state.optimizers import tensors_in
 from holdfast.live.state.placed import local_of
 from holdfast.live.state.several import holder
@@ -49,9 +50,8 @@ def tell_shared(key: str, optimizer: Optimizer, names: Mapping[int, list[str]]) 
 def _spans(optimizer: Any, names: Mapping[int, list[str]]) -> Iterator[StorageSpan]:
     """Yield the spans of states, and of tensors in dicts and lists that are states, with elements in memory
     that torch knows; of one with gaps only the first element counts, for others may lie in the gaps."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
     number = 0
-    for i, p in enumerate(params):
+    for i, p in enumerate(params_of(optimizer)):
         inner = holder(optimizer, p)
         states = inner.state.get(p, {}) if inner is not None else {}
         for state, value in tensors_in(states) if isinstance(states, dict) else ():

@@ -31,7 +31,8 @@ from torch.optim import Optimizer
 from holdfast.base.text import listed
 from holdfast.live.state.modules import module_tensors
 from holdfast.live.state.observer import StepCounts, calls_hooks
-from holdfast.live.state.recognising import State, is_of_framework, modules_in, stages
+from holdfast.live.state.optimizer_wrappers import params_of
+from holdfast.live.state.recognising import State, is_of_framework, parameters_in, stages
 from holdfast.live.state.unchanged_state import StateMarks
 from holdfast.live.state.unsaved_tensors import tensors_held
 from holdfast.live.state.writes import Mark, count_and_address
@@ -122,7 +123,7 @@ class StaleObjects:
         self._is_arranged_anew = bool(self._known) and self._known[2] != num_tensors
         if self._is_arranged_anew:
             self._tensors = _tensors_of(state, own)
-        known = frozenset(id(one) for parts in own.values() for one in parts)
+        known = frozenset(map(id, _flat(own)))
         self._known = tuple(map(id, state.values())), known, num_tensors
 
     def _note_totals(self, step: int, own: dict[str, list[Any]], times: dict[int, int]) -> None:
@@ -145,7 +146,7 @@ class StaleObjects:
     ) -> Iterator[Notice]:
         """An optimizer that is not in the state steps parameters of it.  `at_once`: there may be no other
         look, so that one with states counts although it is not known whether it stays."""
-        known = {id(one) for parts in own.values() for one in parts}
+        known = set(map(id, _flat(own)))
         strangers = [(one, n) for one, n in stepped if id(one) not in known]
         if not strangers or not own or self._counts.has_compiled:
             return
@@ -157,7 +158,9 @@ class StaleObjects:
             if number < STEPS or not stays or any(_reaches(stranger, known)):
                 continue
             hit = {
-                id(p): names[id(p)] for p in _params(stranger) if id(p) in names and p.requires_grad
+                id(p): names[id(p)]
+                for p in params_of(stranger)
+                if id(p) in names and p.requires_grad
             }
             resting = {
                 key: _ids_of(parts)
@@ -191,12 +194,11 @@ class StaleObjects:
     ) -> Iterator[Notice]:
         """Parameters of an optimizer that steps are no longer in a model, whose own are in no optimizer."""
         there = {id(t) for value in state.values() for t in _all(value)}
-        if all(id(p) in there for parts in own.values() for one in parts for p in _params(one)):
+        if _ids_of(_flat(own)) <= there:
             return
         names = _names_of(state)
         times = {id(one): number for one, number in stepped}
-        has = {id(p) for parts in own.values() for one in parts for p in _params(one)}
-        has |= {id(p) for one, _ in stepped for p in _params(one)}
+        has = _ids_of([*_flat(own), *(one for one, _ in stepped)])
         plain = {
             id(t)
             for v in state.values()
@@ -204,16 +206,19 @@ class StaleObjects:
             for _, t in tensors_held(v)
         }
         for key, parts in own.items():
-            mine = [p for one in parts if times.get(id(one), 0) >= STEPS for p in _params(one)]
+            mine = [p for one in parts if times.get(id(one), 0) >= STEPS for p in params_of(one)]
             gone = [p for p in mine if id(p) not in names and id(p) not in plain]
             gone = [p for p in gone if p.requires_grad and not self._was_written(p)]
             served = {names[id(p)][0] for p in mine if id(p) in names}
             if not gone or not served:
                 continue
             lost = [
-                ".".join(name)
-                for p, name in _trained(state)
-                if name[0] in served and id(p) not in has and not self._was_written(p)
+                f"{of}.{name}"
+                for of, name, p in parameters_in(state)
+                if of in served
+                and p.requires_grad
+                and id(p) not in has
+                and not self._was_written(p)
             ]
             if lost:
                 yield "parts-replaced", _parts_replaced(key, len(gone), lost), key
@@ -229,7 +234,7 @@ class StaleObjects:
         self, state: State, own: dict[str, list[Any]], stepped: list[tuple[Any, int]]
     ) -> Iterator[Notice]:
         """Nothing that is trained has changed in all these calls, in which others were."""
-        mine = {id(one) for parts in own.values() for one in parts}
+        mine = set(map(id, _flat(own)))
         seen = self._seen
         if self._counts.has_compiled or seen is None or is_of_framework(state):
             return
@@ -247,7 +252,7 @@ class StaleObjects:
 def has_trained(state: State, counts: StepCounts) -> bool:
     """True if an optimizer of a state, or another one of its parameters, has stepped since the counts were
     begun with it.  A state without optimizers is not trained."""
-    own = [one for parts in _optimizers_of(state).values() for one in parts]
+    own = _flat(_optimizers_of(state))
     stepped, has_compiled = counts.since_forget()
     if not own or has_compiled:
         return bool(own)
@@ -302,7 +307,7 @@ class _AtFirst:
     def __init__(self, state: State, step: int, own: dict[str, list[Any]]) -> None:
         self.step = step
         models = [key for key, v in state.items() if any(p.requires_grad for p in _all(v))]
-        stepped = {id(p) for parts in own.values() for one in parts for p in _params(one)}
+        stepped = _ids_of(_flat(own))
         served = [key for key in models if any(id(p) in stepped for p in _all(state[key]))]
         self.models = served or models
         """The models that are trained: an average of another one's weights changes with that one."""
@@ -336,11 +341,14 @@ def _optimizers_of(state: State) -> dict[str, list[Any]]:
     found = {
         key: [one for one in _reachable(value) if isinstance(one, Optimizer)]
         for key, value in state.items()
-        if not hasattr(
-            value, "last_epoch"
-        )  # a scheduler has nothing of the optimizer that it steers
+        # a scheduler has nothing of the optimizer that it steers
+        if not hasattr(value, "last_epoch")
     }
     return {key: parts for key, parts in found.items() if parts}
+
+
+def _flat(own: dict[str, list[Any]]) -> list[Any]:
+    return [one for parts in own.values() for one in parts]
 
 
 def _reachable(root: Any) -> Iterator[Any]:
@@ -375,31 +383,17 @@ def _reaches(optimizer: Any, known: set[int]) -> Iterator[bool]:
     yield from (id(one) in known for one in _reachable(optimizer) if isinstance(one, Optimizer))
 
 
-def _params(optimizer: Any) -> list[Any]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
 def _ids_of(optimizers: list[Any]) -> set[int]:
-    return {id(p) for one in optimizers for p in _params(one)}
+    return {id(p) for one in optimizers for p in params_of(one)}
 
 
 def _names_of(state: State) -> dict[int, tuple[str, str]]:
     """Key and name of each parameter of the modules of a state, by its id."""
-    return {
-        id(p): (key, name)
-        for key, module in modules_in(state)
-        for name, p in module.named_parameters()
-    }
-
-
-def _trained(state: State) -> Iterator[tuple[torch.Tensor, tuple[str, str]]]:
-    for key, module in modules_in(state):
-        yield from ((p, (key, n)) for n, p in module.named_parameters() if p.requires_grad)
+    return {id(p): (key, name) for key, name, p in parameters_in(state)}
 
 
 def _tensors_of(state: State, own: dict[str, list[Any]]) -> dict[int, Any]:
     """Marks that tell of each parameter whether it was written later, by its id."""
     params = [t for value in state.values() for t in _all(value)]
-    for parts in own.values():
-        params += [p for one in parts for p in _params(one)]
+    params += [p for one in _flat(own) for p in params_of(one)]
     return {id(p): count_and_address(p) for p in params}

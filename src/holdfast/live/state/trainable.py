@@ -19,6 +19,7 @@ from holdfast.live.sources import Source
 from holdfast.live.state.ignoring import trainable_marks
 from holdfast.live.state.modules import named_parameters, reshard, unwrap
 from holdfast.live.state.named import Collected, Prepared
+from holdfast.live.state.placed import dtype_name
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -67,7 +68,7 @@ def leave_out(live: Collected, key: str, module: nn.Module, source: Source) -> s
             "framework keeps elsewhere",
             hint="save it whole",
         )
-    listed = {name: [_dtype(p), [*p.shape]] for name, p in frozen.items()}
+    listed = {name: [dtype_name(p.dtype), [*p.shape]] for name, p in frozen.items()}
     live.extras.setdefault(f"{key}.{FROZEN}", {}).update(listed)
     live.rules[f"{key}.{FROZEN}"] = "merge"
     if not live.before and frozen:
@@ -84,7 +85,9 @@ def leave_out(live: Collected, key: str, module: nn.Module, source: Source) -> s
 def find_frozen(live: Prepared, key: str, module: nn.Module) -> set[int]:
     """Note in `live`, in a restore, which parameters are left out; return their ids."""
     frozen = frozen_in(module)
-    live.frozen |= {f"{key}.{name}": (_dtype(p), tuple(p.shape)) for name, p in frozen.items()}
+    live.frozen |= {
+        f"{key}.{name}": (dtype_name(p.dtype), tuple(p.shape)) for name, p in frozen.items()
+    }
     return {id(p) for p in frozen.values()}
 
 
@@ -96,10 +99,6 @@ def check_not_meta(module: nn.Module) -> None:
             "step",
             hint="load the weights that training began with first, or save the model whole",
         )
-
-
-def _dtype(p: nn.Parameter) -> str:
-    return str(p.dtype).removeprefix("torch.")
 
 
 def _bytes(params: dict[int, nn.Parameter]) -> int:

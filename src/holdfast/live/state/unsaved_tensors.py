@@ -6,12 +6,10 @@
 The training depends on them, and a restart has those of a fresh build.  Not counted are:
 
 * tensors in the memory of a parameter, a gradient, a state or any saved tensor: views, flat buffers,
-tensors
-  that the script hands over, too;
+  tensors that the script hands over, too;
 * constants, such as a table of levels for quantised states.  An optimizer's tensor counts if it has the
-shape
-  of a parameter or as many elements as a group together, or if it was written.  Single numbers are left to
-  `state.numbers`.
+  shape of a parameter or as many elements as a group together, or if it was written.  Single numbers are
+  left to `state.numbers`.
 
 Of modules and averages only whole copies of a model's parameters count: activations, masks and caches do
 not matter after a restart.
@@ -32,7 +30,7 @@ from torch.optim import Optimizer
 from holdfast.base.errors import warn_user
 from holdfast.base.text import listed
 from holdfast.live.state.modules import module_tensors
-from holdfast.live.state.optimizer_wrappers import stepping
+from holdfast.live.state.optimizer_wrappers import params_of, stepping
 from holdfast.live.state.placed import memory_of
 from holdfast.live.state.recognising import (
     State,
@@ -120,9 +118,7 @@ def state_addresses(state: State) -> set[int]:
     """The addresses of all tensors of a state, and of gradients."""
     found: set[int] = set()
     for _, module in modules_in(state):
-        tensors = module_tensors(module)
-        found |= set(map(address_of, tensors))
-        found |= {address_of(t.grad) for t in tensors if t.grad is not None}
+        found |= _with_gradients(module_tensors(module))
     for value in state.values():
         if isinstance(value, Optimizer):
             for part in combined_parts(value).values():
@@ -136,14 +132,15 @@ def state_addresses(state: State) -> set[int]:
 def optimizer_addresses(optimizer: Optimizer) -> set[int]:
     """The addresses of an optimizer's saved tensors, and of its gradients."""
     inner = stepping(optimizer)
-    params = [p for group in inner.param_groups for p in group["params"]]
-    found = {address_of(p) for p in params} | {
-        address_of(p.grad) for p in params if p.grad is not None
-    }
     states = dict(inner.state or {})
-    return found | {
+    return _with_gradients(params_of(inner)) | {
         address_of(t) for one in (states, inner.param_groups) for _, t in tensors_held(one)
     }
+
+
+def _with_gradients(tensors: list[torch.Tensor]) -> set[int]:
+    """The addresses of tensors and of their gradients."""
+    return set(map(address_of, (*tensors, *(t.grad for t in tensors if t.grad is not None))))
 
 
 # -- what is not ------------------------------------------------------------------------------------
@@ -163,7 +160,7 @@ def outside(optimizer: Optimizer, state: State) -> dict[str, list[str]]:
         known = optimizer_addresses(optimizer)
         found = [one for one in found if address_of(one[2]) not in known]
     if found:
-        params = [p for group in optimizer.param_groups for p in group["params"]]
+        params = params_of(optimizer)
         shapes = {tuple(p.shape) for p in params} | {tuple(memory_of(p).shape) for p in params}
         least = min(_sizes(optimizer), default=0)
         found = [one for one in found if _is_trained(one[2], shapes, least)]
@@ -213,9 +210,7 @@ def tell_outside(state: State) -> None:
 def _beside_optimizers(key: str, value: Any, state: State) -> list[str]:
     """Unsaved tensors of an object around optimizers that have the shape of their parameters."""
     inner = inner_optimizers(value) if hasattr(value, "__dict__") else {}
-    shapes = {
-        tuple(p.shape) for one in inner.values() for g in one.param_groups for p in g["params"]
-    }
+    shapes = {tuple(p.shape) for one in inner.values() for p in params_of(one)}
     found = [
         (f"{key}.{path}", tensor)
         for name, one in (vars(value).items() if shapes else ())

@@ -59,7 +59,9 @@ class Window:
     def __init__(self, step: int) -> None:
         """Open the window, on the training thread."""
         self.step = step
-        self._pid, self._thread = os.getpid(), threading.get_ident()
+        self.thread = threading.get_ident()
+        """The thread that has opened it."""
+        self._pid = os.getpid()
         self._phase = Phase.WAITING
         self._carried: CarriedCopies | None = None
         self._changed: Callable[[], list[str]] | None = None
@@ -85,7 +87,7 @@ class Window:
             at_end()
 
     def _wait(self) -> None:
-        with span("window.wait", step=self.step) as fields, resting(self._thread):
+        with span("window.wait", step=self.step) as fields, resting(self.thread):
             self._until(lambda: self._phase is not Phase.WAITING)
             carried = self._carried
             fields["carried"] = carried is not None and carried.carry()
@@ -107,10 +109,6 @@ class Window:
 
     def _look(self) -> None:
         self._names = self._changed() if self._changed is not None else []
-
-    def of(self, thread: int) -> bool:
-        """True if the window was opened by that thread."""
-        return self._thread == thread
 
     # -- saving thread ----------------------------------------------------------------------------
 
@@ -150,7 +148,7 @@ class Window:
 
     @property
     def _is_at_rest(self) -> bool:
-        return _resting[self._thread] > 0
+        return _resting[self.thread] > 0
 
     def _go(self, phase: Phase) -> None:
         with _moves:
@@ -182,13 +180,9 @@ def resting(thread: int | None = None) -> Iterator[None]:
 def _come_to_rest(thread: int) -> None:
     with _moves:
         _resting[thread] += 1
-        for window in _windows_of(thread):
+        for window in [one for one in _windows if one.thread == thread]:
             window.look_again()
         _moves.notify_all()
-
-
-def _windows_of(thread: int) -> list[Window]:
-    return [window for window in _windows if window.of(thread)]
 
 
 def rest() -> None:
