@@ -46,7 +46,8 @@ from holdfast.store import MemoryStore
 from holdfast.tiers.memory.decision import Decision
 from holdfast.tiers.memory.node import effects, state_machine
 from holdfast.tiers.memory.node import messages as w
-from holdfast.tiers.memory.node.jobs import Job, PersistTask, Slot, State
+from holdfast.tiers.memory.node.jobs import Job, PersistTask, State
+from holdfast.tiers.memory.node.messages import Slot
 from holdfast.tiers.records import messages as delta_messages
 from holdfast.tiers.records.queue import Queue
 from holdfast.tiers.records.segment import Record

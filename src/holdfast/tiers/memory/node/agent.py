@@ -38,7 +38,8 @@ from holdfast.tiers.memory.node import effects as e
 from holdfast.tiers.memory.node import messages as w
 from holdfast.tiers.memory.node import state_machine
 from holdfast.tiers.memory.node.job_notes import JobNotes
-from holdfast.tiers.memory.node.jobs import Job, Slot
+from holdfast.tiers.memory.node.jobs import Job
+from holdfast.tiers.memory.node.messages import Slot
 from holdfast.tiers.memory.node.persist import commit_late, persist
 from holdfast.tiers.memory.node.protect import Encoding, protect
 from holdfast.tiers.memory.node.remains import dead_trainers, held_alone
@@ -339,23 +340,7 @@ class Agent:
     def held(self, name: str) -> w.Held:
         """Return what other nodes and restarted processes need to know of a job."""
         job = self.state.jobs.get(name, Job(name))
-        images = tuple(
-            w.HeldImage(
-                s.kind,
-                s.attempt,
-                s.rank,
-                s.name,
-                s.bytes,
-                s.table,
-                s.digest,
-                s.members,
-                s.num_data,
-                s.num_parity,
-                s.capacity,
-            )
-            for s in job.slots.values()
-            if s.phase == "ready"
-        )
+        images = tuple(s for s in job.slots.values() if s.phase == "ready")
         manifests = []
         for _, _, path in self.segments.manifests(name):
             with contextlib.suppress(FileNotFoundError):

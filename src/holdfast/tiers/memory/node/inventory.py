@@ -52,7 +52,7 @@ class Location:
     """An image or guard with its name, and the agent that holds it."""
 
     held: w.Held
-    image: w.HeldImage
+    image: w.Slot
 
 
 class Inventory:
@@ -166,7 +166,7 @@ class Inventory:
         keys: list[Key] = [(kind, attempt, r) for kind in ("share", "guard") for r in members]
         return [key for key in keys if key in self._places]
 
-    def _guards(self, attempt: str) -> list[w.HeldImage]:
+    def _guards(self, attempt: str) -> list[w.Slot]:
         found = [
             p.image for (kind, a, _), p in self._places.items() if (kind, a) == ("guard", attempt)
         ]

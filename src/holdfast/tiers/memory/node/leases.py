@@ -22,7 +22,8 @@ from holdfast.tiers.memory.node.effects import (
     Result,
     refuse,
 )
-from holdfast.tiers.memory.node.jobs import Job, Phase, Slot, State
+from holdfast.tiers.memory.node.jobs import Job, State
+from holdfast.tiers.memory.node.messages import Phase, Slot
 
 
 def take(state: State, job: Job, m: w.Take, ask: int) -> Result:

@@ -12,7 +12,7 @@ from holdfast.core.codec.stripes import Contribution, Stripes
 from holdfast.core.store import LocalStore, Reader
 from holdfast.tiers.memory.node import messages as w
 from holdfast.tiers.memory.node.fetch import Peer
-from holdfast.tiers.memory.node.jobs import Slot
+from holdfast.tiers.memory.node.messages import Slot
 from holdfast.tiers.memory.node.segment import Segments, mapped, put_table, with_table
 from holdfast.tiers.memory.node.sources import LocalImage, RemoteImage, Verified, room
 from holdfast.tiers.memory.node.throttle import Throttle

@@ -34,8 +34,8 @@ from holdfast.base.errors import Corrupt, UnsupportedVersion, UsageError
 from holdfast.base.wire import decode_json
 from holdfast.core.codec.digest import digest_chunks, hexdigest, num_chunks
 from holdfast.core.codec.table import DigestTable
-from holdfast.tiers.memory.node.jobs import Job, Slot
-from holdfast.tiers.memory.node.messages import VERSION, Card
+from holdfast.tiers.memory.node.jobs import Job
+from holdfast.tiers.memory.node.messages import VERSION, Card, Slot
 
 _MANIFEST = re.compile(r"manifest-(\d{10,})-([0-9A-Za-z-]+)")
 _NAME = re.compile(r"[a-z]+-\d{5,}-\d+")
