@@ -37,7 +37,6 @@ from holdfast.core.format.manifest import decode_manifest
 from holdfast.tiers.memory.node import effects as e
 from holdfast.tiers.memory.node import messages as w
 from holdfast.tiers.memory.node import state_machine
-from holdfast.tiers.memory.node.job_notes import JobNotes
 from holdfast.tiers.memory.node.jobs import Job
 from holdfast.tiers.memory.node.messages import Slot
 from holdfast.tiers.memory.node.persist import commit_late, persist
@@ -49,6 +48,7 @@ from holdfast.tiers.memory.node.segment import (
     AgentNote,
     Segments,
     home,
+    job_note,
     last_agent,
     make_home,
     note_agent,
@@ -86,7 +86,6 @@ class Agent:
         self.ended = ""
         """How this agent ends; empty until it does."""
         self._requests = Requests()
-        self._notes = JobNotes(segments)
         self._pools = {
             name: ThreadPoolExecutor(
                 number, f"holdfast-{name}", partial(os.nice, 19 if name in BACKGROUND_POOLS else 0)
@@ -173,16 +172,16 @@ class Agent:
             case e.Answer(ask, job):
                 self._requests.reply(ask, {"ok": self.held(job) if job else self.report()})
             case e.Greet(ask, job):
-                self._notes.note(self.state.jobs[job])
+                self._note_job(self.state.jobs[job])
                 self._requests.reply(ask, {"ok": self.card_of(job)})
             case e.Note(job, slot):
                 self.segments.note(job, slot)
             case e.KeepManifest(job, attempt, step, manifest, cards):
                 if cards:
-                    self._notes.keep_peers(job, cards)
+                    self.segments.keep_peers(job, cards)
                 self.segments.keep_manifest(job, attempt, step, manifest)
             case e.KeepPeers(job, cards):
-                self._notes.keep_peers(job, cards)
+                self.segments.keep_peers(job, cards)
             case e.Remove(job, names, attempts):
                 self.segments.remove(job, names, attempts)
                 self._later(self._delete_removed())
@@ -192,7 +191,6 @@ class Agent:
                 self._throttles = {
                     key: throttle for key, throttle in self._throttles.items() if key[0] != job
                 }
-                self._notes.forget(job)
                 self._later(self._delete_removed())
             case e.Make(job, name, capacity):
                 self._later(self._make(job, name, capacity))
@@ -217,6 +215,14 @@ class Agent:
                 self._later(self._commit_late(order, self._manifest(order)))
             case e.Exit(why):
                 self.end(why)
+
+    def _note_job(self, job: Job) -> None:
+        """Write `job.json`; if there is no room, the next rank that says hello tries again."""
+        try:
+            self.segments.note_job(job.name, job_note(job))
+        except OSError as error:
+            path = self.segments.path(job.name, "job.json")
+            log.error("%s: %s", path, error.strerror or error)
 
     def _is_needed(self, job: str, slot: Slot) -> bool:
         """True if somebody still waits for what a slot is being filled with.  From any thread."""
