@@ -207,7 +207,7 @@ def by_the_writer_of_records(error: HoldfastError) -> HoldfastError:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         delta_messages.send(theirs, delta_messages.RecordsWrote((2,), error=WireError.of(error)))
-        message, _ = delta_messages.receive(ours, delta_messages.FROM_WRITER)
+        message, _ = delta_messages.receive(ours, delta_messages.RecordsWrote)
     queue = Queue(MemoryStore("wire"), 1.0)
     queue._unwritten[2] = delta_messages.Put(2, Record(9, 0, 0, 0, 0, 0, ()))
     queue._wrote(message)
