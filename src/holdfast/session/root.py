@@ -8,7 +8,7 @@ from holdfast.core.checkpoint.claiming import Claim
 from holdfast.live.every import Every
 from holdfast.live.saving import Save
 from holdfast.live.saving.durable import Durable
-from holdfast.live.saving.progress import TierProgress, TierStatus
+from holdfast.live.saving.progress import TierProgress
 from holdfast.live.tier import Asked, Collect, Tier
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class RootTier(Tier):
     def __init__(self, durable: Durable) -> None:
         self.news = durable.news
         self._durable = durable
-        self._progress = TierProgress()
+        self.progress: TierProgress = TierProgress()
 
     def prepare(self, collect: Collect, every: Every) -> Save | None:
         return None if every.durable is None else self._durable.prepare(collect)
@@ -41,13 +41,7 @@ class RootTier(Tier):
         )
 
     def saving(self, save: Save) -> None:
-        self._progress.watch(save)
-
-    def status(self) -> TierStatus:
-        return self._progress.status
-
-    def found(self, step: int, since: float | None) -> None:
-        self._progress.found(step, since)
+        self.progress.watch(save)
 
     def shelf(self) -> Shelf:
         from holdfast.live.shelves import StoredShelf
