@@ -40,7 +40,6 @@ from holdfast.tiers.memory.node.messages import VERSION, Card, Slot
 _MANIFEST = re.compile(r"manifest-(\d{10,})-([0-9A-Za-z-]+)")
 _NAME = re.compile(r"[a-z]+-\d{5,}-\d+")
 _ANEW = os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-MIB = 1 << 20
 SOCKET = "agent.sock"
 MOST_SOCKET_BYTES = 107
 """Most bytes of a Unix socket's path, on Linux."""
