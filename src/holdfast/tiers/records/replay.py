@@ -71,8 +71,7 @@ from holdfast.live.state.observer import hooked, hooks_after, unhooked, without_
 from holdfast.live.state.optimizer_wrappers import ELEMENTWISE, stepping
 from holdfast.live.state.placed import local_of
 from holdfast.live.state.recognising import State, modules_in, stages
-from holdfast.tiers.records.copies import headers_behind, take_copies
-from holdfast.tiers.records.finding import checkpoint_of
+from holdfast.tiers.records.finding import checkpoint_of, headers_behind, take_copies
 from holdfast.tiers.records.log import Log, LogSegment, RecordedStep, read_headers
 from holdfast.tiers.records.optimizers import GRAD, NamedOptimizer, grad_name, optimizers
 from holdfast.tiers.records.packing import PACKED, PackedPart, entries, packed_name, parts_of
