@@ -487,7 +487,7 @@ class Replay:
         plan.is_whole = False
         plan.find()
         with raise_on_all(self.group, step.step):
-            plan.check_rules(self._is_resized(step))
+            plan.check_rules(self._resized[step.run, step.plan])
         read_together(checkpoint.images, plan.wants, self.group if self.group.size > 1 else None)
         with raise_on_all(self.group, step.step):
             plan.put()
