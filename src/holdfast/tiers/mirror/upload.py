@@ -59,6 +59,7 @@ from holdfast.live.saving.progress import TierProgress
 from holdfast.live.saving.steps import Follower, RootSteps
 from holdfast.live.tier import LogOfRun, Tier
 from holdfast.tiers.mirror.behind import HomeBehind
+from holdfast.tiers.mirror.homes import needs_another_save
 from holdfast.tiers.mirror.news import UploadNews
 from holdfast.tiers.mirror.waiting import Newest, WaitingSaves
 
@@ -190,8 +191,6 @@ class Upload(Tier, Follower):
 
     def lacks(self, taken: Candidate, root: Shelf, *, num_replayed: int) -> bool:
         """See `needs_another_save`."""
-        from holdfast.tiers.mirror.lacking import needs_another_save
-
         assert self._shelf is not None
         return needs_another_save(taken, root, self._shelf, self.group, num_replayed=num_replayed)
 
