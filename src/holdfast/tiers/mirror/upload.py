@@ -34,7 +34,6 @@ Invariants:
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -46,7 +45,7 @@ import msgspec
 
 from holdfast.base.errors import FormatError, NotFound, UsageError
 from holdfast.base.events import emit, span
-from holdfast.base.threads import Worker
+from holdfast.base.threads import Worker, step_back
 from holdfast.base.wire import WireError, decode_msgpack
 from holdfast.core.checkpoint.claiming import Claim
 from holdfast.core.checkpoint.names import Saved, manifest_key
@@ -138,7 +137,7 @@ class Upload(Tier, Follower):
         self._has_ended = False
         self._retry = Retry()
         self._worker = Worker("holdfast-upload")
-        self._worker.submit(_step_back)
+        self._worker.submit(step_back, NICENESS)
         self._begin()
 
     # -- training thread --------------------------------------------------------------------------
@@ -408,9 +407,3 @@ class Retry:
         """Cancel the call of a pause that is not over."""
         if self._timer is not None:
             self._timer.cancel()
-
-
-def _step_back() -> None:
-    """Give this thread a lower priority than the training."""
-    with suppress(OSError, AttributeError):  # only Linux has priorities of threads
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
