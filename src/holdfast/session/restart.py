@@ -325,7 +325,7 @@ class Restart:
         base = manifest.run, manifest.step
         if base[0] != reached[0]:
             line = line_from(*base, line, there)
-        self.tiers.own(line_from(*reached, line, there))
+        self.tiers.durable.steps.line = line_from(*reached, line, there)
 
     def origin(self) -> RestoredFrom:
         """Return the place from which the restored state can be read again."""

@@ -20,7 +20,6 @@ from holdfast.base.events import emit
 from holdfast.base.notices import Notices
 from holdfast.base.storage_deadlines import within
 from holdfast.core.checkpoint.claiming import Claim, release
-from holdfast.core.checkpoint.lineage import Lineage
 from holdfast.core.checkpoint.tidying import Keep
 from holdfast.core.group import Group
 from holdfast.core.layout import Mesh
@@ -210,10 +209,6 @@ class Tiers(RunParts):
     @property
     def run(self) -> int:
         return self.claim.run
-
-    def own(self, line: Lineage) -> None:
-        """Let the run delete its own steps and those of its lineage, and no others."""
-        self.durable.steps.line = line
 
     # -- a restart --------------------------------------------------------------------------------
 
