@@ -8,6 +8,7 @@ that ever are needed, and nothing has to be said when a snapshot grows old.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -109,8 +110,9 @@ class Job:
     def with_slots(self, *changed: Slot) -> Job:
         return replace(self, slots={**self.slots, **{s.name: s for s in changed}})
 
-    def without(self, slots: list[Slot]) -> Job:
-        return replace(self, slots={n: s for n, s in self.slots.items() if s not in slots})
+    def without(self, names: Collection[str]) -> Job:
+        """Return the job without the slots of these names."""
+        return replace(self, slots={n: s for n, s in self.slots.items() if n not in names})
 
 
 @dataclass(frozen=True)
