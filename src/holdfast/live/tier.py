@@ -31,7 +31,6 @@ from holdfast.base.notices import Notices
 from holdfast.core.checkpoint.claiming import Claim
 from holdfast.core.group import Group
 from holdfast.core.layout import Mesh
-from holdfast.core.store import Store
 from holdfast.live.every import Every
 from holdfast.live.saving import Save, Saver
 from holdfast.live.saving.durable import Durable
@@ -98,8 +97,6 @@ class RunParts(Protocol):
     on_resize: dict[str, str]
     is_tuned: bool
     """True if frequencies follow measurements."""
-    homes: list[Store]
-    """The root, and the home behind it if there is one."""
     claim: Claim
     saver: Saver
     durable: Durable
