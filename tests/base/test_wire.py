@@ -46,7 +46,8 @@ from holdfast.store import MemoryStore
 from holdfast.tiers.memory.decision import Decision
 from holdfast.tiers.memory.node import effects, state_machine
 from holdfast.tiers.memory.node import messages as w
-from holdfast.tiers.memory.node.jobs import Job, PersistTask, Slot, State
+from holdfast.tiers.memory.node.jobs import Job, PersistTask, State
+from holdfast.tiers.memory.node.messages import Slot
 from holdfast.tiers.records import messages as delta_messages
 from holdfast.tiers.records.queue import Queue
 from holdfast.tiers.records.segment import Record
@@ -206,7 +207,7 @@ def by_the_writer_of_records(error: HoldfastError) -> HoldfastError:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         delta_messages.send(theirs, delta_messages.RecordsWrote((2,), error=WireError.of(error)))
-        message, _ = delta_messages.receive(ours, delta_messages.FROM_WRITER)
+        message, _ = delta_messages.receive(ours, delta_messages.RecordsWrote)
     queue = Queue(MemoryStore("wire"), 1.0)
     queue._unwritten[2] = delta_messages.Put(2, Record(9, 0, 0, 0, 0, 0, ()))
     queue._wrote(message)

@@ -54,7 +54,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "tiers": (("memory", "records"), ("mirror",)),
     "session": (
-        ("root", "status"),
+        ("status",),
         ("tuning_store", "tiers"),
         ("added_state", "restart_candidates"),
         ("beginning", "ending", "restart", "save_and_load", "sigterm", "steering"),

@@ -7,7 +7,7 @@ import pytest
 from holdfast.core.codec.stripes import Stripes
 from holdfast.errors import UsageError
 from holdfast.policy.redundancy import choose, parity_groups, parse, protection
-from holdfast.policy.survival import exponential, rs
+from holdfast.policy.survival import failure_within, rs
 
 SCHEMES = ["none", "copy", "copy(3)", "parity", "rs(2)"]
 TIMES = {"node_mtbf_s": 1e6, "repair_s": 600.0}
@@ -43,7 +43,7 @@ def test_what_is_borne_is_what_the_stripes_bear(
     found = parse(scheme)
     assert found is not None
     plan = protection(found, nodes, shares, holdings, **TIMES)
-    q, total = exponential(1e6).failure(600.0), 0.0
+    q, total = failure_within(1e6, 600.0), 0.0
     names = sorted(set(nodes))
     for size in range(num_nodes + 1):
         for lost in combinations(names, size):

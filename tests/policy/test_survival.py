@@ -16,18 +16,16 @@ from holdfast.codec import stripes
 from holdfast.errors import UsageError
 from holdfast.policy import survival
 from holdfast.policy.survival import (
-    Lifetime,
     Nodes,
     Scheme,
     copy,
-    exponential,
+    failure_within,
     fatal_sets,
     group_loss,
     loss,
     none,
     rs,
     time_to_loss,
-    weibull,
 )
 
 MODERATE = settings(max_examples=60, deadline=None)
@@ -79,7 +77,7 @@ def test_the_paper_s_formulas(n: int, q: float) -> None:
     for scheme, value in expected.items():
         assert 1 - group_loss(scheme, [q] * n) == pytest.approx(value, abs=1e-13)
         groups = [tuple(range(i * n, i * n + n)) for i in range(5)]
-        assert survival.survival(scheme, groups, q) == pytest.approx(value**5, abs=1e-12)
+        assert 1 - loss(scheme, groups, q) == pytest.approx(value**5, abs=1e-12)
 
 
 def test_copies_are_better_than_parity_from_four_on() -> None:
@@ -140,12 +138,11 @@ def test_schemes_survive_what_their_stripes_do(n: int) -> None:
 def test_a_simulation_agrees() -> None:
     """Eight nodes of four groups; two groups have two members on each of their nodes."""
     groups = [(0, 1, 2, 3), (4, 5, 6, 7), (0, 0, 4, 4), (3, 7, 3, 7)]
-    lifetime, rng, rounds = weibull(100.0, 0.8), random.Random(7), 20_000
-    q = lifetime.failure(12.0)
+    q, rng, rounds = failure_within(100.0, 12.0), random.Random(7), 20_000
     for scheme in (rs(1), rs(2), copy(2), copy(3)):
         expected, hits = loss(scheme, groups, q), 0
         for _ in range(rounds):
-            lost = [rng.weibullvariate(lifetime.scale_s, 0.8) < 12.0 for _ in range(8)]
+            lost = [rng.expovariate(1 / 100.0) < 12.0 for _ in range(8)]
             hits += not all(survives(scheme, [lost[node] for node in g]) for g in groups)
         assert abs(hits / rounds - expected) < 4 * math.sqrt(expected * (1 - expected) / rounds)
 
@@ -165,17 +162,8 @@ def test_groups_on_the_same_nodes_are_lost_together() -> None:
 
 
 def test_lifetimes() -> None:
-    assert exponential(1000.0).failure(30.0) == pytest.approx(1 - math.exp(-0.03))
-    assert exponential(1000.0).failure(30.0, age_s=5000.0) == pytest.approx(1 - math.exp(-0.03))
-    assert exponential(1e12).failure(1e-8) == pytest.approx(1e-20)
-    worn, young = weibull(1000.0, 3.0), weibull(1000.0, 0.7)
-    assert worn.failure(30.0, age_s=900.0) > worn.failure(30.0)
-    assert young.failure(30.0, age_s=900.0) < young.failure(30.0)
-    for life in (worn, young, Lifetime(50.0, 1.0)):
-        outlives = [1 - life.failure(t * life.scale_s / 1000) for t in range(1, 200_000)]
-        assert (sum(outlives) + 0.5) * life.scale_s / 1000 == pytest.approx(life.mean_s, rel=2e-3)
-        both = life.failure(40.0) + (1 - life.failure(40.0)) * life.failure(60.0, age_s=40.0)
-        assert both == pytest.approx(life.failure(100.0))
+    assert failure_within(1000.0, 30.0) == pytest.approx(1 - math.exp(-0.03))
+    assert failure_within(1e12, 1e-8) == pytest.approx(1e-20)
 
 
 def test_the_time_to_a_loss_is_that_of_a_simulation() -> None:

@@ -39,7 +39,7 @@ def test_it_waits_until_costs_are_known() -> None:
     for what in ("durable_stall", "durable", "memory_stall"):
         made.measured(what, 0.1)
     made.ran(1, 1.0)
-    assert made.decide(1000) is None and made.predicted() is None
+    assert made.decide(1000) is None and made.costs is None
     made.measured("record_stall", 0.001)
     assert made.decide(1000) is not None
 
@@ -204,7 +204,7 @@ def test_a_batch_to_begin_with_lies_between_two_bases() -> None:
     assert Tuner(Auto(), ("memory",), start=long).frequencies == Frequencies(100, 10)
     made = Tuner(Auto(), ALL, start=long, known=COSTS)
     made.ran(1, 1.0)
-    assert made.predicted() is not None
+    assert made.costs is not None
 
 
 def test_what_is_not_measured_is_guessed() -> None:

@@ -16,8 +16,6 @@ from holdfast.policy.wasted import (
     best_period,
     choose_frequencies,
     floors,
-    one_base,
-    one_base_optimum,
     wasted,
 )
 
@@ -27,6 +25,19 @@ ALL = ("memory", "delta")
 
 def logarithmic(low: float, high: float) -> st.SearchStrategy[float]:
     return st.floats(0, 1).map(lambda x: low * (high / low) ** x)
+
+
+def one_base(
+    f: float, b: float, *, mtbf_s: float, save_s: float, load_s: float, batch_s: float
+) -> float:
+    """T_w / T at f saves per second and a batch every b seconds; replaying one takes `batch_s`."""
+    return (b / 2 + load_s + batch_s / 2 * (1 / (f * b) - 1)) / mtbf_s + save_s * f
+
+
+def one_base_optimum(*, mtbf_s: float, save_s: float, batch_s: float) -> tuple[float, float]:
+    """f* and b*, where both derivatives of `one_base` vanish."""
+    f = (batch_s / (4 * save_s**2 * mtbf_s**2)) ** (1 / 3)
+    return f, sqrt(batch_s / f)
 
 
 @given(logarithmic(60, 1e6), logarithmic(0.1, 1e3), logarithmic(0.01, 10))

@@ -84,6 +84,12 @@ class Worker:
                 _forget_one(future)
 
 
+def step_back(niceness: int) -> None:
+    """Give this thread a lower priority than the training, where threads have priorities."""
+    with suppress(OSError, AttributeError):  # only Linux has them
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+
+
 def _forget_one(future: Future[Any]) -> None:
     _unfinished.pop(future, None)
 

@@ -31,7 +31,6 @@ from holdfast.base.notices import Notices
 from holdfast.core.checkpoint.claiming import Claim
 from holdfast.core.group import Group
 from holdfast.core.layout import Mesh
-from holdfast.core.store import Store
 from holdfast.live.every import Every
 from holdfast.live.saving import Save, Saver
 from holdfast.live.saving.durable import Durable
@@ -41,7 +40,7 @@ from holdfast.live.state.recognising import State
 if TYPE_CHECKING:
     from holdfast.live.restore.candidates import Candidate, Identity
     from holdfast.live.saving.attaching import Attached
-    from holdfast.live.saving.progress import TierStatus
+    from holdfast.live.saving.progress import TierProgress, TierStatus
     from holdfast.live.saving.steps import Follower
     from holdfast.live.shelves import Shelf, Trail
 
@@ -98,8 +97,6 @@ class RunParts(Protocol):
     on_resize: dict[str, str]
     is_tuned: bool
     """True if frequencies follow measurements."""
-    homes: list[Store]
-    """The root, and the home behind it if there is one."""
     claim: Claim
     saver: Saver
     durable: Durable
@@ -117,6 +114,8 @@ class Tier(Protocol):
     """Its name in `Restored.tier`, in events, and in the table that makes it."""
     news: list[str]
     """Messages that the user is to be told; whoever tells them takes them out."""
+    progress: TierProgress | None = None
+    """How far it has come; None if it has nothing to tell of that."""
     follows_steps: bool = False
     """True if it keeps something of every step, so that the number of none may be wrong."""
     carries: bool = False
@@ -223,11 +222,12 @@ class Tier(Protocol):
 
     def status(self) -> TierStatus | None:
         """Return how far it has come, at once, without asking anybody; None if it has nothing to tell."""
-        return None
+        return None if self.progress is None else self.progress.status
 
     def found(self, step: int, since: float | None) -> None:
         """Note that a restart went on from a step that it holds, since that time; None if unknown."""
-        return
+        if self.progress is not None:
+            self.progress.found(step, since)
 
     def unheard(self) -> list[str]:
         """Return what the user would be told, beside failed saves, if the run ended now."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from holdfast.base.errors import UsageError
 from holdfast.base.suggest import did_you_mean
-from holdfast.policy.survival import exponential
+from holdfast.policy.survival import failure_within
 from holdfast.policy.wasted import Costs, Rates
 
 HOUR_S = 3600.0
@@ -106,7 +106,7 @@ class Cluster:
         if not self.node_share:
             return 0.0
         node_mtbf_s = self.mtbf_s * self.num_nodes / self.node_share
-        return exponential(node_mtbf_s / others).failure(self.repair_s)
+        return failure_within(node_mtbf_s / others, self.repair_s)
 
     def rates(self, group: int) -> Rates:
         share = self.node_share

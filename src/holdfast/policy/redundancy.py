@@ -15,7 +15,7 @@ from holdfast.base.suggest import did_you_mean
 from holdfast.policy.survival import (
     Scheme,
     copy,
-    exponential,
+    failure_within,
     fatal_sets,
     loss,
     none,
@@ -204,7 +204,7 @@ def protection(
     on_nodes = [tuple(numbers[nodes[r]] for r in group) for group in found]
     largest_set = min(scheme.losses + 1, len(numbers))
     fatal = fatal_sets(scheme, on_nodes, largest_set) if len(numbers) <= 64 else []
-    lost = loss(scheme, on_nodes, exponential(node_mtbf_s).failure(repair_s))
+    lost = loss(scheme, on_nodes, failure_within(node_mtbf_s, repair_s))
     return Protection(
         scheme, tuple(nodes), tuple(found), max(shares), max(kept.values()), max(by_node),
         _bears(scheme, on_nodes),

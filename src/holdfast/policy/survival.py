@@ -32,33 +32,9 @@ _MOST_SETS = 200_000
 """Most sets of lost nodes that `loss` enumerates, which takes seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lifetime:
-    """Distribution of a node's lifetime: Weibull, S(t) = exp(-(t / scale_s)^shape); shape 1 is
-    exponential."""
-
-    scale_s: float
-    shape: float = 1.0
-
-    @property
-    def mean_s(self) -> float:
-        """Mean time to failure: scale * Gamma(1 + 1 / shape)."""
-        return self.scale_s * math.gamma(1 + 1 / self.shape)
-
-    def failure(self, interval_s: float, age_s: float = 0.0) -> float:
-        """Probability that a node of age `age_s` fails within the interval: 1 - S(age + t) / S(age)."""
-        hazard = ((age_s + interval_s) / self.scale_s) ** self.shape
-        return -math.expm1((age_s / self.scale_s) ** self.shape - hazard)
-
-
-def exponential(mtbf_s: float) -> Lifetime:
-    """Lifetime with a constant failure rate, 1 / `mtbf_s`."""
-    return Lifetime(mtbf_s)
-
-
-def weibull(mtbf_s: float, shape: float) -> Lifetime:
-    """Lifetime of mean `mtbf_s` whose failure rate falls (shape < 1) or grows (shape > 1) with age."""
-    return Lifetime(mtbf_s / math.gamma(1 + 1 / shape), shape)
+def failure_within(mtbf_s: float, interval_s: float) -> float:
+    """Probability that a node fails within an interval, at a constant rate of 1 / `mtbf_s`."""
+    return -math.expm1(-interval_s / mtbf_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,13 +177,6 @@ def loss(scheme: Scheme, groups: Collection[Nodes], failures: float | Mapping[in
             return 1.0
         survival += math.log1p(-lost)
     return -math.expm1(survival)
-
-
-def survival(
-    scheme: Scheme, groups: Collection[Nodes], failures: float | Mapping[int, float]
-) -> float:
-    """Probability that every group survives: 1 - `loss`."""
-    return 1 - loss(scheme, groups, failures)
 
 
 def time_to_loss(loss_per_interval: float, interval_s: float) -> float:

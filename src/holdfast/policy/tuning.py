@@ -208,11 +208,6 @@ class Tuner:
     def rates(self) -> Rates:
         return self.history.rates(self.auto, self.beyond)
 
-    def predicted(self) -> Waste | None:
-        """The waste of the frequencies in force; None while costs are unknown."""
-        costs = self.costs
-        return None if costs is None else wasted(costs, self.rates, self.frequencies)
-
     def decide(self, step: int) -> Retuned | None:
         """Change one frequency if that is worth it; takes a few milliseconds."""
         costs = self.costs

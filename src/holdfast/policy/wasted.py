@@ -8,7 +8,8 @@ the stall of a full save, L the time to load it, R to replay a batch):
     T_w / T = (b/2 + L + R/2 (1/(f b) - 1)) / M + C f
     f* = (R / (4 C^2 M^2))^(1/3)        b* = (2 C R M)^(1/3)        so that f* b*^2 = R
 
-(`one_base`, `one_base_optimum`.)  holdfast has two bases and replays step by step, so in `wasted`:
+(`tests/policy/test_wasted.py` has these formulas.)  holdfast has two bases and replays step by step, so in
+`wasted`:
 
 * A failure recovers from the newest base that survives it: in memory, or in storage if a lost node loses
   the snapshots in memory.
@@ -27,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields, replace
-from math import ceil, inf, sqrt
+from math import ceil, inf
 from typing import Any
 
 import numpy as np
@@ -167,22 +168,6 @@ def best_period(stall_s: float, step_s: float, rate: float, step_of_age_s: Any) 
     For step_of_age = step this is Young's sqrt(2 C M).
     """
     return (2 * stall_s / (step_s * rate * step_of_age_s)) ** 0.5
-
-
-# -- one kind of failure, one base ----------------------------------------------------------------
-
-
-def one_base(
-    f: float, b: float, *, mtbf_s: float, save_s: float, load_s: float, batch_s: float
-) -> float:
-    """T_w / T at f saves per second and a batch every b seconds; replaying one takes `batch_s`."""
-    return (b / 2 + load_s + batch_s / 2 * (1 / (f * b) - 1)) / mtbf_s + save_s * f
-
-
-def one_base_optimum(*, mtbf_s: float, save_s: float, batch_s: float) -> tuple[float, float]:
-    """f* and b*, where both derivatives of `one_base` vanish."""
-    f = (batch_s / (4 * save_s**2 * mtbf_s**2)) ** (1 / 3)
-    return f, sqrt(batch_s / f)
 
 
 def with_knob(f: Frequencies, knob: str, to: Frequencies) -> Frequencies:

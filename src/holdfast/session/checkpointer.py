@@ -50,8 +50,7 @@ from holdfast.live.tier import Asked, Tier
 from holdfast.live.training_checks import Noticing
 from holdfast.session.beginning import Beginning
 from holdfast.session.ending import Ending, Saves
-from holdfast.session.root import ROOT
-from holdfast.session.tiers import Homes, Switch, Switched, Tiers
+from holdfast.session.tiers import ROOT, Homes, Switch, Switched, Tiers
 
 if TYPE_CHECKING:
     from holdfast.live.restore.result import Found, Restored

@@ -325,7 +325,7 @@ class Restart:
         base = manifest.run, manifest.step
         if base[0] != reached[0]:
             line = line_from(*base, line, there)
-        self.tiers.own(line_from(*reached, line, there))
+        self.tiers.durable.steps.line = line_from(*reached, line, there)
 
     def origin(self) -> RestoredFrom:
         """Return the place from which the restored state can be read again."""
@@ -358,15 +358,12 @@ class Restart:
     @property
     def is_back(self) -> bool:
         """True if there is a newer state than the one that was reached."""
-        return self.reached is not None and self.reached != self.survey.candidates[0].end
+        candidates = self.survey.candidates
+        return bool(candidates) and self.reached not in (None, candidates[0].end)
 
     def leaves_behind(self) -> bool:
         """True if there is anything newer than the state that was reached."""
-        if self.tiers.have_moved_on():
-            return True
-        if not self.survey.candidates or self.reached is None:
-            return False
-        return self.reached != self.survey.candidates[0].end
+        return self.tiers.have_moved_on() or self.is_back
 
     def summary(self) -> Reached:
         """Return the facts of this restore that tiers need."""

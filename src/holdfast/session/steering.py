@@ -38,15 +38,6 @@ WRITE_SHARE, WRITE_LEAST_S, WRITE_S = 0.02, 1.0, 60.0
 """Trained time that a crash may lose from `tuning.json`: a share of all, within these bounds in seconds."""
 
 
-class _Broadcast(msgspec.Struct, frozen=True):
-    """The frequencies that rank 0 sends to the other ranks."""
-
-    durable: int | None
-    memory: int | None
-    delta: int | None
-    batch: int | None
-
-
 class Steering:
     """Frequencies that are tuned.  All ranks make one, and call `at` at the same steps."""
 
@@ -84,10 +75,8 @@ class Steering:
             self._tuner.failed("process")
         if group.rank == 0 and (self._after_failure or not self._is_local):
             self._write()  # also measures the time of a request
-        told = group.from_rank0(
-            lambda: msgspec.msgpack.encode(_broadcast_of(self._tuner.frequencies))
-        )
-        self._apply(decode_msgpack(told, _Broadcast))
+        told = group.from_rank0(lambda: msgspec.msgpack.encode(self._tuner.frequencies))
+        self._apply(decode_msgpack(told, Frequencies))
         self._stop_listening: Callable[[], None] = subscribe(self._heard)
 
     def _make_tuner(self, auto: Auto, tiers: tuple[str, ...], batch: int) -> Tuner:
@@ -110,7 +99,7 @@ class Steering:
     def at(self, step: int) -> Every:
         """Return the frequencies from this step on.  At every tenth step other ranks block for rank 0's."""
         if self._group.rank == 0:
-            self._account(self._records)
+            self._account()
         if step % LOOK_EVERY == 0:
             self._look(step)
         self._since = time.perf_counter()
@@ -148,8 +137,9 @@ class Steering:
 
     # -- rank 0 -----------------------------------------------------------------------------------
 
-    def _account(self, records: DeltaTier | None) -> None:
+    def _account(self) -> None:
         """Account for a finished step: its own time, and the extra time from saves beside it."""
+        records = self._records
         spent = records.spent() if records is not None else Spent(0.0, None)
         wrote, self._wrote = self._wrote, False
         if records is not None:
@@ -210,14 +200,14 @@ class Steering:
     def _look(self, step: int) -> None:
         key, self._looks = f"tune/{self._looks}", self._looks + 1
         if self._group.rank == 0:
-            told = _broadcast_of(self._decide(step))
+            told = self._decide(step)
             if self._group.size > 1:
                 self._group.post(key, msgspec.msgpack.encode(told))
         else:
-            told = decode_msgpack(self._receive(key, step), _Broadcast)
+            told = decode_msgpack(self._receive(key, step), Frequencies)
         self._apply(told)
 
-    def _apply(self, told: _Broadcast) -> None:
+    def _apply(self, told: Frequencies) -> None:
         self.every, self.batch = Every(told.durable, told.memory, told.delta), told.batch
 
     def _receive(self, key: str, step: int) -> bytes:
@@ -267,10 +257,6 @@ def costs_of(event: Event, request_s: float | None = None) -> Iterator[tuple[str
             yield "durable", given["seconds"]
         case "snapshot.committed":
             yield "memory", given["seconds"]
-
-
-def _broadcast_of(f: Frequencies) -> _Broadcast:
-    return _Broadcast(f.durable, f.memory, f.delta, f.batch)
 
 
 def steering_of(auto: Auto, tiers: Tiers) -> Steering:

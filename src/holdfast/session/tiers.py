@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from holdfast.base.arguments import instance_of, path_of
 from holdfast.base.errors import Deadline, HoldfastError, UsageError
@@ -20,17 +20,21 @@ from holdfast.base.events import emit
 from holdfast.base.notices import Notices
 from holdfast.base.storage_deadlines import within
 from holdfast.core.checkpoint.claiming import Claim, release
-from holdfast.core.checkpoint.lineage import Lineage
 from holdfast.core.checkpoint.tidying import Keep
 from holdfast.core.group import Group
 from holdfast.core.layout import Mesh
+from holdfast.live.every import Every
 from holdfast.live.roots import claim_root, open_shared, sweep_host
-from holdfast.live.saving import Saver
+from holdfast.live.saving import Save, Saver
 from holdfast.live.saving.durable import Durable
+from holdfast.live.saving.progress import TierProgress
 from holdfast.live.state.recognising import State
-from holdfast.live.tier import RunParts, Tier
-from holdfast.session.root import ROOT, RootTier
+from holdfast.live.tier import Asked, Collect, RunParts, Tier
 
+if TYPE_CHECKING:
+    from holdfast.live.shelves import Shelf
+
+ROOT = "durable"
 LEAST_S = 0.1
 RELEASE_S = 5.0
 """Seconds beyond its limit in which `close` releases the root."""
@@ -100,6 +104,51 @@ class Homes:
         upload = None if self.upload is None else path_of(self.upload, "Checkpointer", "upload")
         check_homes(self.root, upload, self.upload_keep)
         return replace(self, upload=upload)
+
+
+class RootTier(Tier):
+    """The steps of the root.  The session decides when a durable save is due."""
+
+    name = ROOT
+    carries = True
+
+    def __init__(self, durable: Durable) -> None:
+        self.news = durable.news
+        self._durable = durable
+        self.progress: TierProgress = TierProgress()
+
+    def prepare(self, collect: Collect, every: Every) -> Save | None:
+        return None if every.durable is None else self._durable.prepare(collect)
+
+    def carry(self, collect: Collect, asked: Asked) -> Save:
+        return self._durable.begin(
+            collect,
+            asked.step,
+            must=asked.must,
+            yields=asked.yields,
+            attached=asked.attached,
+        )
+
+    def saving(self, save: Save) -> None:
+        self.progress.watch(save)
+
+    def shelf(self) -> Shelf:
+        from holdfast.live.shelves import StoredShelf
+
+        durable = self._durable
+        known = durable.steps.known
+        return StoredShelf(
+            durable.store, durable.group, tier=ROOT, is_root=True, known=known, records=True
+        )
+
+    def settle(self, limit_s: float) -> None:
+        self._durable.settle(limit_s)
+
+    def adopt(self, claim: Claim, base: int | None) -> None:
+        self._durable.adopt(claim)
+
+    def close(self, limit_s: float, *, finished: bool, is_asked: bool) -> None:
+        self._durable.close(limit_s)
 
 
 class Tiers(RunParts):
@@ -210,10 +259,6 @@ class Tiers(RunParts):
     @property
     def run(self) -> int:
         return self.claim.run
-
-    def own(self, line: Lineage) -> None:
-        """Let the run delete its own steps and those of its lineage, and no others."""
-        self.durable.steps.line = line
 
     # -- a restart --------------------------------------------------------------------------------
 

@@ -85,9 +85,9 @@ class TuningStore:
         except HoldfastError as error:
             emit("tuning.not_kept", error=str(error))
 
-    def close(self, limit_s: float = CLOSE_S) -> None:
-        """Wait for the last write, `limit_s` at most, and end the thread."""
+    def close(self) -> None:
+        """Wait for the last write, `CLOSE_S` at most, and end the thread."""
         if self._last is not None:
             with suppress(TimeoutError):
-                result_of(self._last, min(limit_s, CLOSE_S), TimeoutError)
+                result_of(self._last, CLOSE_S, TimeoutError)
         self._pool.shutdown()

@@ -26,7 +26,8 @@ from holdfast.base.wire import WireError
 from holdfast.tiers.memory.node import effects as e
 from holdfast.tiers.memory.node import messages as w
 from holdfast.tiers.memory.node import state_machine
-from holdfast.tiers.memory.node.jobs import Job, Slot, State
+from holdfast.tiers.memory.node.jobs import Job, State
+from holdfast.tiers.memory.node.messages import Slot
 
 SCRIPTS = sorted((Path(__file__).parent / "scenarios" / "agent").glob("*.txt"))
 DEFAULTS: dict[str, Any] = {

@@ -28,9 +28,9 @@ def planned(root: str, num_nodes: int, scheme: str) -> Protection:
     return found
 
 
-def guards(lives: Lives, nodes: list[int]) -> list[w.HeldImage]:
+def guards(lives: Lives, nodes: list[int]) -> list[w.Slot]:
     """Of the newest snapshot, by rank: what agents hold for others."""
-    found: list[w.HeldImage] = []
+    found: list[w.Slot] = []
     for n in sorted(set(nodes)):
         client = Client(lives.node(n))
         (job,) = client.ask(w.Status(), w.AgentReport).jobs

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import UsageError
-from holdfast.tiers.memory.node.jobs import Slot
+from holdfast.tiers.memory.node.messages import Slot
 from holdfast.tiers.memory.node.segment import JobNote, Segments
 
 SOUND, OTHER = "share-00000-0", "share-00001-1"

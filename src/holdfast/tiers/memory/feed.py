@@ -34,7 +34,7 @@ from holdfast.live.state.arrays import raw_array
 from holdfast.live.state.modules import named_parameters
 from holdfast.live.state.named import Collected, LiveTensor
 from holdfast.live.state.optimizer_wrappers import ELEMENTWISE, is_zero1
-from holdfast.live.state.optimizers import check_exact, named_groups, param_names
+from holdfast.live.state.optimizers import check_exact
 from holdfast.live.state.placed import Placed
 from holdfast.live.state.recognising import State, is_optimizer, modules_in
 from holdfast.live.state.several import check_apart
@@ -42,13 +42,11 @@ from holdfast.live.state.snapshot import StateView
 from holdfast.live.state.writes import Marks
 from holdfast.tiers.memory.proof import Proof, most_drift
 from holdfast.tiers.memory.replica import pieces_of
-from holdfast.tiers.memory.twin import ParamPart
+from holdfast.tiers.memory.twin import Named, ParamPart, named_params
 from holdfast.tiers.memory.twins import Twins
 
 Places = dict[tuple[str, Box], tuple[int, int]]
 """Offset and bytes in this rank's image, by tensor and part of it."""
-Named = tuple[str, Any, list[tuple[str, torch.Tensor]]]
-"""An optimizer's key, the optimizer, and its parameters by name."""
 
 
 @dataclass
@@ -124,7 +122,8 @@ class Feed:
     def arranged(self, live: Collected) -> Collected:
         """Return the same state, with each weight's states behind it; the replica is dropped if an
         optimizer has other parameters now."""
-        self._named = named_params(self._state())
+        state = self._state()
+        self._named = named_params(state, optimizers(state))
         live = together(live, self._named)
         if self._made_for is not None and _params(self._named) != _params(self._covered.named):
             self._made_for = None
@@ -392,14 +391,14 @@ def check_feedable(state: State) -> None:
             )
     if not found:
         raise UsageError('Memory(feed="gradient") needs an optimizer in the state')
-    _check_one_optimizer_each(_params(named_params(state)))
+    _check_one_optimizer_each(_params(named_params(state, found)))
     known = {id(p) for _, module in modules_in(state) for _, p in named_parameters(module)}
     if any(id(p) not in known for o in found.values() for g in o.param_groups for p in g["params"]):
         raise UsageError(
             'Memory(feed="gradient"): an optimizer has parameters that no module of the state has',
             hint="hand over every module that is trained",
         )
-    if any(is_ragged(p) for _, _, pairs in named_params(state) for _, p in pairs):
+    if any(is_ragged(p) for _, _, pairs in named_params(state, found) for _, p in pairs):
         raise UsageError(
             'Memory(feed="gradient"): a parameter holds some parts of a whole (global_offsets)',
             hint='use feed="state"',
@@ -419,17 +418,6 @@ def _check_one_optimizer_each(params: list[tuple[str, set[int]]]) -> None:
                 f'Memory(feed="gradient"): {key!r} and {other!r} train the same parameter',
                 hint='have one optimizer for each parameter, or use feed="state"',
             )
-
-
-def named_params(state: State) -> list[Named]:
-    """Return (key, optimizer, parameters by name) of each optimizer; on the training thread,
-    between two steps."""
-    found = []
-    for key, optimizer in optimizers(state).items():
-        groups = [(g, g["params"]) for g in optimizer.param_groups]
-        pairs = named_groups(groups, param_names(state, groups))
-        found.append((key, optimizer, [pair for some in pairs for pair in some]))
-    return found
 
 
 def together(live: Collected, named: list[Named]) -> Collected:

@@ -11,7 +11,6 @@ that snapshot, and the twin learns from it anew; after `MOST_DIFFERENCES` in a r
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,11 +21,11 @@ from holdfast.core.format.manifest import FileEntry, TensorEntry, owner_of
 from holdfast.live.saving.planning import SavePlan
 from holdfast.live.state.named import Collected, LiveTensor
 from holdfast.live.state.optimizer_wrappers import is_zero1
-from holdfast.live.state.optimizers import check_exact, named_groups, param_names
+from holdfast.live.state.optimizers import check_exact
 from holdfast.live.state.placed import place, torch_dtype
 from holdfast.live.state.recognising import State
 from holdfast.tiers.memory.replica import image_of, pieces_of
-from holdfast.tiers.memory.twin import ParamPart
+from holdfast.tiers.memory.twin import ParamPart, named_params
 from holdfast.tiers.memory.twins import Twins
 
 MOST_DIFFERENCES = 3
@@ -37,13 +36,13 @@ gives up."""
 class RecomputedStates:
     """The optimizer states of another rank that this rank recomputes."""
 
-    def __init__(self, optimizers: dict[str, Any], names: Callable[[Any], dict[int, str]]) -> None:
-        """`optimizers` by key; `names` of an optimizer's parameters, by id."""
+    def __init__(self, state: State, optimizers: dict[str, Any]) -> None:
+        """`optimizers`: those of the state whose states are recomputed, by key."""
         self.twins = Twins()
         self.tensors: dict[str, LiveTensor] = {}
         """The recomputed states by full name; another dict each time that they have been learned."""
+        self._state = state
         self._optimizers = optimizers
-        self._names = names
         self._num_differences = 0
 
     def mark(self, number: int) -> None:
@@ -98,10 +97,8 @@ class RecomputedStates:
         """Return (optimizer, parts): each optimizer's parameters whose states' names begin with one
         of `prefixes`."""
         found = []
-        for key, optimizer in self._optimizers.items():
-            groups = [(g, g["params"]) for g in optimizer.param_groups]
-            pairs = named_groups(groups, self._names(groups))
-            named = [(f"{key}.{name}.", p) for some in pairs for name, p in some]
+        for key, optimizer, pairs in named_params(self._state, self._optimizers):
+            named = [(f"{key}.{name}.", p) for name, p in pairs]
             parts = [ParamPart(prefix, p) for prefix, p in named if prefix in prefixes]
             if parts:
                 found.append((optimizer, parts))
@@ -140,7 +137,7 @@ def recomputed_states(state: State) -> RecomputedStates:
             "not have: there all ranks have the gradients, but only one has the states of a parameter",
             hint="choose copy or parity",
         )
-    return RecomputedStates(found, lambda groups: param_names(state, groups))
+    return RecomputedStates(state, found)
 
 
 def _read(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -50,21 +50,39 @@ class SnapshotShelf:
     def load(
         self, candidate: Candidate, state: State, options: RestoreOptions, *, verify: bool
     ) -> Manifest:
-        """Restore a snapshot, as `load_snapshot` does; it is the newest on this node then, too."""
-        tier, inventory = self._tier, self.inventory
-        manifest = inventory.find(candidate.attempt)
-        load_snapshot(
-            inventory,
-            manifest,
-            self._root,
-            tier.saver.group,
-            state,
-            options,
-            lambda stale: stale.renew(*tier.agent.ask_all()),
-            verify=verify,
-        )
-        tier.take_over(manifest, inventory.cards(manifest.attempt))
+        """Restore a snapshot from the nodes' memory; it is the newest on this node then, too.  Collective.
+
+        An image that is damaged or out of reach counts as lost.  Corrupt or NotFound if what is left does
+        not suffice.
+        """
+        manifest = self.inventory.find(candidate.attempt)
+        self._restore(manifest, state, options, verify=verify)
+        self._tier.take_over(manifest, self.inventory.cards(manifest.attempt))
         return manifest
+
+    def _restore(
+        self, manifest: Manifest, state: State, options: RestoreOptions, *, verify: bool
+    ) -> None:
+        inventory, group, is_renewed = self.inventory, self._tier.saver.group, False
+        while True:
+            store = SnapshotStore(inventory, self._root)
+            try:
+                restore(Checkpoint(store, manifest, verify=verify), state, group, options)
+                return
+            except (Corrupt, NotFound) as error:
+                image = image_of(error.key)
+                if image is None:
+                    raise
+                if not is_renewed and isinstance(error, NotFound):
+                    # an agent that died meanwhile may have a successor, which holds the same
+                    is_renewed = True
+                    inventory.renew(*self._tier.agent.ask_all())
+                    continue
+                if not inventory.lose(_suspects(inventory, image, group)):
+                    raise
+                emit("memory.lost", key=error.key, error=str(error))
+            finally:
+                store.tally.tell()
 
     def opened(self, candidate: Candidate, *, verify: bool) -> Checkpoint:
         snapshots = SnapshotStore(self.inventory, self._root)
@@ -80,43 +98,6 @@ class SnapshotShelf:
 
     def lost_nodes(self, attempt: str = "") -> tuple[str, int]:
         return self.inventory.lost_nodes(attempt)
-
-
-def load_snapshot(
-    inventory: Inventory,
-    manifest: Manifest,
-    behind: Store,
-    group: Group,
-    state: State,
-    options: RestoreOptions,
-    again: Callable[[Inventory], None],
-    *,
-    verify: bool,
-) -> None:
-    """Restore a snapshot from the nodes' memory; an image that is damaged or out of reach counts as lost.
-
-    `again` renews an inventory by asking all agents: one that died meanwhile may have a successor, which
-    holds the same.  Collective.  Corrupt or NotFound if what is left does not suffice.
-    """
-    asked = False
-    while True:
-        store = SnapshotStore(inventory, behind)
-        try:
-            restore(Checkpoint(store, manifest, verify=verify), state, group, options)
-            return
-        except (Corrupt, NotFound) as error:
-            image = image_of(error.key)
-            if image is None:
-                raise
-            if not asked and isinstance(error, NotFound):
-                asked = True
-                again(inventory)
-                continue
-            if not inventory.lose(_suspects(inventory, image, group)):
-                raise
-            emit("memory.lost", key=error.key, error=str(error))
-        finally:
-            store.tally.tell()
 
 
 def _suspects(inventory: Inventory, image: tuple[str, int], group: Group) -> set[Key]:

@@ -25,7 +25,7 @@ from holdfast.live.saving.commit import build_manifest, written
 from holdfast.live.saving.durable import Durable
 from holdfast.live.saving.messages import Written
 from holdfast.live.saving.operation import Replica
-from holdfast.live.saving.progress import TierProgress, TierStatus
+from holdfast.live.saving.progress import TierProgress
 from holdfast.live.state.recognising import State
 from holdfast.live.state.snapshot import CopyTap, PrivateBuffer
 from holdfast.live.tier import Asked, Collect, Tier
@@ -105,7 +105,7 @@ class MemoryTier(Tier):
         self.worker = Worker("holdfast-memory")
         self._spare = PrivateBuffer()
         """Memory of this process, for a save when the agent has none to give."""
-        self._progress = TierProgress()
+        self.progress: TierProgress = TierProgress()
         self._turns = Turns()
         self._is_closed = False
         self._last_save = 0, False
@@ -150,7 +150,7 @@ class MemoryTier(Tier):
             follower.mark(op.number)
         with self.durable.held.by(op.kind, step):
             save = self.saver.begin(op, self._arranged(collect))
-        (self._progress.watch_through if durable else self._progress.watch)(save)
+        (self.progress.watch_through if durable else self.progress.watch)(save)
         return save
 
     def _arranged(self, collect: Collect) -> Collect:
@@ -247,13 +247,7 @@ class MemoryTier(Tier):
         with suppress(HoldfastError):
             self.agent.say_bye(finished=finished and not self._storing.left_to_agents)
 
-    def status(self) -> TierStatus:
-        return self._progress.status
-
     # -- restoring --------------------------------------------------------------------------------
-
-    def found(self, step: int, since: float | None) -> None:
-        self._progress.found(step, since)
 
     def there(self) -> str:
         steps = [c.step for c in self.shelf().candidates]
@@ -326,7 +320,7 @@ class MemoryTier(Tier):
             return
         self._commit(op, decision)
         if op.request.durable:
-            self._progress.keep(op.step, op.took_s, op.save.image_bytes)
+            self.progress.keep(op.step, op.took_s, op.save.image_bytes)
             emit("snapshot.committed", step=op.step)
             self._storing.begin(op, file, decision.manifest)
         op.release()
@@ -465,7 +459,7 @@ class MemoryTier(Tier):
     def _store_directly(self, op: SaveOperation, draft: Draft, why: str) -> None:
         """Write the image to storage from this process: the agents cannot, as `why` says."""
         emit("snapshot.failed", step=op.step, error=why)
-        self._progress.fail(op.step, why)
+        self.progress.fail(op.step, why)
         try:
             self.durable.write_and_commit(op, draft)
         finally:

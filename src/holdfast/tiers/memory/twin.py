@@ -23,8 +23,9 @@ from holdfast.live.state.devices import Moment, after, devices_of, on, on_stream
 from holdfast.live.state.gradient_copies import Lender, Lent, only_reads
 from holdfast.live.state.observer import unhooked
 from holdfast.live.state.optimizer_wrappers import stepping
-from holdfast.live.state.optimizers import hyper_parameters
+from holdfast.live.state.optimizers import hyper_parameters, named_groups, param_names
 from holdfast.live.state.placed import memory_of
+from holdfast.live.state.recognising import State
 from holdfast.live.state.writes import times_written
 
 MOST_AHEAD = 8
@@ -35,6 +36,8 @@ AT_FIRST = 2
 cost ten times a copy."""
 
 States = Mapping[str, torch.Tensor]
+Named = tuple[str, Any, list[tuple[str, torch.Tensor]]]
+"""An optimizer's key, the optimizer, and its parameters by name."""
 
 
 @dataclass(frozen=True)
@@ -217,6 +220,17 @@ class Twin:
         """Return the states of each part: the very tensors that the next steps change."""
         found = [self._inner.state.get(mine, {}) for mine in self.weights]
         return [{k: v for k, v in s.items() if isinstance(v, torch.Tensor)} for s in found]
+
+
+def named_params(state: State, optimizers: Mapping[str, Any]) -> list[Named]:
+    """Return the parameters by name of these optimizers of a state; on the training thread, between two
+    steps."""
+    found = []
+    for key, optimizer in optimizers.items():
+        groups = [(g, g["params"]) for g in optimizer.param_groups]
+        pairs = named_groups(groups, param_names(state, groups))
+        found.append((key, optimizer, [pair for some in pairs for pair in some]))
+    return found
 
 
 def _host_memory(like: torch.Tensor) -> torch.Tensor:

@@ -16,17 +16,16 @@ The training does not wait for this thread: twins that get too far behind are dr
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from holdfast.base.events import emit
+from holdfast.base.threads import step_back
 from holdfast.live.state.observer import HookOrder, Observer, StepCall
 from holdfast.tiers.memory.twin import Gradient, ParamPart, Twin
 
@@ -240,8 +239,7 @@ class Twins:
 
     def _work(self) -> None:
         if self.low_priority:
-            with suppress(OSError, AttributeError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+            step_back(19)
         while True:
             with self._change:
                 self._change.wait_for(lambda: self.closed or (self.current and bool(self._queue)))

@@ -34,7 +34,6 @@ Invariants:
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -46,7 +45,7 @@ import msgspec
 
 from holdfast.base.errors import FormatError, NotFound, UsageError
 from holdfast.base.events import emit, span
-from holdfast.base.threads import Worker
+from holdfast.base.threads import Worker, step_back
 from holdfast.base.wire import WireError, decode_msgpack
 from holdfast.core.checkpoint.claiming import Claim
 from holdfast.core.checkpoint.names import Saved, manifest_key
@@ -55,10 +54,11 @@ from holdfast.core.format.manifest import Manifest, decode_manifest
 from holdfast.core.group import Group
 from holdfast.core.store import Store
 from holdfast.live.saving import Save
-from holdfast.live.saving.progress import TierProgress, TierStatus
+from holdfast.live.saving.progress import TierProgress
 from holdfast.live.saving.steps import Follower, RootSteps
 from holdfast.live.tier import LogOfRun, Tier
 from holdfast.tiers.mirror.behind import HomeBehind
+from holdfast.tiers.mirror.homes import needs_another_save
 from holdfast.tiers.mirror.news import UploadNews
 from holdfast.tiers.mirror.waiting import Newest, WaitingSaves
 
@@ -129,7 +129,7 @@ class Upload(Tier, Follower):
         """The step that is being copied, on rank 0."""
         steps.followers.append(self)
         self._records: RecordUpload | None = None
-        self._progress = TierProgress()
+        self.progress: TierProgress = TierProgress()
         self._copied_bytes = 0
         """Bytes that this rank has copied in the last round."""
         self._num_rounds = 0
@@ -137,7 +137,7 @@ class Upload(Tier, Follower):
         self._has_ended = False
         self._retry = Retry()
         self._worker = Worker("holdfast-upload")
-        self._worker.submit(_step_back)
+        self._worker.submit(step_back, NICENESS)
         self._begin()
 
     # -- training thread --------------------------------------------------------------------------
@@ -161,9 +161,6 @@ class Upload(Tier, Follower):
         """Return the messages that the user would get if the run ended now."""
         records = [] if self._records is None else self._records.left()
         return [*self.news, *self._left(), *records]
-
-    def status(self) -> TierStatus:
-        return self._progress.status
 
     # -- the steps of the root, on rank 0 ---------------------------------------------------------
 
@@ -191,13 +188,8 @@ class Upload(Tier, Follower):
         self._shelf = StoredShelf(self.home.store, self.group, tier=self.name, records=True)
         return self._shelf
 
-    def found(self, step: int, since: float | None) -> None:
-        self._progress.found(step, since)
-
     def lacks(self, taken: Candidate, root: Shelf, *, num_replayed: int) -> bool:
         """See `needs_another_save`."""
-        from holdfast.tiers.mirror.lacking import needs_another_save
-
         assert self._shelf is not None
         return needs_another_save(taken, root, self._shelf, self.group, num_replayed=num_replayed)
 
@@ -237,7 +229,7 @@ class Upload(Tier, Follower):
     def _done(self, number: int, save: Save) -> None:
         """Note that a save has ended, and upload it if it is committed."""
         if save.error is None and not save.skipped:
-            self._progress.begin(save.step)
+            self.progress.begin(save.step)
             self._waiting.add(number, save)
             self._begin()
 
@@ -364,7 +356,7 @@ class Upload(Tier, Follower):
         """Settle this save, and those before it, which are left out."""
         self._retry.shorten()
         for number, save in self._waiting.settle(choice.number).items():
-            self._progress.leave(save.step)
+            self.progress.leave(save.step)
             if number == choice.number and outcome.verdict == "uploaded":
                 save.uploaded = True
             elif number != choice.number:
@@ -376,7 +368,7 @@ class Upload(Tier, Follower):
         error, step = outcome.error, choice.step
         if outcome.verdict == "uploaded":
             emit("upload.committed", step=step, seconds=round(took_s, 3))
-            self._progress.keep(step, took_s, self._copied_bytes)
+            self.progress.keep(step, took_s, self._copied_bytes)
             self._news.recovered(step)
             return
         if error is None:
@@ -387,7 +379,7 @@ class Upload(Tier, Follower):
             emit("upload.skipped", step=step)
             return
         emit("upload.failed", step=step, error=error.text)
-        self._progress.failed(error.text)
+        self.progress.failed(error.text)
         trouble = self._news.failed(step, outcome.verdict, error)
         if trouble is not None and not self._is_closing:
             self.news.append(trouble)
@@ -415,9 +407,3 @@ class Retry:
         """Cancel the call of a pause that is not over."""
         if self._timer is not None:
             self._timer.cancel()
-
-
-def _step_back() -> None:
-    """Give this thread a lower priority than the training."""
-    with suppress(OSError, AttributeError):  # only Linux has priorities of threads
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 
@@ -34,9 +34,6 @@ from holdfast.tiers.records.optimizers import NamedOptimizer
 from holdfast.tiers.records.packing import NotAsDeclared, Pack
 from holdfast.tiers.records.places import Place, RecordLayout, copy, spread
 from holdfast.tiers.records.segment import Applied
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 SMALL_BYTES = 64 << 20
 """Bytes of values other than gradients (batch norm's statistics, counters) that are copied on their device
@@ -194,9 +191,9 @@ class GradientCopier:
         for other in others:
             other.result()
 
-    def then(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    def then(self, work: Callable[..., None], *args: Any) -> Future[None]:
         """Do `work` on the copying thread, after the copies that were begun.  Returns at once."""
-        return self._thread.submit(work, *args, **kwargs)
+        return self._thread.submit(work, *args)
 
     def settle(self, limit_s: float) -> None:
         """Wait until the thread has done all its work.  TimeoutError."""

@@ -32,10 +32,10 @@ class Put(msgspec.Struct, frozen=True, tag=True):
 
 
 class Flush(msgspec.Struct, frozen=True, tag=True):
-    """To the writer: write all records, even if they are no whole batch; answered with `Flushed`."""
+    """To the writer: write all records, even if they are no whole batch."""
 
 
-class RecordsWrote(msgspec.Struct, frozen=True, tag=True):
+class RecordsWrote(msgspec.Struct, frozen=True):
     """From the writer: these slots are free; with an `error`, their records were not written."""
 
     slots: tuple[int, ...]
@@ -48,12 +48,7 @@ class RecordsWrote(msgspec.Struct, frozen=True, tag=True):
     error: WireError | None = None
 
 
-class Flushed(msgspec.Struct, frozen=True, tag=True):
-    """From the writer: the answer to `Flush`."""
-
-
 TO_WRITER = Open | Put | Flush
-FROM_WRITER = RecordsWrote | Flushed
 
 
 HEAD_BYTES = 8

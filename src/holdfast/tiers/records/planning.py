@@ -20,7 +20,6 @@ from holdfast.base.wire import decode_msgpack
 from holdfast.core.checkpoint.peers import raise_on_all
 from holdfast.core.codec.digest import hexdigest
 from holdfast.core.format.image import ALIGN
-from holdfast.core.format.manifest import TensorEntry
 from holdfast.core.group import Group
 from holdfast.core.layout import Mesh
 from holdfast.core.store import Store
@@ -99,12 +98,6 @@ def _one_state(agreement: Agreement, descriptions: list[bytes]) -> Agreement:
     return msgspec.structs.replace(agreement, tensors=tuple(tensors))
 
 
-def plan_of(agreement: Agreement, sparse: tuple[TensorEntry, ...]) -> SegmentPlan:
-    return SegmentPlan(
-        agreement.mesh, agreement.shardings, agreement.tensors, agreement.aliases, sparse
-    )
-
-
 def encode_extras(extras: dict[str, Any]) -> bytes:
     return msgspec.json.encode(extras)
 
@@ -159,7 +152,9 @@ class RecordPlanner:
         self._num_plans += 1
         together = agree(self.group, live, self._mesh, self._num_plans)
         agreement, sparse = split_off_sparse(together, self.group.size)
-        plan = plan_of(agreement, sparse)
+        plan = SegmentPlan(
+            agreement.mesh, agreement.shardings, agreement.tensors, agreement.aliases, sparse
+        )
         if self.group.rank == 0:
             put_plan(self.store, self.run, plan)
         room = aligned(max(self._extras_room, extras_bytes * 5 // 4 + SPARE_ROOM))

@@ -305,15 +305,14 @@ class Queue:
         """Take the writer's messages until it is gone, and replace it then.  On a thread of its own."""
         while True:
             try:
-                message, _ = w.receive(writer.line, w.FROM_WRITER)
+                message, _ = w.receive(writer.line, w.RecordsWrote)
             except OSError:
                 message = None
             if message is None:
                 self._replace(writer)
                 return
             with self._changed:
-                if isinstance(message, w.RecordsWrote):
-                    self._wrote(message)
+                self._wrote(message)
                 self._changed.notify_all()
 
     def _wrote(self, message: w.RecordsWrote) -> None:

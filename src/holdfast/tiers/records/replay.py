@@ -71,8 +71,7 @@ from holdfast.live.state.observer import hooked, hooks_after, unhooked, without_
 from holdfast.live.state.optimizer_wrappers import ELEMENTWISE, stepping
 from holdfast.live.state.placed import local_of
 from holdfast.live.state.recognising import State, modules_in, stages
-from holdfast.tiers.records.copies import headers_behind, take_copies
-from holdfast.tiers.records.finding import checkpoint_of
+from holdfast.tiers.records.finding import checkpoint_of, headers_behind, take_copies
 from holdfast.tiers.records.log import Log, LogSegment, RecordedStep, read_headers
 from holdfast.tiers.records.optimizers import GRAD, NamedOptimizer, grad_name, optimizers
 from holdfast.tiers.records.packing import PACKED, PackedPart, entries, packed_name, parts_of
@@ -488,7 +487,7 @@ class Replay:
         plan.is_whole = False
         plan.find()
         with raise_on_all(self.group, step.step):
-            plan.check_rules(self._is_resized(step))
+            plan.check_rules(self._resized[step.run, step.plan])
         read_together(checkpoint.images, plan.wants, self.group if self.group.size > 1 else None)
         with raise_on_all(self.group, step.step):
             plan.put()

@@ -145,6 +145,7 @@ class DeltaTier(Tier):
         self._capture = RecordCapture(
             group, store, options, run=run, mesh=mesh, deadline_s=group.deadline_s, tell=self._tell
         )
+        self.progress = self._capture.progress
         self._watch = Watch()
         self._parts: Parts = {}
         """This rank's parts of objects' sharded tensors, as planned."""
@@ -224,9 +225,6 @@ class DeltaTier(Tier):
         failed = self.error
         last = self._capture.progress.status
         return last if failed is None else replace(last, error=error_text(failed))
-
-    def found(self, step: int, since: float | None) -> None:
-        self._capture.progress.found(step, since)
 
     def unheard(self) -> list[str]:
         failed, loss = self.error, self._loss()

@@ -161,7 +161,6 @@ class RecordWriter:
                 case w.Flush():
                     self._write(segments, batch)
                     batch = []
-                    self._say(w.Flushed())
                 case _:
                     if message is None:
                         self._alone = True

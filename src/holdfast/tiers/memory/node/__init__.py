@@ -2,6 +2,6 @@
 
 `machine` decides, with `leases` and `commits`: pure functions on the state in `jobs`, which return
 `effects`.  `agent` is the process, which carries them out.  `segment` has the files in shared memory,
-`servers` check who may ask, `requests` has what waits for an answer, `job_notes` what the next agent must
-know, `client` talks to the agent, and `fetch` reads ranges from agents of other nodes.
+`servers` check who may ask, `requests` has what waits for an answer, `client` talks to the agent, and
+`fetch` reads ranges from agents of other nodes.
 """

@@ -37,8 +37,8 @@ from holdfast.core.format.manifest import decode_manifest
 from holdfast.tiers.memory.node import effects as e
 from holdfast.tiers.memory.node import messages as w
 from holdfast.tiers.memory.node import state_machine
-from holdfast.tiers.memory.node.job_notes import JobNotes
-from holdfast.tiers.memory.node.jobs import Job, Slot
+from holdfast.tiers.memory.node.jobs import Job
+from holdfast.tiers.memory.node.messages import Slot
 from holdfast.tiers.memory.node.persist import commit_late, persist
 from holdfast.tiers.memory.node.protect import Encoding, protect
 from holdfast.tiers.memory.node.remains import dead_trainers, held_alone
@@ -48,6 +48,7 @@ from holdfast.tiers.memory.node.segment import (
     AgentNote,
     Segments,
     home,
+    job_note,
     last_agent,
     make_home,
     note_agent,
@@ -85,7 +86,6 @@ class Agent:
         self.ended = ""
         """How this agent ends; empty until it does."""
         self._requests = Requests()
-        self._notes = JobNotes(segments)
         self._pools = {
             name: ThreadPoolExecutor(
                 number, f"holdfast-{name}", partial(os.nice, 19 if name in BACKGROUND_POOLS else 0)
@@ -172,16 +172,16 @@ class Agent:
             case e.Answer(ask, job):
                 self._requests.reply(ask, {"ok": self.held(job) if job else self.report()})
             case e.Greet(ask, job):
-                self._notes.note(self.state.jobs[job])
+                self._note_job(self.state.jobs[job])
                 self._requests.reply(ask, {"ok": self.card_of(job)})
             case e.Note(job, slot):
                 self.segments.note(job, slot)
             case e.KeepManifest(job, attempt, step, manifest, cards):
                 if cards:
-                    self._notes.keep_peers(job, cards)
+                    self.segments.keep_peers(job, cards)
                 self.segments.keep_manifest(job, attempt, step, manifest)
             case e.KeepPeers(job, cards):
-                self._notes.keep_peers(job, cards)
+                self.segments.keep_peers(job, cards)
             case e.Remove(job, names, attempts):
                 self.segments.remove(job, names, attempts)
                 self._later(self._delete_removed())
@@ -191,7 +191,6 @@ class Agent:
                 self._throttles = {
                     key: throttle for key, throttle in self._throttles.items() if key[0] != job
                 }
-                self._notes.forget(job)
                 self._later(self._delete_removed())
             case e.Make(job, name, capacity):
                 self._later(self._make(job, name, capacity))
@@ -216,6 +215,14 @@ class Agent:
                 self._later(self._commit_late(order, self._manifest(order)))
             case e.Exit(why):
                 self.end(why)
+
+    def _note_job(self, job: Job) -> None:
+        """Write `job.json`; if there is no room, the next rank that says hello tries again."""
+        try:
+            self.segments.note_job(job.name, job_note(job))
+        except OSError as error:
+            path = self.segments.path(job.name, "job.json")
+            log.error("%s: %s", path, error.strerror or error)
 
     def _is_needed(self, job: str, slot: Slot) -> bool:
         """True if somebody still waits for what a slot is being filled with.  From any thread."""
@@ -339,23 +346,7 @@ class Agent:
     def held(self, name: str) -> w.Held:
         """Return what other nodes and restarted processes need to know of a job."""
         job = self.state.jobs.get(name, Job(name))
-        images = tuple(
-            w.HeldImage(
-                s.kind,
-                s.attempt,
-                s.rank,
-                s.name,
-                s.bytes,
-                s.table,
-                s.digest,
-                s.members,
-                s.num_data,
-                s.num_parity,
-                s.capacity,
-            )
-            for s in job.slots.values()
-            if s.phase == "ready"
-        )
+        images = tuple(s for s in job.slots.values() if s.phase == "ready")
         manifests = []
         for _, _, path in self.segments.manifests(name):
             with contextlib.suppress(FileNotFoundError):

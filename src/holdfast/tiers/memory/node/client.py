@@ -199,10 +199,6 @@ class Client:
         """The agent's process; the last one's if none is here, 0 if none ever was."""
         return self.agent()[0]
 
-    def is_running(self) -> bool:
-        """True if the agent's process runs, even if it no longer answers."""
-        return process_state(*self.agent()) == "runs"
-
     def agent(self) -> tuple[int, str]:
         """Process and start time of the last agent that was here; 0 if none was."""
         last = last_agent(self.root)
@@ -269,7 +265,9 @@ class Client:
     def _still_silent(self) -> bool:
         """True if an agent that has answered before runs, and does not answer a second look: training waits
         for it.  One that has not answered yet may only be slow to begin."""
-        return self._has_answered and self.is_running() and self.look() == "silent"
+        if not self._has_answered or process_state(*self.agent()) != "runs":
+            return False
+        return self.look() == "silent"
 
     def _spawn(self, options: list[str]) -> subprocess.Popen[bytes]:
         path, variables = self.root / "agent.log", {"HOLDFAST_MEMORY_DIR": str(self.root)}

@@ -45,8 +45,7 @@ def commit(state: State, job: Job, m: w.Commit, ask: int) -> Result:
     job = replace(_with_newest(job, m.attempt, m.step), elsewhere=())
     over = _left_over(job)
     removed: list[Effect] = [Remove(job.name, over, gone)] if gone or over else []
-    slots = {name: s for name, s in job.slots.items() if name not in over}
-    return state.with_job(job, slots=slots), [keep, *removed, Reply(ask, None)]
+    return state.with_job(job.without(over)), [keep, *removed, Reply(ask, None)]
 
 
 def _with_newest(job: Job, attempt: str, step: int) -> Job:

@@ -8,7 +8,8 @@ from typing import Any
 from holdfast.base.errors import HoldfastError
 from holdfast.base.wire import WireError
 from holdfast.tiers.memory.node import messages as w
-from holdfast.tiers.memory.node.jobs import Slot, State
+from holdfast.tiers.memory.node.jobs import State
+from holdfast.tiers.memory.node.messages import Slot
 
 STOPPED = "was stopped by `holdfast agent stop`"
 FREED = "was stopped by `holdfast agent stop --free`, which freed what it held"

@@ -28,11 +28,10 @@ from holdfast.tiers.memory.node import messages as w
 from holdfast.tiers.memory.node.fetch import Peer
 from holdfast.tiers.memory.node.segment import is_sound, mapped
 from holdfast.tiers.memory.node.sources import (
+    FileImage,
     ImageReader,
-    LocalImage,
     RebuiltImage,
     RemoteImage,
-    StoredImage,
     TalliedReader,
     Tally,
 )
@@ -52,7 +51,7 @@ class Location:
     """An image or guard with its name, and the agent that holds it."""
 
     held: w.Held
-    image: w.HeldImage
+    image: w.Slot
 
 
 class Inventory:
@@ -166,7 +165,7 @@ class Inventory:
         keys: list[Key] = [(kind, attempt, r) for kind in ("share", "guard") for r in members]
         return [key for key in keys if key in self._places]
 
-    def _guards(self, attempt: str) -> list[w.HeldImage]:
+    def _guards(self, attempt: str) -> list[w.Slot]:
         found = [
             p.image for (kind, a, _), p in self._places.items() if (kind, a) == ("guard", attempt)
         ]
@@ -187,7 +186,7 @@ class Inventory:
         except (HoldfastError, OSError, ValueError):
             return False
 
-    def raw(self, kind: str, attempt: str, rank: int, key: str) -> LocalImage | RemoteImage:
+    def raw(self, kind: str, attempt: str, rank: int, key: str) -> FileImage | RemoteImage:
         """Return a reader of an image, or of a guard, where it lies.  NotFound."""
         place = self._places.get((kind, attempt, rank))
         if place is None:
@@ -196,7 +195,8 @@ class Inventory:
             peer = self._peers[place.held.card.agent]
             return RemoteImage(peer, f"/v1/{self.job}/{attempt}/{kind}/{rank}", key)
         try:
-            return LocalImage(LocalStore(place.held.directory).open(place.image.name))
+            reader = LocalStore(place.held.directory).open(place.image.name)
+            return FileImage(reader, "local")
         except NotFound as error:
             raise NotFound(error.message, key=key) from None
 
@@ -273,7 +273,7 @@ class SnapshotStore(ViewStore):
             reason = error
         if self._behind is not None:
             try:
-                stored = StoredImage(self._behind.open(key))
+                stored = FileImage(self._behind.open(key), "storage")
                 emit("memory.from_storage", key=key)
                 return stored
             except NotFound:

@@ -8,39 +8,12 @@ that ever are needed, and nothing has to be said when a snapshot grows old.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from holdfast.tiers.memory.node import messages as w
-
-Phase = Literal["making", "empty", "filling", "ready"]
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A file in shared memory."""
-
-    name: str
-    capacity: int
-    kind: str
-    rank: int
-    phase: Phase = "empty"
-    attempt: str = ""
-    step: int = 0
-    bytes: int = 0
-    table: int = 0
-    digest: str = ""
-    members: tuple[int, ...] = ()
-    """Ranks of the group, if this is a guard."""
-    num_data: int = 1
-    num_parity: int = 0
-    owner: int = 0
-    """Process that fills it; 0 if it died, or gave it up, while this agent worked on it."""
-    ask: int = 0
-    """Request that waits for it: as long as it is not 0, this agent makes, digests or encodes it."""
-
-    def emptied(self) -> Slot:
-        return replace(self, phase="empty", ask=0)
+from holdfast.tiers.memory.node.messages import Slot
 
 
 @dataclass(frozen=True)
@@ -137,8 +110,9 @@ class Job:
     def with_slots(self, *changed: Slot) -> Job:
         return replace(self, slots={**self.slots, **{s.name: s for s in changed}})
 
-    def without(self, slots: list[Slot]) -> Job:
-        return replace(self, slots={n: s for n, s in self.slots.items() if s not in slots})
+    def without(self, names: Collection[str]) -> Job:
+        """Return the job without the slots of these names."""
+        return replace(self, slots={n: s for n, s in self.slots.items() if n not in names})
 
 
 @dataclass(frozen=True)

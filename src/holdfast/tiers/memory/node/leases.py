@@ -22,7 +22,8 @@ from holdfast.tiers.memory.node.effects import (
     Result,
     refuse,
 )
-from holdfast.tiers.memory.node.jobs import Job, Phase, Slot, State
+from holdfast.tiers.memory.node.jobs import Job, State
+from holdfast.tiers.memory.node.messages import Phase, Slot
 
 
 def take(state: State, job: Job, m: w.Take, ask: int) -> Result:
@@ -53,11 +54,11 @@ def _make(state: State, job: Job, m: w.Take, ask: int, free: list[Slot]) -> Resu
     oldest on, then those of jobs that have no process any more."""
     over = state.used + m.bytes - state.budget
     own = job.used + m.bytes - (job.budget or state.budget)
-    gone: dict[str, list[Slot]] = {}
+    gone: dict[str, list[str]] = {}
     for owner, slot in [*((job, s) for s in free), *_slots_of_dead_jobs(state, job)]:
         is_other_size = owner is job and (slot.kind, slot.rank) == (m.kind, m.rank)
         if over > 0 or (own > 0 and owner is job) or is_other_size:
-            gone.setdefault(owner.name, []).append(slot)
+            gone.setdefault(owner.name, []).append(slot.name)
             over -= slot.capacity
             own -= slot.capacity if owner is job else 0
     if over > 0 or own > 0:
@@ -65,7 +66,7 @@ def _make(state: State, job: Job, m: w.Take, ask: int, free: list[Slot]) -> Resu
     removed: list[Effect] = []
     for name, slots in gone.items():
         state = state.with_job(state.jobs[name].without(slots))
-        removed.append(Remove(name, tuple(s.name for s in slots)))
+        removed.append(Remove(name, tuple(slots)))
     job = state.jobs[job.name]
     slot = _assigned(
         Slot(f"{m.kind}-{m.rank:05d}-{job.number}", m.bytes, m.kind, m.rank), m, "making"
@@ -119,11 +120,10 @@ def made(state: State, job: Job, m: w.Made, _: int) -> Result:
     if slot is None or slot.phase != "making":
         return state, [Remove(job.name, (m.name,))]
     if m.error:
-        kept = {name: s for name, s in job.slots.items() if name != m.name}
         text = f"{slot.capacity} bytes of shared memory for rank {slot.rank}: {m.error}"
         hint = "a larger /dev/shm (in containers --shm-size), or a smaller Memory(budget=...)"
         refused = refuse(slot.ask, OutOfSpace(text, hint=hint))
-        return state.with_job(job, slots=kept), [Remove(job.name, (m.name,)), refused]
+        return state.with_job(job.without((m.name,))), [Remove(job.name, (m.name,)), refused]
     if not slot.owner:
         empty = slot.emptied()
         return state.with_job(job.with_slots(empty)), [Note(job.name, empty)]
@@ -202,8 +202,7 @@ def remove_unfinished(job: Job, trainers: Collection[int]) -> tuple[Job, list[Ef
     others = {s.owner for s in job.slots.values()}.difference(trainers)
     stopped = given_up_by(job, tuple(others))
     gone = tuple(s.name for s in stopped if s.phase == "empty")
-    job = job.with_slots(*stopped)
-    job = replace(job, slots={name: s for name, s in job.slots.items() if name not in gone})
+    job = job.with_slots(*stopped).without(gone)
     return job, [Remove(job.name, gone)] if gone else []
 
 

@@ -5,7 +5,8 @@ An answer is `{"ok": value}`, or the map of a `WireError`.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import msgspec
 
@@ -248,22 +249,34 @@ class Lease(msgspec.Struct, frozen=True):
     capacity: int
 
 
-class HeldImage(msgspec.Struct, frozen=True):
-    """A slot that is filled: a rank's image, or its guard."""
+Phase = Literal["making", "empty", "filling", "ready"]
 
-    kind: str
-    attempt: str
-    rank: int
+
+@dataclass(frozen=True)
+class Slot:
+    """A file in shared memory."""
+
     name: str
-    bytes: int
-    table: int
-    digest: str
+    capacity: int
+    kind: str
+    rank: int
+    phase: Phase = "empty"
+    attempt: str = ""
+    step: int = 0
+    bytes: int = 0
+    table: int = 0
+    digest: str = ""
     members: tuple[int, ...] = ()
     """Ranks of the group in order, if this is a guard."""
     num_data: int = 1
     num_parity: int = 0
-    capacity: int = 0
-    """Bytes of its memory."""
+    owner: int = 0
+    """Process that fills it; 0 if it died, or gave it up, while this agent worked on it."""
+    ask: int = 0
+    """Request that waits for it: as long as it is not 0, this agent makes, digests or encodes it."""
+
+    def emptied(self) -> Slot:
+        return replace(self, phase="empty", ask=0)
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -271,7 +284,7 @@ class Held(msgspec.Struct, frozen=True):
 
     card: Card
     directory: str
-    images: tuple[HeldImage, ...]
+    images: tuple[Slot, ...]
     manifests: tuple[bytes, ...]
     peers: tuple[Card, ...] = ()
     """Agents that held part of the newest commit, as they were then."""

@@ -19,7 +19,7 @@ from holdfast.core.format.manifest import Manifest
 from holdfast.core.store import Store, be_patient, open_store
 from holdfast.core.store.contract import part_bytes
 from holdfast.tiers.memory.node import messages as w
-from holdfast.tiers.memory.node.jobs import Slot
+from holdfast.tiers.memory.node.messages import Slot
 from holdfast.tiers.memory.node.segment import Segments, mapped, table_in
 from holdfast.tiers.memory.node.throttle import Throttle
 

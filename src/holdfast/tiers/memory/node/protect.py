@@ -12,9 +12,9 @@ from holdfast.core.codec.stripes import Contribution, Stripes
 from holdfast.core.store import LocalStore, Reader
 from holdfast.tiers.memory.node import messages as w
 from holdfast.tiers.memory.node.fetch import Peer
-from holdfast.tiers.memory.node.jobs import Slot
+from holdfast.tiers.memory.node.messages import Slot
 from holdfast.tiers.memory.node.segment import Segments, mapped, put_table, with_table
-from holdfast.tiers.memory.node.sources import LocalImage, RemoteImage, Verified, room
+from holdfast.tiers.memory.node.sources import FileImage, RemoteImage, Verified, room
 from holdfast.tiers.memory.node.throttle import Throttle
 
 WINDOW_BYTES = 8 << 20
@@ -70,12 +70,15 @@ def protect(
     me = [x.rank for x in order.members].index(order.rank)
     memory = memoryview(bytearray(room(WINDOW_BYTES)))
     opened: dict[int, tuple[Reader, Verified]] = {}
+
+    def image(number: int) -> Verified:
+        if number not in opened:
+            opened[number] = _open(segments, agent, names, order, order.members[number], encoding)
+        return opened[number][1]
+
     try:
         for number, first, digests in order.seen:
-            if number not in opened:
-                member = order.members[number]
-                opened[number] = _open(segments, agent, names, order, member, encoding)
-            if not opened[number][1].has(first, digests):
+            if not image(number).has(first, digests):
                 rank = order.members[number].rank
                 raise Corrupt(f"rank {order.rank} does not hold what rank {rank} has saved")
         with mapped(segments.path(order.job, slot.name), slot.bytes) as view:
@@ -84,10 +87,7 @@ def protect(
                 if begun is not None and begun >= c.source.stop:
                     continue
                 encoding.check()
-                if c.source.member not in opened:
-                    member = order.members[c.source.member]
-                    opened[c.source.member] = _open(segments, agent, names, order, member, encoding)
-                _add(stripes, view, c, opened[c.source.member][1], memory, begun, throttle)
+                _add(stripes, view, c, image(c.source.member), memory, begun, throttle)
             return put_table(view, stripes.kept_bytes)
     finally:
         encoding.over = True
@@ -108,7 +108,8 @@ def _open(
     if member.card.agent == agent:
         if member.rank not in names:
             raise NotFound("the image is not here", key=key)
-        reader = LocalImage(LocalStore(segments.jobs / order.job).open(names[member.rank]))
+        file = LocalStore(segments.jobs / order.job).open(names[member.rank])
+        reader = FileImage(file, "local")
     else:
         path = f"/v1/{order.job}/{order.attempt}/share/{member.rank}"
         peer = encoding.peer(member.card)

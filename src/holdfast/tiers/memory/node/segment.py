@@ -34,13 +34,12 @@ from holdfast.base.errors import Corrupt, UnsupportedVersion, UsageError
 from holdfast.base.wire import decode_json
 from holdfast.core.codec.digest import digest_chunks, hexdigest, num_chunks
 from holdfast.core.codec.table import DigestTable
-from holdfast.tiers.memory.node.jobs import Job, Slot
-from holdfast.tiers.memory.node.messages import VERSION, Card
+from holdfast.tiers.memory.node.jobs import Job
+from holdfast.tiers.memory.node.messages import VERSION, Card, Slot
 
 _MANIFEST = re.compile(r"manifest-(\d{10,})-([0-9A-Za-z-]+)")
 _NAME = re.compile(r"[a-z]+-\d{5,}-\d+")
 _ANEW = os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-MIB = 1 << 20
 SOCKET = "agent.sock"
 MOST_SOCKET_BYTES = 107
 """Most bytes of a Unix socket's path, on Linux."""
@@ -176,7 +175,7 @@ class Segments:
         self._put(job, f"{slot.name}.json", msgspec.json.encode(slot))
 
     def note_job(self, job: str, note: JobNote) -> None:
-        self._put(job, "job.json", msgspec.json.encode(note))
+        self._put_if_changed(job, "job.json", msgspec.json.encode(note))
 
     def keep_manifest(self, job: str, attempt: str, step: int, manifest: bytes) -> None:
         """Keep the manifest of a commit, which is the newest from here on, even if the clock was set
@@ -186,7 +185,7 @@ class Segments:
         self._put(job, f"manifest-{step:010d}-{attempt}", manifest, at)
 
     def keep_peers(self, job: str, cards: tuple[Card, ...]) -> None:
-        self._put(job, "peers.json", msgspec.json.encode(cards))
+        self._put_if_changed(job, "peers.json", msgspec.json.encode(cards))
 
     def peers(self, job: str) -> tuple[Card, ...]:
         """The agents that held part of the newest commit."""
@@ -195,6 +194,13 @@ class Segments:
             return decode_json(data, tuple[Card, ...])
         except (OSError, msgspec.DecodeError):
             return ()
+
+    def _put_if_changed(self, job: str, name: str, data: bytes) -> None:
+        """Write a file that every rank reports, unless it has this content."""
+        with suppress(OSError):
+            if self.path(job, name).read_bytes() == data:
+                return
+        self._put(job, name, data)
 
     def _put(self, job: str, name: str, data: bytes, at: int | None = None) -> None:
         path = self.path(job, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 
@@ -22,18 +23,17 @@ REBUILD_BYTES = 4 << 20
 """Bytes to rebuild at a time, which bounds memory."""
 
 
-class LocalImage:
-    """A file of this node's agent."""
+class FileImage:
+    """An image in a file: of this node's agent (`local`), or of a durable save (`storage`)."""
 
-    source = "local"
-
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: Reader, source: Literal["local", "storage"]) -> None:
+        self.source = source
         self._reader = reader
 
     def read(self, offset: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `offset` on, as `Reader.read`."""
         self._reader.read(offset, into)
-        count("memory.local.bytes", len(into))
+        count(f"memory.{self.source}.bytes", len(into))
 
     def close(self) -> None:
         self._reader.close()
@@ -61,23 +61,6 @@ class RemoteImage:
 
     def close(self) -> None:
         """The connection stays for the next image."""
-
-
-class StoredImage:
-    """An image that was saved durably, too."""
-
-    source = "storage"
-
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
-
-    def read(self, offset: int, into: memoryview) -> None:
-        """Fill `into` with the bytes from `offset` on, as `Reader.read`."""
-        self._reader.read(offset, into)
-        count("memory.storage.bytes", len(into))
-
-    def close(self) -> None:
-        self._reader.close()
 
 
 class Tally:
@@ -175,7 +158,7 @@ class RebuiltImage:
         self._opened.clear()
 
 
-ImageReader = LocalImage | RemoteImage | RebuiltImage | StoredImage
+ImageReader = FileImage | RemoteImage | RebuiltImage
 
 
 class Verified:
