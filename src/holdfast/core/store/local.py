@@ -58,7 +58,7 @@ from holdfast.core.store.replacing import locked
 from holdfast.core.store.tempfiles import TempFile, open_temp, sweep_temp_files
 
 if TYPE_CHECKING:
-    from holdfast.core.store.file_readers import DirectReader, LocalReader
+    from holdfast.core.store.file_readers import LocalReader
 
 _SYNC_THREADS = 16
 
@@ -167,20 +167,19 @@ class LocalStore:
     @patient_or(lambda reader: reader.close())
     def open(self, key: str) -> LocalReader:
         """Open an object for many reads.  It stays readable, its space in use, until `close`."""
-        path = self._path(key)
-        with translated("read", key, path):
-            from holdfast.core.store.file_readers import LocalReader
-
-            return LocalReader(key, path, self.patience)
+        return self._reader(key)
 
     @patient_or(lambda reader: reader.close())
-    def open_once(self, key: str) -> DirectReader:
+    def open_once(self, key: str) -> LocalReader:
         """Open an object to be read only once, past the page cache."""
+        return self._reader(key, direct=True)
+
+    def _reader(self, key: str, *, direct: bool = False) -> LocalReader:
+        from holdfast.core.store.file_readers import LocalReader
+
         path = self._path(key)
         with translated("read", key, path):
-            from holdfast.core.store.file_readers import DirectReader
-
-            return DirectReader(key, path, self.patience)
+            return LocalReader(key, path, self.patience, direct=direct)
 
     @patient
     def size(self, key: str) -> int:
