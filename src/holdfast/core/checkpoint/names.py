@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -33,6 +34,7 @@ from holdfast.base.arguments import MAX_STEP
 from holdfast.base.errors import (
     Corrupt,
     FormatError,
+    HoldfastError,
     NotFound,
     StoreError,
     UsageError,
@@ -292,20 +294,32 @@ def _fault(store: Store, key: str) -> str | None:
 def verified_attempt(store: Store, step: int) -> str | None:
     """The attempt of a step's manifest, which is verified but not parsed, as it may be large.  NotFound,
     Corrupt or FormatError as `read_manifest`."""
-    return attempt_in(store.get(manifest_key(step)), step)
+    return _attempt(store.get(manifest_key(step)), step)
 
 
 def attempt_in(data: bytes, step: int) -> str | None:
-    """The attempt in the bytes of a manifest, as `verified_attempt`."""
+    """The attempt in the bytes of a manifest; None if they are not sound."""
+    with suppress(HoldfastError):
+        return _attempt(data, step)
+    return None
+
+
+def _attempt(data: bytes, step: int) -> str | None:
     match = ATTEMPT_RE.match(verified(data, manifest_key(step)))
     return match[1].decode() if match else None
 
 
 def read_manifest(store: Store, step: int) -> Manifest:
     """Read the manifest of a step.  NotFound lists the steps that exist; Corrupt or FormatError."""
+    return manifest_with_bytes(store, step)[0]
+
+
+def manifest_with_bytes(store: Store, step: int) -> tuple[Manifest, bytes]:
+    """`read_manifest`, with the bytes that were read."""
     key = manifest_key(step)
     try:
-        manifest = decode_manifest(store.get(key), key)
+        data = store.get(key)
+        manifest = decode_manifest(data, key)
     except NotFound:
         raise NotFound(
             f"no step {step} in {store.url}",
@@ -317,7 +331,7 @@ def read_manifest(store: Store, step: int) -> Manifest:
         error.step = step
         raise
     check_step(manifest, step)
-    return manifest
+    return manifest, data
 
 
 def check_step(manifest: Manifest, step: int) -> None:

@@ -48,7 +48,7 @@ from holdfast.core.checkpoint.names import (
 from holdfast.core.codec.digest import hexdigest
 from holdfast.core.format.manifest import CONTROL
 from holdfast.core.format.self_digest import with_seal, without_seal
-from holdfast.core.store import Store, get_small
+from holdfast.core.store import Store, get_small, put_over
 from holdfast.core.store.contract import SMALL_FILE_BYTES
 
 NEWEST = "newest"
@@ -151,10 +151,7 @@ def change(store: Store, edit: Callable[[Notes], Notes]) -> None:
         if new == old:
             return
         try:
-            if seen is None:
-                store.put(NOTES_KEY, encode_notes(new), if_absent=True)
-            else:
-                store.put(NOTES_KEY, encode_notes(new), replacing=seen)
+            put_over(store, NOTES_KEY, encode_notes(new), seen)
             return
         except (Exists, NotFound):
             continue

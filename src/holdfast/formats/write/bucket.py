@@ -24,7 +24,7 @@ from holdfast.core.checkpoint.consolidating import Consolidation
 from holdfast.core.checkpoint.listing import attempt_of
 from holdfast.core.checkpoint.names import FOLDERS, step_prefix
 from holdfast.core.checkpoint.outfiles import Outfile
-from holdfast.core.store import Store, get_small, open_store
+from holdfast.core.store import Store, get_small, open_store, put_over
 from holdfast.formats.read.folder import MARK, joined
 from holdfast.formats.write.file_plans import ONE_FILE, Planned
 
@@ -122,10 +122,8 @@ class BucketTarget:
         if seen is None and keys:
             raise UsageError(f"{self.store.url} exists", hint="give a URL where nothing is yet")
         try:
-            if seen is None:
-                self.store.put(MARK, mark, if_absent=True)
-            elif seen != mark:
-                self.store.put(MARK, mark, replacing=seen)
+            if seen != mark:
+                put_over(self.store, MARK, mark, seen)
         except (Exists, NotFound):
             what = f"another conversion has begun to write into {self.store.url}"
             raise UsageError(what, hint="wait for it, or stop it") from None
