@@ -88,6 +88,18 @@ def plan_blocks(
     return blocks
 
 
+def blocks_of(
+    files: Files, indexes: dict[str, RowIndex], needed: dict[str, list[Interval]]
+) -> list[Block]:
+    """The blocks that cover the `needed` chunks of files, by path."""
+    size, most = files.manifest.chunk_bytes, block_chunks(files)
+    return [
+        block
+        for path, intervals in needed.items()
+        for block in plan_blocks(indexes[path].file, intervals, indexes[path], size, most)
+    ]
+
+
 def _cut(
     file: FileEntry,
     first: int,
@@ -189,12 +201,8 @@ def plan_alone(files: Files, wants: list[Want], threads: int | None = None) -> C
     threads = threads or threads_for(files)
     with uncollected():
         indexes = group_rows(plan_rows(files.manifest, wants))
-        size = files.manifest.chunk_bytes
-        blocks = []
-        for path, intervals in needs(indexes, size).items():
-            index = indexes[path]
-            blocks += plan_blocks(index.rows[0].file, intervals, index, size, block_chunks(files))
-    open_all(files, [index.rows[0].file for index in indexes.values()], threads)
+        blocks = blocks_of(files, indexes, needs(indexes, files.manifest.chunk_bytes))
+    open_all(files, [index.file for index in indexes.values()], threads)
     return partial(run_blocks, files, blocks, indexes, threads)
 
 

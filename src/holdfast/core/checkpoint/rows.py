@@ -268,6 +268,10 @@ class RowIndex:
     reach: list[int]
     """Largest stop of rows 0..i, as rows of different wants may overlap."""
 
+    @property
+    def file(self) -> FileEntry:
+        return self.rows[0].file
+
     @staticmethod
     def of(rows: list[Row]) -> RowIndex:
         rows = sorted(rows, key=attrgetter("start"))

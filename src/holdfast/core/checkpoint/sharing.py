@@ -16,18 +16,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 from holdfast.base.gc_pause import uncollected
 from holdfast.base.threads import Worker, in_threads
 from holdfast.core.checkpoint.files import Files
-from holdfast.core.checkpoint.peers import Peers, SharedWindow, raise_together
+from holdfast.core.checkpoint.peers import raise_together
 from holdfast.core.checkpoint.read_assignment import ReadAssignment, assign_reads
 from holdfast.core.checkpoint.reading import (
-    Block,
     block_chunks,
+    blocks_of,
     cores_here,
     open_all,
-    plan_blocks,
     run_blocks,
     threads_for,
 )
@@ -90,7 +90,8 @@ class ExchangeRounds:
 
     def _cut_up(self) -> None:
         """Compute what this rank reads, gets and sends in each round."""
-        positions = dict(zip(self.deal.read, _positions(self.deal.read)))
+        ends = accumulate((b - a for _, a, b in self.deal.read), initial=0)
+        positions = dict(zip(self.deal.read, ends))
         mine = [(*run, position) for run, position in positions.items()]
         self.mine = by_round(mine, self.per_round)
         self.get = {r: by_round(runs, self.per_round) for r, runs in self.deal.get.items()}
@@ -180,14 +181,6 @@ class ExchangeRounds:
         return None
 
 
-def _positions(runs: list[tuple[int, int, int]]) -> list[int]:
-    out, at = [], 0
-    for _, a, b in runs:
-        out.append(at)
-        at += b - a
-    return out
-
-
 def plan_shared(files: Files, wants: list[Want], peers: Peers) -> Callable[[], None]:
     """Return a function that fills the wants of several ranks (`reading.plan_together`).  Collective."""
     threads = threads_for(files)
@@ -218,25 +211,14 @@ def plan_shared(files: Files, wants: list[Want], peers: Peers) -> Callable[[], N
 def _read_shared(rounds: ExchangeRounds, threads: int) -> None:
     """Read chunks that only this rank needs, then shared chunks in rounds.  Collective."""
     files, deal, peers = rounds.files, rounds.deal, rounds.peers
-    size, step = files.manifest.chunk_bytes, files.manifest.step
+    step = files.manifest.step
     alone = {rounds.by_number[n].path: sorted(runs) for n, runs in deal.alone.items()}
     error: BaseException | None = None
     try:
-        blocks = _alone(files, rounds.indexes, alone, size)
-        run_blocks(files, blocks, rounds.indexes, threads)
+        run_blocks(files, blocks_of(files, rounds.indexes, alone), rounds.indexes, threads)
     except Exception as failed:
         error = failed
     raise_together(peers, error, step)
     longest = peers.all_max(sum(b - a for _, a, b in deal.read))
     if longest:
         raise_together(peers, rounds.run(longest), step)
-
-
-def _alone(
-    files: Files, indexes: dict[str, RowIndex], needed: dict[str, list[Interval]], size: int
-) -> list[Block]:
-    by_path = {f.path: f for f in files.manifest.files}
-    blocks = []
-    for path, intervals in needed.items():
-        blocks += plan_blocks(by_path[path], intervals, indexes[path], size, block_chunks(files))
-    return blocks
