@@ -28,7 +28,7 @@ from holdfast.core.checkpoint.rows import Interval, RowIndex, Want, group_rows, 
 from holdfast.core.format.manifest import FileEntry
 
 if TYPE_CHECKING:
-    from holdfast.core.checkpoint.peers import Peers
+    from holdfast.core.group import Group
 
 BLOCK_CHUNKS = 8
 """Chunks read at once, unless the store asks for more (`read_bytes`)."""
@@ -167,7 +167,7 @@ def run_blocks(
         blocks_of.finish()
 
 
-def read_together(files: Files, wants: list[Want], peers: Peers | None) -> None:
+def read_together(files: Files, wants: list[Want], peers: Group | None) -> None:
     """Fill every rank's wants, reading the store about once in all.  Collective; blocks.
 
     An error of any rank is raised on every rank; targets may then be partly overwritten.
@@ -176,7 +176,7 @@ def read_together(files: Files, wants: list[Want], peers: Peers | None) -> None:
         plan_together(files, wants, peers)()
 
 
-def plan_together(files: Files, wants: list[Want], peers: Peers | None) -> Callable[[], None]:
+def plan_together(files: Files, wants: list[Want], peers: Group | None) -> Callable[[], None]:
     """Return a function that fills every rank's wants.  Both are collective.
 
     This opens all files and verifies their digest tables, so foreseeable errors are raised before any

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from holdfast.base.gc_pause import uncollected
 from holdfast.base.threads import Worker, in_threads
@@ -33,6 +34,10 @@ from holdfast.core.checkpoint.reading import (
 )
 from holdfast.core.checkpoint.rows import Interval, RowIndex, Want, group_rows, needs, plan_rows
 from holdfast.core.format.manifest import FileEntry
+
+if TYPE_CHECKING:
+    from holdfast.core.group import Group
+    from holdfast.core.group.shared_memory import HostWindow
 
 _WINDOW_BYTES = 8 << 20
 """Bytes read per rank and round.  Small windows cost few first touches of fresh pages, which can be
@@ -65,7 +70,7 @@ class ExchangeRounds:
     by_number: list[FileEntry]
     indexes: dict[str, RowIndex]
     deal: ReadAssignment
-    peers: Peers
+    peers: Group
     threads: int
     """Number of reading threads, and of placing threads, which run at the same time."""
 
@@ -101,7 +106,7 @@ class ExchangeRounds:
                 to.setdefault(rank, []).append((file, a, b, positions[file, a, b]))
         self.to = {r: by_round(runs, self.per_round) for r, runs in to.items()}
 
-    def _all(self, window: SharedWindow, size: int, rounds: int) -> BaseException | None:
+    def _all(self, window: HostWindow, size: int, rounds: int) -> BaseException | None:
         step = self.files.manifest.step
         failed: BaseException | None = None
         with Worker("holdfast-ahead") as ahead:
@@ -122,7 +127,7 @@ class ExchangeRounds:
         half = self.per_round * size
         return view[(number % 2) * half : (number % 2 + 1) * half]
 
-    def _read(self, window: SharedWindow, number: int, size: int) -> None:
+    def _read(self, window: HostWindow, number: int, size: int) -> None:
         half = self._half(window.mine, number, size)
         most = block_chunks(self.files)
         blocks = [
@@ -137,7 +142,7 @@ class ExchangeRounds:
 
         in_threads(one, blocks, max(self.threads, self.files.store_reads.threads))
 
-    def _place(self, window: SharedWindow, number: int, size: int) -> None:
+    def _place(self, window: HostWindow, number: int, size: int) -> None:
         """Copy from the windows that this rank has mapped."""
         work = []
         for reader, runs in self.get.items():
@@ -160,7 +165,7 @@ class ExchangeRounds:
         for row in self.indexes[entry.path].touching(at, at + len(view)):
             row.place(view, at)
 
-    def _send(self, window: SharedWindow, number: int, size: int) -> Exception | None:
+    def _send(self, window: HostWindow, number: int, size: int) -> Exception | None:
         """Exchange bytes with ranks whose windows are not mapped, and place the received ones."""
         half = self._half(window.mine, number, size)
         out: list[list[memoryview]] = [[] for _ in range(self.peers.size)]
@@ -181,7 +186,7 @@ class ExchangeRounds:
         return None
 
 
-def plan_shared(files: Files, wants: list[Want], peers: Peers) -> Callable[[], None]:
+def plan_shared(files: Files, wants: list[Want], peers: Group) -> Callable[[], None]:
     """Return a function that fills the wants of several ranks (`reading.plan_together`).  Collective."""
     threads = threads_for(files)
     size = files.manifest.chunk_bytes
