@@ -100,7 +100,7 @@ class Row(msgspec.Struct, frozen=True):
         first, last = (lo - self.origin) // self.itemsize, (hi - self.origin) // self.itemsize
         values = np.frombuffer(block, RAW[self.itemsize], last - first, lo - begin)
         for box in flat_range(shape, first, last):
-            self._put(_shifted(box, self.piece.start), values, first)
+            self._put(box.moved(self.piece.start), values, first)
 
     def _put(self, box: Box, values: Array, first: int) -> None:
         common = (box & self.part) if box.start else box
@@ -154,12 +154,6 @@ def _logical(stored: Stored, box: Box, view: Array) -> tuple[Box, Array]:
         view = view[..., 0]
     start, stop = (tuple(side[k] for k in places) for side in (box.start, box.stop))
     return Box(start, stop), view.transpose(places)
-
-
-def _shifted(box: Box, by: tuple[int, ...]) -> Box:
-    return Box(
-        tuple(a + o for a, o in zip(box.start, by)), tuple(b + o for b, o in zip(box.stop, by))
-    )
 
 
 def plan_rows(manifest: Manifest, wants: list[Want]) -> list[Row]:

@@ -26,6 +26,11 @@ class Box(msgspec.Struct, frozen=True, gc=False):
     start: tuple[int, ...]
     stop: tuple[int, ...]
 
+    @staticmethod
+    def at(start: tuple[int, ...], shape: Sequence[int]) -> Box:
+        """The box of a shape that begins at `start`."""
+        return Box(start, tuple(a + n for a, n in zip(start, shape)))
+
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(map(sub, self.stop, self.start))
@@ -40,6 +45,12 @@ class Box(msgspec.Struct, frozen=True, gc=False):
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         return Box(start, stop) if all(a < b for a, b in zip(start, stop)) else None
+
+    def moved(self, by: tuple[int, ...]) -> Box:
+        """The box as far away as `by` says, dim by dim."""
+        return Box(
+            tuple(a + n for a, n in zip(self.start, by)), tuple(b + n for b, n in zip(self.stop, by))
+        )
 
     def within(self, origin: tuple[int, ...]) -> tuple[slice, ...]:
         """Slices that pick this box out of an array whose element 0 lies at `origin`."""
@@ -62,6 +73,16 @@ def _whole(shape: tuple[int, ...]) -> Box:
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides, in elements, of a contiguous array of that shape."""
     return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def is_row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """True if an array of these strides is contiguous; those of dims of length 1 do not matter."""
+    expected = 1
+    for n, stride in zip(reversed(shape), reversed(strides)):
+        if n != 1 and stride != expected:
+            return False
+        expected *= n
+    return True
 
 
 def flat_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:

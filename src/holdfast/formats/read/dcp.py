@@ -25,10 +25,9 @@ from holdfast.formats.read.sections import ArchiveRange, FilePlace, Strided
 from holdfast.formats.read.stepnumber import stated_step
 from holdfast.formats.read.torchfile import (
     More,
-    PartFile,
     TensorRef,
     kind_text,
-    read_tree,
+    read_file,
     torch_globals,
 )
 from holdfast.formats.read.unknown import is_needed, not_data, unknown_in, warn_left_out
@@ -145,7 +144,7 @@ def _tensor(
     parts = []
     for chunk in entry["chunks"]:
         start, sizes = ints(chunk["offsets"]), ints(chunk["sizes"])
-        box = Box(start, tuple(a + n for a, n in zip(start, sizes)))
+        box = Box.at(start, sizes)
         if not box.size:
             continue
         info = _place(places, (name, start))
@@ -188,11 +187,7 @@ def section_tree(
 ) -> Any:
     """Read an archive inside a file, with tensors as `TensorRef`s; `lenient` as for `unpickle`."""
     path, start, stop = section_range(info)
-    section = PartFile.of(store, path, (start, stop))
-    try:
-        return read_tree(section, path, more, lenient=lenient)
-    finally:
-        section.close()
+    return read_file(store, path, more, lenient=lenient, bounds=(start, stop))
 
 
 def _where(

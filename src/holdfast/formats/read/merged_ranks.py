@@ -167,7 +167,7 @@ def _sharded_tensor(shards: Any, metadata: UnknownInstance, group: UnknownInstan
     held = []
     for shard in shards:
         start, sizes = (ints(shard["metadata"][k]) for k in ("shard_offsets", "shard_sizes"))
-        box, tensor = Box(start, tuple(a + n for a, n in zip(start, sizes))), shard["tensor"]
+        box, tensor = Box.at(start, sizes), shard["tensor"]
         if not isinstance(tensor, TensorRef) or (tensor.shape, tensor.dtype) != (sizes, dtype):
             raise FormatError(f"a shard of {sizes} {dtype} whose tensor is {kind_text(tensor)}")
         if box.size:

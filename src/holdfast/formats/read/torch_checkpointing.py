@@ -200,4 +200,4 @@ def _part(
         raise FormatError(f"a part that leaves its tensor of {local.shape}", key=local.path)
     skip = sum(a * s for a, s in zip(inside, local.strides)) * DTYPES[local.dtype].bytes
     tensor = TensorRef(local.dtype, sizes, local.strides, local.path, local.offset + skip)
-    return Box(start, tuple(a + n for a, n in zip(start, sizes))), tensor
+    return Box.at(start, sizes), tensor

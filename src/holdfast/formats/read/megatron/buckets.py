@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 
 from holdfast.base.errors import FormatError
 from holdfast.core.format.dtypes import DTYPES, numpy_dtype
-from holdfast.core.layout import Box, Fragment, flat_range, whole
+from holdfast.core.layout import Box, whole
+from holdfast.core.layout.fragment import flat_fragments
 from holdfast.core.store import Store
 from holdfast.formats.read.dcp import Contents, section_tree
 from holdfast.formats.read.foreign import Foreign, StoredPart
@@ -87,13 +88,8 @@ class FlatTensor:
     def box_parts(self, start: int, box: Box) -> Iterator[StoredPart]:
         """Parts of `box` of another tensor, stored here from element `start` on, row-major."""
         for low, high, offset, part in self.pieces(start, start + box.size):
-            for piece in flat_range(box.shape, low - start, high - start):
-                moved = Box(
-                    tuple(a + b for a, b in zip(piece.start, box.start)),
-                    tuple(a + b for a, b in zip(piece.stop, box.start)),
-                )
-                yield StoredPart(Fragment.dense(moved, offset), part.sources, part.path)
-                offset += piece.size
+            for fragment in flat_fragments(box, low - start, high - start, offset):
+                yield StoredPart(fragment, part.sources, part.path)
 
 
 @dataclass(eq=False)
