@@ -21,10 +21,11 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from holdfast.base.errors import FormatError, HoldfastError
 
+_C = TypeVar("_C")
 _Table = Mapping[tuple[str, str], Any]
 
 _MAX_STACK = 1 << 24
@@ -416,37 +417,32 @@ def _tuple(count: int) -> Callable[[_Machine], None]:
     return step
 
 
-def _set_items(m: _Machine, items: list[Any]) -> None:
+def _target(m: _Machine, items: list[Any], kind: type[_C], what: str) -> _C | None:
+    """Return the container that items are put into; None for an unknown object, which keeps them."""
     target = m.stack[-1]
     if isinstance(target, OpaqueInstance):
         target.keep(*items)
-        return
-    if not isinstance(target, dict):
-        raise _Refuse(f"it sets items of a {type(target).__name__}")
+        return None
+    if not isinstance(target, kind):
+        raise _Refuse(f"it {what} a {type(target).__name__}")
     m.changes(*items)
-    target.update(zip(_keys(items[::2], m.alike, target), items[1::2], strict=True))
+    return target
+
+
+def _set_items(m: _Machine, items: list[Any]) -> None:
+    if (target := _target(m, items, dict, "sets items of")) is not None:
+        target.update(zip(_keys(items[::2], m.alike, target), items[1::2], strict=True))
 
 
 def _append(m: _Machine, items: list[Any]) -> None:
-    target = m.stack[-1]
-    if isinstance(target, OpaqueInstance):
-        target.keep(*items)
-        return
-    if not isinstance(target, list):
-        raise _Refuse(f"it appends to a {type(target).__name__}")
-    m.changes(*items)
-    target.extend(items)
+    if (target := _target(m, items, list, "appends to")) is not None:
+        target.extend(items)
 
 
 def _add_items(m: _Machine) -> None:
-    items, target = m.since_mark(), m.stack[-1]
-    if isinstance(target, OpaqueInstance):
-        target.keep(*items)
-        return
-    if not isinstance(target, set):
-        raise _Refuse(f"it adds to a {type(target).__name__}")
-    m.changes(*items)
-    target.update(_keys(items, m.alike, target))
+    items = m.since_mark()
+    if (target := _target(m, items, set, "adds to")) is not None:
+        target.update(_keys(items, m.alike, target))
 
 
 def _keys(
