@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from holdfast.base.errors import Corrupt
 from holdfast.core.format.manifest import FileEntry, Manifest
 from holdfast.core.layout import Box, Located, Stored, flat_range, row_major
+from holdfast.core.layout.pieces import padded
 
 _row_major = lru_cache(4096)(row_major)
 """Cached: there are few shapes and many rows."""
@@ -162,7 +163,7 @@ def plan_rows(manifest: Manifest, wants: list[Want]) -> list[Row]:
         return []
     table = manifest.placement.table
     tensor = np.array([w.tensor for w in wants], np.int64)
-    boxes = _padded([w.box for w in wants], table.shape.shape[1])
+    boxes = padded([w.box for w in wants], table.shape.shape[1])
     found = manifest.placement.locate(tensor, *boxes)
     spans = _spans(found, table.itemsize[tensor], *boxes)
     columns = (found.want, found.rank, found.offset, *spans)
@@ -212,17 +213,6 @@ def _span(piece: Box, part: Box, itemsize: int) -> Interval:
     first = sum((a - o) * s for a, o, s in zip(part.start, piece.start, strides))
     last = sum((b - 1 - o) * s for b, o, s in zip(part.stop, piece.start, strides))
     return first * itemsize, (last + 1) * itemsize
-
-
-def _padded(boxes: list[Box], width: int) -> tuple[_Ints, _Ints]:
-    """Starts and stops, a row per box; missing dims are 0..1."""
-    start = np.zeros((len(boxes), width), np.int64)
-    stop = np.ones((len(boxes), width), np.int64)
-    for n in {len(b.start) for b in boxes} - {0}:
-        rows = [i for i, b in enumerate(boxes) if len(b.start) == n]
-        start[rows, :n] = [boxes[i].start for i in rows]
-        stop[rows, :n] = [boxes[i].stop for i in rows]
-    return start, stop
 
 
 def _spans(

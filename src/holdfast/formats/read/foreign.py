@@ -45,6 +45,7 @@ from holdfast.core.layout import (
     num_corners,
     tiles,
 )
+from holdfast.core.layout.pieces import padded
 from holdfast.core.store import Store
 from holdfast.formats.read.sections import ArchiveRange, Locator, Section, Sections
 
@@ -100,14 +101,7 @@ class Listed(Placement):
 
     def _bounds_of(self, tensor: int) -> tuple[_Ints, _Ints]:
         """Starts and stops of a tensor's parts, padded."""
-        width = self.table.shape.shape[1]
-        held = self._parts[tensor]
-        start, stop = np.zeros((len(held), width), np.int64), np.ones((len(held), width), np.int64)
-        n = int(self.table.ndim[tensor])
-        if held and n:
-            start[:, :n] = [h.box.start for h in held]
-            stop[:, :n] = [h.box.stop for h in held]
-        return start, stop
+        return padded([h.box for h in self._parts[tensor]], self.table.shape.shape[1])
 
     def locate(self, tensor: _Ints, start: _Ints, stop: _Ints) -> Located:
         """See `Placement.locate`."""
