@@ -369,6 +369,12 @@ class Parts:
             rule = f"parts start at a multiple of {BLOCK_BYTES}, and all but the last end at one"
             raise self._refusal(offset, stop, rule)
 
+    def check_open(self, state: str) -> None:
+        """Raise `UsageError` unless the state of the writer is `open`."""
+        if state != "open":
+            hint = "abort it and write the object again" if state == "failed" else None
+            raise UsageError(f"the writer of '{self.key}' is {state}", key=self.key, hint=hint)
+
     def add(self, offset: int, num_bytes: int) -> None:
         """Record a part that was written."""
         self._done.append((offset, offset + num_bytes))

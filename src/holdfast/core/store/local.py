@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from holdfast.base.arguments import flag_of, path_of
-from holdfast.base.errors import Corrupt, NotFound, UsageError, warn_user
+from holdfast.base.errors import Corrupt, NotFound, warn_user
 from holdfast.base.storage_deadlines import Patience, patient, patient_or
 from holdfast.base.threads import in_threads
 from holdfast.core.store.contract import (
@@ -321,7 +321,7 @@ class LocalWriter:
     @patient
     def finish(self) -> None:
         """Make the object appear with all its bytes, durable; `Exists` if the key is taken."""
-        self._check_open()
+        self._parts.check_open(self._state)
         self._parts.check_complete()
         with self._changed:
             self._state = "failed"
@@ -358,17 +358,11 @@ class LocalWriter:
                 os.unlink(self._final)
         remove_empty_directories(os.path.dirname(self._final), self._store.root)
 
-    def _check_open(self) -> None:
-        if self._state != "open":
-            key = self._parts.key
-            hint = "abort it and write the object again" if self._state == "failed" else None
-            raise UsageError(f"the writer of '{key}' is {self._state}", key=key, hint=hint)
-
     @contextmanager
     def _writing(self) -> Iterator[None]:
         """Keep the file open: the number of a closed descriptor may be given to another file."""
         with self._changed:
-            self._check_open()
+            self._parts.check_open(self._state)
             self._num_users += 1
         try:
             yield

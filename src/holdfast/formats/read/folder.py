@@ -44,10 +44,6 @@ class OneFile(ViewStore):
         self.url = joined(store.url, name)
         self.read_bytes, self.read_threads = reads_of(store)
 
-    def read(self, key: str, offset: int, into: memoryview) -> None:
-        """See `Store.read`."""
-        self.inner.read(key, offset, into)
-
     def open(self, key: str) -> Reader:
         """See `Store.open`."""
         return self.inner.open(key)
