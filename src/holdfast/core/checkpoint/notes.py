@@ -45,9 +45,8 @@ from holdfast.core.checkpoint.names import (
     step_numbers,
     steps_text,
 )
-from holdfast.core.codec.digest import hexdigest
+from holdfast.core.codec.digest import hexdigest, with_seal, without_seal
 from holdfast.core.format.manifest import CONTROL
-from holdfast.core.format.self_digest import with_seal, without_seal
 from holdfast.core.store import Store, get_small, put_over
 from holdfast.core.store.contract import SMALL_FILE_BYTES
 
