@@ -91,11 +91,6 @@ def open_dcp(store: Store, step: int | None = None) -> Checkpoint:
     )
 
 
-def steps_of_dcp(store: Store) -> list[int]:
-    """The one step of a DCP directory."""
-    return [open_dcp(store).step]
-
-
 def read_contents(store: Store, folder: str = "", more: More | None = None) -> Contents:
     """Read the contents of a directory: `folder` of the store, a prefix that ends in `/`.
 

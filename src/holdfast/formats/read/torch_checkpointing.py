@@ -72,11 +72,6 @@ def open_torch_checkpointing(store: Store, step: int | None = None) -> Checkpoin
     return open_trees(store, [tree], step, {"torch_checkpointing": "unknown"})
 
 
-def steps_torch_checkpointing(store: Store) -> list[int]:
-    """The one step of a directory."""
-    return [open_torch_checkpointing(store).step]
-
-
 def _by_item(names: list[str]) -> dict[str, dict[int, str]]:
     """The files of each item, by rank."""
     found: dict[str, dict[int, str]] = {}
