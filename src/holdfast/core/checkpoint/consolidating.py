@@ -43,7 +43,7 @@ from holdfast.core.format.manifest import (
     TensorEntry,
     readable,
 )
-from holdfast.core.store import Store
+from holdfast.core.store import Store, read_range
 
 _AXIS = "file"
 WEIGHT_KINDS = ("param", "buffer")
@@ -208,10 +208,10 @@ class _Planned:
     def entry(self, store: Store) -> FileEntry:
         """The file's entry for the manifest, once the file is written."""
         image = self.image
-        table = memoryview(bytearray(image.total_bytes - image.table_start))
-        store.read(self.out.path, image.table_start, table)
-        offsets = (image.total_bytes, image.data_start, image.extras_start, image.table_start)
-        return FileEntry(self.number, self.path, *offsets, hexdigest(bytes(table)), self.strip)
+        start = image.table_start
+        table = read_range(store, self.out.path, start, image.total_bytes - start)
+        offsets = (image.total_bytes, image.data_start, image.extras_start, start)
+        return FileEntry(self.number, self.path, *offsets, hexdigest(table), self.strip)
 
 
 class _TableSeal:

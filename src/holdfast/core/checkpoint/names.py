@@ -47,7 +47,7 @@ from holdfast.core.format.manifest import (
     decode_manifest,
     verified,
 )
-from holdfast.core.store import Store, delete_many, keys_below, num_threads_for
+from holdfast.core.store import Store, delete_many, keys_below, num_threads_for, read_range
 
 AND_LOG = ("log/", "steps/")
 """The parts of a root that a restart, and tidying with records, list."""
@@ -264,9 +264,8 @@ def step_numbers(store: Store) -> list[int]:
 
 def read_head(store: Store, step: int, key: str) -> Saved | None:
     """Read run and step from the beginning of a manifest; None if it was deleted meanwhile."""
-    data = bytearray(MANIFEST_HEAD_BYTES)
     try:
-        store.read(key, 0, memoryview(data))
+        data = read_range(store, key, 0, MANIFEST_HEAD_BYTES)
         _, stated, run = decode_head(bytes(data), key)
     except NotFound:
         return Saved(-1, step, "is a link that leads nowhere") if key in store.list(key) else None

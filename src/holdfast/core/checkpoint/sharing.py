@@ -14,6 +14,7 @@ The mechanism is UCP's redundancy-bypassing load (section 4 there), per chunk in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -82,16 +83,13 @@ class ExchangeRounds:
         size = self.files.manifest.chunk_bytes
         is_far = self.files.store_reads.threads > 0
         per_window = max(1, (_FAR_WINDOW_BYTES if is_far else _WINDOW_BYTES) // size)
-        window = self.peers.window(2 * per_window * size)
-        try:
+        with closing(self.peers.window(2 * per_window * size)) as window:
             self.remote = set(range(self.peers.size)) - set(window.theirs) - {self.peers.rank}
             self.most_remote = self.peers.all_max(len(self.remote))
             # a rank sends to, and gets from, every remote rank at once
             self.per_round = max(1, per_window // max(1, self.most_remote))
             self._cut_up()
             return self._all(window, size, -(-longest // self.per_round))
-        finally:
-            window.close()
 
     def _cut_up(self) -> None:
         """Compute what this rank reads, gets and sends in each round."""

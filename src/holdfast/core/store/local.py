@@ -18,7 +18,7 @@ import os
 import stat
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
@@ -158,11 +158,8 @@ class LocalStore:
 
     def read(self, key: str, offset: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `offset` on; `Corrupt` if the object is shorter."""
-        reader = self.open(key)
-        try:
+        with closing(self.open(key)) as reader:
             reader.read(offset, into)
-        finally:
-            reader.close()
 
     @patient_or(lambda reader: reader.close())
     def open(self, key: str) -> LocalReader:

@@ -15,7 +15,7 @@ from holdfast.base.wire import decode_json
 from holdfast.core.checkpoint.lone import LoneStep, root_at
 from holdfast.core.checkpoint.names import STEP, step_numbers
 from holdfast.core.checkpoint.opened import Checkpoint
-from holdfast.core.store import SCHEMES, LocalStore, Store, split_prefix
+from holdfast.core.store import SCHEMES, LocalStore, Store, read_range, split_prefix
 from holdfast.core.store.oserrors import obstacle
 from holdfast.formats.read.dcp import is_dcp, open_dcp
 from holdfast.formats.read.deepspeed.tags import is_deepspeed, may_be_deepspeed
@@ -119,11 +119,10 @@ def detect(url: str | os.PathLike[str]) -> str | None:
 
 def _refuse_name_of_step(store: OneFile, folder: str) -> None:
     """UsageError for the small file that stands at a path of Lightning's and names a step of a root."""
-    key, begin = store.name, bytearray(len(_NAMES_A_STEP))
-    if not 0 < store.size(key) - len(begin) < _MOST_NAME_BYTES:
+    key, num_bytes = store.name, len(_NAMES_A_STEP)
+    if not 0 < store.size(key) - num_bytes < _MOST_NAME_BYTES:
         return
-    store.read(key, 0, memoryview(begin))
-    if begin != _NAMES_A_STEP:
+    if read_range(store, key, 0, num_bytes) != _NAMES_A_STEP:
         return
     said = decode_json(store.get(key), dict[str, Any])
     root, step = said.get("root"), said.get("step")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,17 +159,14 @@ def missing_files(store: Store, files: list[str], named_by: str) -> None:
 
 def header_of(store: Store, file: str) -> Header:
     """The header of a safetensors file in a store."""
-    reader = store.open(file)
+    with closing(store.open(file)) as reader:
 
-    def read(start: int, stop: int) -> bytes:
-        data = bytearray(stop - start)
-        reader.read(start, memoryview(data))
-        return bytes(data)
+        def read(start: int, stop: int) -> bytes:
+            data = bytearray(stop - start)
+            reader.read(start, memoryview(data))
+            return bytes(data)
 
-    try:
         return read_safetensors_header(read, store.size(file), file)
-    finally:
-        reader.close()
 
 
 def _check_index(index: Index, headers: dict[str, Header]) -> None:

@@ -20,7 +20,7 @@ from holdfast.core.format import extras
 from holdfast.core.format.dtypes import DTYPES
 from holdfast.core.format.extras import inlined
 from holdfast.core.layout import Box, whole
-from holdfast.core.store import Store
+from holdfast.core.store import Store, read_range
 from holdfast.formats.read.dcp import section_range, section_tree
 from holdfast.formats.read.foreign import Foreign, StoredPart
 from holdfast.formats.read.plaindata import PLAIN_GLOBALS, plain_value
@@ -88,9 +88,7 @@ def extra_state(store: Store, info: UnknownInstance) -> Any:
         raise
     except FormatError:
         path, start, stop = section_range(info)
-        data = bytearray(stop - start)
-        store.read(path, start, memoryview(data))
-        return {"archive": bytes(data)}
+        return {"archive": bytes(read_range(store, path, start, stop - start))}
 
 
 class ExtrasValues:
@@ -122,9 +120,7 @@ class ExtrasValues:
         if size > _INLINE_BYTES:
             self.tensors.append(of_ref(name, t, "tensor", box))
             return {"$at": name}
-        data = bytearray(size)
-        if size:
-            self._store.read(t.path, t.offset, memoryview(data))
+        data = read_range(self._store, t.path, t.offset, size) if size else b""
         return extras.inlined(t.dtype, t.shape, bytes(data))
 
 
