@@ -26,7 +26,7 @@ from holdfast.core.layout import Box, Fragment, whole
 from holdfast.core.layout.box import is_row_major
 from holdfast.core.store import Reader, Store
 from holdfast.core.store.contract import reads_of
-from holdfast.formats.read.foreign import StoredPart
+from holdfast.formats.read.foreign import Foreign, StoredPart
 from holdfast.formats.read.sections import Locator, at_place
 from holdfast.formats.read.unpickle import UnknownInstance, new_dict, new_set, unpickle
 
@@ -58,6 +58,10 @@ class TensorRef:
     def source(self) -> Locator:
         """The place of its first element, for a `StoredPart`."""
         return at_place(self.path, self.offset)
+
+    def foreign(self, name: str, state: str) -> Foreign:
+        """The tensor as one of a checkpoint, stored whole, in any order of dims."""
+        return Foreign(name, self.dtype, self.shape, state, self.parts())
 
     def parts(self, box: Box | None = None) -> tuple[StoredPart, ...]:
         """Return the stored parts of the tensor; `box`: its place in a larger tensor.
