@@ -140,11 +140,15 @@ def _extras_paths(checkpoint: Checkpoint) -> Iterator[str]:
     """Paths of all extras, of containers and of their items, as in differences."""
     trees = [("", checkpoint.extras)]
     if checkpoint.manifest.per_rank:
-        for rank in sorted(checkpoint.manifest.file_of):
-            own = {k: decode(v, plain_tensor) for k, v in checkpoint.rank_extras(rank).items()}
-            trees.append((f"rank{rank}", own))
+        ranks = sorted(checkpoint.manifest.file_of)
+        trees += [(f"rank{rank}", _of_rank(checkpoint, rank)) for rank in ranks]
     for path, value in trees:
         yield from (inner for inner, _ in values_below(path, value) if inner)
+
+
+def _of_rank(checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
+    """The extras of one rank, in plain Python."""
+    return {k: decode(v, plain_tensor) for k, v in checkpoint.rank_extras(rank).items()}
 
 
 def values_below(path: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -302,9 +306,7 @@ def _compare_rank_extras(
         )
         return
     for rank in sorted(x.file_of.keys() | y.file_of.keys()):
-        ours = {k: decode(v, plain_tensor) for k, v in a.rank_extras(rank).items()}
-        theirs = {k: decode(v, plain_tensor) for k, v in b.rank_extras(rank).items()}
-        yield from _differences(f"rank{rank}", ours, theirs)
+        yield from _differences(f"rank{rank}", _of_rank(a, rank), _of_rank(b, rank))
 
 
 def _differences(path: str, a: Any, b: Any) -> Iterator[tuple[str, str, str]]:

@@ -132,10 +132,7 @@ def _check_tensor(t: TensorEntry, m: Manifest, dims: list[int], boxes: dict[int,
 def _check_held(t: TensorEntry, boxes: list[Box]) -> None:
     """Check that listed fragments cover the tensor without overlaps."""
     for box in boxes:
-        inside = len(box.start) == len(box.stop) == len(t.shape) and all(
-            0 <= a <= b <= n for a, b, n in zip(box.start, box.stop, t.shape)
-        )
-        require(inside, f"{t.name!r}: fragment {box} is not inside {t.shape}")
+        require(box.is_in(t.shape), f"{t.name!r}: fragment {box} is not inside {t.shape}")
     require(num_corners(boxes, t.shape) <= _MAX_LISTED, f"{t.name!r}: too many fragments to check")
     require(tiles(boxes, t.shape), f"{t.name!r}: fragments overlap or do not cover {t.shape}")
 

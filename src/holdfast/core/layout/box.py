@@ -46,6 +46,12 @@ class Box(msgspec.Struct, frozen=True, gc=False):
         stop = tuple(map(min, self.stop, other.stop))
         return Box(start, stop) if all(a < b for a, b in zip(start, stop)) else None
 
+    def is_in(self, shape: tuple[int, ...]) -> bool:
+        """True if it is a box of an array of that shape; for boxes from files."""
+        return len(self.start) == len(self.stop) == len(shape) and all(
+            0 <= a <= b <= n for a, b, n in zip(self.start, self.stop, shape)
+        )
+
     def moved(self, by: tuple[int, ...]) -> Box:
         """The box as far away as `by` says, dim by dim."""
         return Box(

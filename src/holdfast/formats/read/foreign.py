@@ -255,11 +255,7 @@ def _check(t: Foreign) -> None:
     if any(p.fragment.offset < 0 for p in t.parts):
         raise FormatError(f"{t.name!r}: a part that begins before its storage")
     boxes = [p.fragment.box for p in t.parts]
-    inside = all(
-        len(b.start) == len(b.stop) == len(t.shape)
-        and all(0 <= lo <= hi <= n for lo, hi, n in zip(b.start, b.stop, t.shape))
-        for b in boxes
-    )
+    inside = all(b.is_in(t.shape) for b in boxes)
     if not inside or num_corners(boxes, t.shape) > _MAX_CORNERS or not tiles(boxes, t.shape):
         raise FormatError(
             f"{t.name!r}: its parts do not make up {t.shape} exactly once",
