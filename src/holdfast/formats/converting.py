@@ -538,7 +538,7 @@ def _identity(
     files: list[Any] = []
     if isinstance(source.store, Sections):  # list again: files may have changed since
         origin = source.store.origin
-        origin = origin.anew() if isinstance(origin, ListedFolder) else origin
+        origin = ListedFolder(origin.inner) if isinstance(origin, ListedFolder) else origin
         keys = origin.list()
         if isinstance(origin, OneFile):  # and the files that it names, if it is an index
             origin = origin.inner

@@ -82,10 +82,6 @@ class ListedFolder(ViewStore):
             self._sizes = {key: num_bytes for key, num_bytes in self.inner.entries()}
         return self._sizes
 
-    def anew(self) -> ListedFolder:
-        """The same folder, with a new listing."""
-        return ListedFolder(self.inner)
-
     def open(self, key: str) -> Reader:
         """See `Store.open`."""
         self.size(key)
