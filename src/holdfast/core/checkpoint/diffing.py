@@ -292,18 +292,13 @@ def _compare_rank_extras(
 ) -> Iterator[tuple[str, str, str]]:
     """Differences of per-rank extras, which are comparable only for equal numbers of ranks."""
     x, y = a.manifest, b.manifest
-    for letter, c in (("a", a), ("b", b)):
+    why = f"{x.layout.world} and {y.layout.world} ranks" if x.layout.world != y.layout.world else ""
+    for letter, c in (("b", b), ("a", a)):
         if c.format != "holdfast":
-            keys = ", ".join(sorted(x.per_rank.keys() | y.per_rank.keys()))
             why = f"{letter} is a {c.format} checkpoint, which has none"
-            found.notes.append(f"extras of single ranks ({keys}) were not compared: {why}")
-            return
-    if x.layout.world != y.layout.world:
+    if why:
         keys = ", ".join(sorted(x.per_rank.keys() | y.per_rank.keys()))
-        found.notes.append(
-            f"extras of single ranks ({keys}) were not compared: "
-            f"{x.layout.world} and {y.layout.world} ranks"
-        )
+        found.notes.append(f"extras of single ranks ({keys}) were not compared: {why}")
         return
     for rank in sorted(x.file_of.keys() | y.file_of.keys()):
         yield from _differences(f"rank{rank}", _of_rank(a, rank), _of_rank(b, rank))

@@ -71,6 +71,13 @@ def plan_blocks(
     """Cut intervals of chunks into blocks of at most `most` chunks, direct ones if a single row covers them
     in contiguous memory."""
     blocks: list[Block] = []
+
+    def cut(first: int, stop: int, memory: memoryview | None = None, origin: int = 0) -> None:
+        for a in range(first, stop, most):
+            b = min(a + most, stop)
+            part = memory and memory[a * chunk_bytes - origin : b * chunk_bytes - origin]
+            blocks.append(Block(file, a, b, part))
+
     for first, stop in intervals:
         at = first
         for row in index.touching(first * chunk_bytes, stop * chunk_bytes):
@@ -81,10 +88,10 @@ def plan_blocks(
             memory = row.direct()
             if memory is None or len(index.touching(a * chunk_bytes, b * chunk_bytes)) > 1:
                 continue
-            blocks += _cut(file, at, a, None, 0, chunk_bytes, most)
-            blocks += _cut(file, a, b, memory, row.start, chunk_bytes, most)
+            cut(at, a)
+            cut(a, b, memory, row.start)
             at = b
-        blocks += _cut(file, at, stop, None, 0, chunk_bytes, most)
+        cut(at, stop)
     return blocks
 
 
@@ -98,23 +105,6 @@ def blocks_of(
         for path, intervals in needed.items()
         for block in plan_blocks(indexes[path].file, intervals, indexes[path], size, most)
     ]
-
-
-def _cut(
-    file: FileEntry,
-    first: int,
-    stop: int,
-    memory: memoryview | None,
-    origin: int,
-    chunk_bytes: int,
-    most: int,
-) -> list[Block]:
-    out = []
-    for a in range(first, stop, most):
-        b = min(a + most, stop)
-        part = memory and memory[a * chunk_bytes - origin : b * chunk_bytes - origin]
-        out.append(Block(file, a, b, part))
-    return out
 
 
 class Scratch(threading.local):
