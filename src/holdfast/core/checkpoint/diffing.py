@@ -292,10 +292,10 @@ def _compare_rank_extras(
 ) -> Iterator[tuple[str, str, str]]:
     """Differences of per-rank extras, which are comparable only for equal numbers of ranks."""
     x, y = a.manifest, b.manifest
-    why = f"{x.layout.world} and {y.layout.world} ranks" if x.layout.world != y.layout.world else ""
-    for letter, c in (("b", b), ("a", a)):
-        if c.format != "holdfast":
-            why = f"{letter} is a {c.format} checkpoint, which has none"
+    foreign = [(letter, c) for letter, c in (("a", a), ("b", b)) if c.format != "holdfast"]
+    why = "".join(f"{s} is a {c.format} checkpoint, which has none" for s, c in foreign[:1])
+    if not why and x.layout.world != y.layout.world:
+        why = f"{x.layout.world} and {y.layout.world} ranks"
     if why:
         keys = ", ".join(sorted(x.per_rank.keys() | y.per_rank.keys()))
         found.notes.append(f"extras of single ranks ({keys}) were not compared: {why}")
