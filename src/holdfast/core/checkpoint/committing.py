@@ -30,6 +30,7 @@ from holdfast.core.checkpoint.claiming import Claim, check_claim
 from holdfast.core.checkpoint.names import attempt_in, manifest_key, step_prefix
 from holdfast.core.format.manifest import FileEntry, Manifest, encode_manifest
 from holdfast.core.store import LocalStore, Store, put_over
+from holdfast.core.store.contract import size_at
 
 _CHECK_THREADS = 8
 
@@ -89,14 +90,13 @@ def check_lengths(store: Store, manifest: Manifest) -> None:
         there = dict(store.entries(f"{prefix}{manifest.attempt}/"))
 
     def check(file: FileEntry) -> None:
-        try:
-            size = store.size(prefix + file.path)
-        except NotFound:
+        size = size_at(store, prefix + file.path)
+        if size is None:
             raise StoreError(
                 f"the file of rank {file.rank} cannot be seen by rank 0",
                 key=prefix + file.path,
                 hint="is the root on a file system that all hosts share?",
-            ) from None
+            )
         if size != file.bytes:
             raise StoreError(
                 f"the file of rank {file.rank} has {size} bytes, {file.bytes} were written",

@@ -48,6 +48,7 @@ from holdfast.core.format.manifest import (
     verified,
 )
 from holdfast.core.store import Store, delete_many, keys_below, num_threads_for, read_range
+from holdfast.core.store.contract import size_at
 
 AND_LOG = ("log/", "steps/")
 """The parts of a root that a restart, and tidying with records, list."""
@@ -278,9 +279,8 @@ def read_head(store: Store, step: int, key: str) -> Saved | None:
 
 def _fault(store: Store, key: str) -> str | None:
     """Describe what is wrong with a manifest's beginning; None if it was deleted meanwhile."""
-    try:
-        size = store.size(key)
-    except NotFound:
+    size = size_at(store, key)
+    if size is None:
         return None
     if not size:
         return "is empty (0 bytes)"

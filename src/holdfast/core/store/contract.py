@@ -181,6 +181,14 @@ def reads_of(store: Store) -> Reads:
     return Reads(getattr(store, "read_bytes", 0), getattr(store, "read_threads", 0))
 
 
+def size_at(store: Store, key: str) -> int | None:
+    """Return the length of an object in bytes; None if there is none."""
+    try:
+        return store.size(key)
+    except NotFound:
+        return None
+
+
 # -- the rules ---------------------------------------------------------------------------------------
 
 

@@ -63,6 +63,7 @@ from holdfast.core.store.contract import (
     not_the_seen,
     past_end,
     seen_view,
+    size_at,
     target_view,
 )
 
@@ -502,11 +503,8 @@ class ObjectWriter:
 
     def _check_absent(self, key: str) -> None:
         """`Exists` if the key is taken: obstore completes uploads without a condition."""
-        try:
-            self._store.size(key)
-        except NotFound:
-            return
-        raise exists(key, self._store.url)
+        if size_at(self._store, key) is not None:
+            raise exists(key, self._store.url)
 
     def _raise_if_failed(self, operation: str) -> None:
         error = self._failed

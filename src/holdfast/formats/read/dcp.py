@@ -18,6 +18,7 @@ from holdfast.core.format import extras
 from holdfast.core.format.dtypes import DTYPES
 from holdfast.core.layout import Box
 from holdfast.core.store import Store
+from holdfast.core.store.contract import size_at
 from holdfast.formats.read.dcptree import arrange_tree
 from holdfast.formats.read.foreign import Foreign, StoredPart, foreign
 from holdfast.formats.read.plaindata import PLAIN_GLOBALS, ints, plain_value, text
@@ -70,10 +71,7 @@ class Contents:
 
 def is_dcp(store: Store) -> bool:
     """True if a directory holds a DCP checkpoint."""
-    try:
-        return store.size(_METADATA) > 0
-    except NotFound:
-        return False
+    return bool(size_at(store, _METADATA))
 
 
 def open_dcp(store: Store, step: int | None = None) -> Checkpoint:

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import os
 
-from holdfast.base.errors import NotFound
 from holdfast.core.store import LocalStore, Reader, Store, get_small, open_store
-from holdfast.core.store.contract import Entry, check_prefix, is_key, not_found, reads_of
+from holdfast.core.store.contract import Entry, check_prefix, is_key, not_found, reads_of, size_at
 from holdfast.core.store.oserrors import translated
 from holdfast.core.store.views import ViewStore
 
@@ -119,11 +118,8 @@ def open_place(path: str) -> Store:
     above, slash, name = url.rpartition("/")
     if name.endswith(_SUFFIXES) and slash and not above.endswith("/"):
         folder_store = open_store(above + mark + query)
-        try:
-            folder_store.size(name)
+        if size_at(folder_store, name) is not None:
             return OneFile(folder_store, name)
-        except NotFound:
-            pass
     return ListedFolder(store)
 
 

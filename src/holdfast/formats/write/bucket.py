@@ -25,6 +25,7 @@ from holdfast.core.checkpoint.listing import attempt_of
 from holdfast.core.checkpoint.names import FOLDERS, step_prefix
 from holdfast.core.checkpoint.outfiles import Outfile
 from holdfast.core.store import Store, get_small, open_store, put_over
+from holdfast.core.store.contract import size_at
 from holdfast.formats.read.folder import MARK, joined
 from holdfast.formats.write.file_plans import ONE_FILE, Planned
 
@@ -63,7 +64,8 @@ class BucketTarget:
         if self.to == "universal":
             return self._begin_step()
         if self.to in ONE_FILE:
-            taken = next((f.path for f in files if self._size(f.path) is not None), None)
+            there = (f.path for f in files if size_at(self.store, f.path) is not None)
+            taken = next(there, None)
             if taken is not None:
                 what = f"{joined(self.store.url, taken)} exists"
                 raise UsageError(what, hint="give a URL where nothing is yet")
@@ -75,7 +77,7 @@ class BucketTarget:
         """The files that do not exist at their full length."""
         prefix = step_prefix(self.step) if self.to == "universal" else ""
         if self.to in ONE_FILE:  # the folder above may hold anything
-            return [f for f in files if self._size(f.path) != f.bytes]
+            return [f for f in files if size_at(self.store, f.path) != f.bytes]
         sizes = dict(self.store.entries(prefix))
         return [f for f in files if sizes.get(f.path) != f.bytes]
 
@@ -130,12 +132,6 @@ class BucketTarget:
         for key in keys:
             if key != MARK and (seen != mark or key not in mine):
                 self.store.delete(key)
-
-    def _size(self, key: str) -> int | None:
-        try:
-            return self.store.size(key)
-        except NotFound:
-            return None
 
     def _check_outside(self, source: str) -> None:
         here, root = (url.partition("?")[0].rstrip("/") for url in (self.store.url, source))
