@@ -21,6 +21,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from holdfast.base.errors import FormatError, HoldfastError
@@ -163,29 +164,22 @@ class Global:
         self.value = value
 
 
+@dataclass(eq=False)
 class _Machine:
-    def __init__(
-        self,
-        data: memoryview,
-        table: _Table,
-        persistent: Callable[[Any], Any] | None,
-        *,
-        lenient: bool,
-    ) -> None:
-        self.data = data
-        self.table = table
-        self.persistent = persistent
-        self.lenient = lenient
-        self.has_strangers = False
-        self.clean: dict[int, UnknownInstance] = {}
-        """Instances in which nothing unknown was found, by id."""
-        self.at = 0
-        self.stack: list[Any] = []
-        self.memo: dict[int, Any] = {}
-        self.spent = 0
-        self.num_made = 0
-        """Number of containers and instances made."""
-        self.alike: Counter[tuple[int, int]] = Counter()
+    data: memoryview
+    table: _Table
+    persistent: Callable[[Any], Any] | None
+    lenient: bool
+    has_strangers: bool = False
+    clean: dict[int, UnknownInstance] = field(default_factory=dict)
+    """Instances in which nothing unknown was found, by id."""
+    at: int = 0
+    stack: list[Any] = field(default_factory=list)
+    memo: dict[int, Any] = field(default_factory=dict)
+    spent: int = 0
+    num_made: int = 0
+    """Number of containers and instances made."""
+    alike: Counter[tuple[int, int]] = field(default_factory=Counter)
 
     def run(self) -> Any:
         while True:
