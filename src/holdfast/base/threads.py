@@ -106,9 +106,7 @@ def in_threads(work: Callable[[Any], None], items: list[Any], threads: int) -> N
     crew.wait()
 
 
-def results_in_threads(
-    work: Callable[[_K], _T], items: Iterable[_K], threads: int
-) -> dict[_K, _T]:
+def results_in_threads(work: Callable[[_K], _T], items: Iterable[_K], threads: int) -> dict[_K, _T]:
     """Return what `work` returns for each item, called as by `in_threads`."""
     found: dict[_K, _T] = {}
 

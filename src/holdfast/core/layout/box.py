@@ -55,7 +55,8 @@ class Box(msgspec.Struct, frozen=True, gc=False):
     def moved(self, by: tuple[int, ...]) -> Box:
         """The box as far away as `by` says, dim by dim."""
         return Box(
-            tuple(a + n for a, n in zip(self.start, by)), tuple(b + n for b, n in zip(self.stop, by))
+            tuple(a + n for a, n in zip(self.start, by)),
+            tuple(b + n for b, n in zip(self.stop, by)),
         )
 
     def within(self, origin: tuple[int, ...]) -> tuple[slice, ...]:

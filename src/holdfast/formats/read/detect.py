@@ -77,9 +77,7 @@ SOURCE_FORMATS = {
         _of("torch_checkpointing", "open_torch_checkpointing"),
         if_named=_of("torch_checkpointing", "may_be_torch_checkpointing"),
     ),
-    "torch": Format(
-        is_torch, _of("torchsave", "open_torch"), if_named=holds_torch, of_files=True
-    ),
+    "torch": Format(is_torch, _of("torchsave", "open_torch"), if_named=holds_torch, of_files=True),
 }
 """Foreign formats by prefix, in the order of detection."""
 
