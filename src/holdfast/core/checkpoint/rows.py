@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from holdfast.base.errors import Corrupt
 from holdfast.core.format.manifest import FileEntry, Manifest
 from holdfast.core.layout import Box, Located, Stored, flat_range, row_major
+from holdfast.core.layout.box import moved
 from holdfast.core.layout.pieces import padded
 
 _row_major = lru_cache(4096)(row_major)
@@ -101,7 +102,7 @@ class Row(msgspec.Struct, frozen=True):
         first, last = (lo - self.origin) // self.itemsize, (hi - self.origin) // self.itemsize
         values = np.frombuffer(block, RAW[self.itemsize], last - first, lo - begin)
         for box in flat_range(shape, first, last):
-            self._put(box.moved(self.piece.start), values, first)
+            self._put(moved(box, self.piece.start), values, first)
 
     def _put(self, box: Box, values: Array, first: int) -> None:
         common = (box & self.part) if box.start else box

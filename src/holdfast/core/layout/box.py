@@ -26,11 +26,6 @@ class Box(msgspec.Struct, frozen=True, gc=False):
     start: tuple[int, ...]
     stop: tuple[int, ...]
 
-    @staticmethod
-    def at(start: tuple[int, ...], shape: Sequence[int]) -> Box:
-        """The box of a shape that begins at `start`."""
-        return Box(start, tuple(a + n for a, n in zip(start, shape)))
-
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(map(sub, self.stop, self.start))
@@ -46,25 +41,30 @@ class Box(msgspec.Struct, frozen=True, gc=False):
         stop = tuple(map(min, self.stop, other.stop))
         return Box(start, stop) if all(a < b for a, b in zip(start, stop)) else None
 
-    def is_in(self, shape: tuple[int, ...]) -> bool:
-        """True if it is a box of an array of that shape; for boxes from files."""
-        return len(self.start) == len(self.stop) == len(shape) and all(
-            0 <= a <= b <= n for a, b, n in zip(self.start, self.stop, shape)
-        )
-
-    def moved(self, by: tuple[int, ...]) -> Box:
-        """The box as far away as `by` says, dim by dim."""
-        return Box(
-            tuple(a + n for a, n in zip(self.start, by)),
-            tuple(b + n for b, n in zip(self.stop, by)),
-        )
-
     def within(self, origin: tuple[int, ...]) -> tuple[slice, ...]:
         """Slices that pick this box out of an array whose element 0 lies at `origin`."""
         return tuple(slice(a - o, b - o) for a, b, o in zip(self.start, self.stop, origin))
 
     def __str__(self) -> str:
         return ",".join(f"{a}:{b}" for a, b in zip(self.start, self.stop))
+
+
+def box_at(start: tuple[int, ...], shape: Sequence[int]) -> Box:
+    """The box of a shape that begins at `start`."""
+    return Box(start, tuple(a + n for a, n in zip(start, shape)))
+
+
+def moved(box: Box, by: tuple[int, ...]) -> Box:
+    """A box as far away as `by` says, dim by dim."""
+    start, stop = (tuple(a + n for a, n in zip(side, by)) for side in (box.start, box.stop))
+    return Box(start, stop)
+
+
+def is_inside(box: Box, shape: tuple[int, ...]) -> bool:
+    """True if it is a box of a tensor of that shape; for boxes from files."""
+    return len(box.start) == len(box.stop) == len(shape) and all(
+        0 <= a <= b <= n for a, b, n in zip(box.start, box.stop, shape)
+    )
 
 
 def whole(shape: tuple[int, ...]) -> Box:

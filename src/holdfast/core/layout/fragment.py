@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from holdfast.base.errors import LayoutError
-from holdfast.core.layout.box import Box, flat_range, is_row_major, row_major
+from holdfast.core.layout.box import Box, box_at, flat_range, is_row_major, moved, row_major
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Stored:
 
     def piece(self, box: Box) -> Box:
         """The whole array, by coordinates in which the fragment (`box` of the tensor) begins."""
-        return Box.at(self.box(box).start, self.shape)
+        return box_at(self.box(box).start, self.shape)
 
     def places(self) -> tuple[int, ...]:
         """For every dim of the tensor, which dim of the array it is."""
@@ -93,5 +93,5 @@ class Fragment:
 def flat_fragments(box: Box, start: int, stop: int, offset: int) -> Iterator[Fragment]:
     """Elements `start..stop` of `box`, row-major, that lie back to back from `offset` on."""
     for piece in flat_range(box.shape, start, stop):
-        yield Fragment.dense(piece.moved(box.start), offset)
+        yield Fragment.dense(moved(piece, box.start), offset)
         offset += piece.size

@@ -16,7 +16,7 @@ from holdfast.base.errors import FormatError, NotFound
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.format import extras
 from holdfast.core.format.dtypes import DTYPES
-from holdfast.core.layout import Box
+from holdfast.core.layout.box import box_at
 from holdfast.core.store import Store
 from holdfast.core.store.contract import size_at
 from holdfast.formats.read.dcptree import arrange_tree
@@ -137,7 +137,7 @@ def _tensor(
     parts = []
     for chunk in entry["chunks"]:
         start, sizes = ints(chunk["offsets"]), ints(chunk["sizes"])
-        box = Box.at(start, sizes)
+        box = box_at(start, sizes)
         if not box.size:
             continue
         info = _place(places, (name, start))

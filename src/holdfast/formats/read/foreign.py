@@ -45,6 +45,7 @@ from holdfast.core.layout import (
     num_corners,
     tiles,
 )
+from holdfast.core.layout.box import is_inside
 from holdfast.core.layout.pieces import padded
 from holdfast.core.store import Store
 from holdfast.formats.read.sections import ArchiveRange, Locator, Section, Sections
@@ -255,7 +256,7 @@ def _check(t: Foreign) -> None:
     if any(p.fragment.offset < 0 for p in t.parts):
         raise FormatError(f"{t.name!r}: a part that begins before its storage")
     boxes = [p.fragment.box for p in t.parts]
-    inside = all(b.is_in(t.shape) for b in boxes)
+    inside = all(is_inside(b, t.shape) for b in boxes)
     if not inside or num_corners(boxes, t.shape) > _MAX_CORNERS or not tiles(boxes, t.shape):
         raise FormatError(
             f"{t.name!r}: its parts do not make up {t.shape} exactly once",

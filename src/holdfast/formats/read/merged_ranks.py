@@ -26,6 +26,7 @@ from holdfast.base.errors import FormatError
 from holdfast.core.format import extras
 from holdfast.core.format.dtypes import DTYPES, numpy_dtype
 from holdfast.core.layout import Box, chunk, whole
+from holdfast.core.layout.box import box_at
 from holdfast.core.store import Store, read_range
 from holdfast.formats.read.foreign import StoredPart
 from holdfast.formats.read.plaindata import ints, plain_value, text
@@ -167,7 +168,7 @@ def _sharded_tensor(shards: Any, metadata: UnknownInstance, group: UnknownInstan
     held = []
     for shard in shards:
         start, sizes = (ints(shard["metadata"][k]) for k in ("shard_offsets", "shard_sizes"))
-        box, tensor = Box.at(start, sizes), shard["tensor"]
+        box, tensor = box_at(start, sizes), shard["tensor"]
         if not isinstance(tensor, TensorRef) or (tensor.shape, tensor.dtype) != (sizes, dtype):
             raise FormatError(f"a shard of {sizes} {dtype} whose tensor is {kind_text(tensor)}")
         if box.size:

@@ -21,6 +21,7 @@ from holdfast.base.errors import FormatError, NotFound
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.format.dtypes import DTYPES
 from holdfast.core.layout import Box
+from holdfast.core.layout.box import box_at
 from holdfast.core.store import Store
 from holdfast.formats.read.folder import top
 from holdfast.formats.read.merged_ranks import Shards, merged, shard_box
@@ -195,4 +196,4 @@ def _part(
         raise FormatError(f"a part that leaves its tensor of {local.shape}", key=local.path)
     skip = sum(a * s for a, s in zip(inside, local.strides)) * DTYPES[local.dtype].bytes
     tensor = TensorRef(local.dtype, sizes, local.strides, local.path, local.offset + skip)
-    return Box.at(start, sizes), tensor
+    return box_at(start, sizes), tensor

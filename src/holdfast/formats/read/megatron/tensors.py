@@ -19,6 +19,7 @@ from math import prod
 
 from holdfast.base.errors import FormatError
 from holdfast.core.layout import Box, Fragment
+from holdfast.core.layout.box import box_at
 from holdfast.core.layout.fragment import flat_fragments
 from holdfast.formats.read.foreign import Foreign, StoredPart
 
@@ -101,7 +102,7 @@ def _lines(part: StoredPart, local: tuple[int, ...]) -> Iterator[StoredPart]:
     if prod(box.shape[:-1]) != 1:
         raise FormatError(f"a part {box} of flattened states", key=part.path)
     corner = tuple(i * n for i, n in zip(box.start, local))
-    whole, (first, last) = Box.at(corner, local), (box.start[-1], box.stop[-1])
+    whole, (first, last) = box_at(corner, local), (box.start[-1], box.stop[-1])
     for fragment in flat_fragments(whole, first, last, part.fragment.offset):
         yield replace(part, fragment=fragment)
 
