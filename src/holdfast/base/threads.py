@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
@@ -23,7 +23,6 @@ from holdfast.base.storage_deadlines import ThreadWatch
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_K = TypeVar("_K")
 
 EXIT_S = 60.0
 """Seconds that work in progress may continue when Python ends."""
@@ -104,17 +103,6 @@ def in_threads(work: Callable[[Any], None], items: list[Any], threads: int) -> N
     crew = _Crew(work, items)
     crew.start(min(threads, len(items)))
     crew.wait()
-
-
-def results_in_threads(work: Callable[[_K], _T], items: Iterable[_K], threads: int) -> dict[_K, _T]:
-    """Return what `work` returns for each item, called as by `in_threads`."""
-    found: dict[_K, _T] = {}
-
-    def one(item: _K) -> None:
-        found[item] = work(item)
-
-    in_threads(one, [*items], threads)
-    return found
 
 
 class _Crew:

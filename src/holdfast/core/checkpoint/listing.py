@@ -8,11 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 from holdfast.base.errors import HoldfastError, NotFound
 from holdfast.base.text import first_of
-from holdfast.base.threads import results_in_threads
+from holdfast.base.threads import in_threads
 from holdfast.core.checkpoint.names import (
     ATTEMPT_RE,
     STEP,
@@ -91,20 +90,19 @@ def attempt_of(store: Store, step: int) -> str | None:
 def survey_root(store: Store) -> Listing:
     """Read every manifest, and list the length of every file."""
     keys, sizes = RootKeys(store), dict(store.entries("steps/"))
-    read = results_in_threads(
-        partial(_manifest_or_error, store), keys.manifests, num_threads_for(store)
-    )
+    read: dict[int, Manifest | HoldfastError] = {}
+
+    def look(step: int) -> None:
+        try:
+            read[step] = read_manifest(store, step)
+        except HoldfastError as error:
+            read[step] = error
+
+    in_threads(look, list(keys.manifests), num_threads_for(store))
     sound = [one for one in read.values() if isinstance(one, Manifest)]
     keys.known.learn(Saved(manifest.run, manifest.step) for manifest in sound)
     steps = tuple(_judge(store, saved, read[saved.step], sizes) for saved in keys.saved)
     return Listing(steps, tuple(_unreferenced(steps, sizes)))
-
-
-def _manifest_or_error(store: Store, step: int) -> Manifest | HoldfastError:
-    try:
-        return read_manifest(store, step)
-    except HoldfastError as error:
-        return error
 
 
 def _judge(

@@ -39,7 +39,7 @@ from holdfast.base.errors import (
     StoreError,
     UsageError,
 )
-from holdfast.base.threads import results_in_threads
+from holdfast.base.threads import in_threads
 from holdfast.core.format.manifest import (
     MANIFEST_HEAD_BYTES,
     Manifest,
@@ -193,13 +193,14 @@ class RootKeys:
         return self._saved
 
     def _read(self) -> list[Saved]:
-        known = self.known.among(self.manifests)
-        read = results_in_threads(
-            lambda step: read_head(self.store, step, self.manifests[step]),
-            (step for step in self.manifests if step not in known),
-            num_threads_for(self.store),
-        )
-        saved = sorted(filter(None, [*known.values(), *read.values()]))
+        found: dict[int, Saved | None] = {**self.known.among(self.manifests)}
+
+        def look(step: int) -> None:
+            found[step] = read_head(self.store, step, self.manifests[step])
+
+        unknown = [step for step in self.manifests if step not in found]
+        in_threads(look, unknown, num_threads_for(self.store))
+        saved = sorted(filter(None, found.values()))
         self.known.learn(saved)
         return saved
 

@@ -12,7 +12,6 @@ import re
 import time
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,7 +20,7 @@ from holdfast.base.arguments import choice_of, count_of, text_of, unfit
 from holdfast.base.errors import FormatError, HoldfastError, NotFound, UnsupportedVersion
 from holdfast.base.events import emit
 from holdfast.base.text import time_of
-from holdfast.base.threads import results_in_threads
+from holdfast.base.threads import in_threads
 from holdfast.base.wire import decode_json
 from holdfast.core.checkpoint.committing import check_lengths
 from holdfast.core.checkpoint.names import (
@@ -167,8 +166,13 @@ class Stated(msgspec.Struct, frozen=True):
 
 def _all_stated(keys: RootKeys, saved: list[Saved]) -> dict[int, Stated | None]:
     """Return the facts of each step; None if its manifest is unreadable.  Reads each manifest once."""
-    facts = results_in_threads(partial(_stated, keys), saved, num_threads_for(keys.store))
-    return {one.step: facts[one] for one in saved}
+    found: dict[int, Stated | None] = {}
+
+    def look(one: Saved) -> None:
+        found[one.step] = _stated(keys, one)
+
+    in_threads(look, saved, num_threads_for(keys.store))
+    return found
 
 
 def _stated(keys: RootKeys, saved: Saved) -> Stated | None:

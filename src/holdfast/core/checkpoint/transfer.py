@@ -36,7 +36,7 @@ from holdfast.base.errors import (
     StoreError,
     warn_user,
 )
-from holdfast.base.threads import ThreadPages, in_threads, results_in_threads
+from holdfast.base.threads import ThreadPages, in_threads
 from holdfast.base.wire import decode_json
 from holdfast.core.checkpoint.committing import bytes_at
 from holdfast.core.checkpoint.files import Files
@@ -234,11 +234,14 @@ class _FilesToCopy:
 
     def missing(self, threads: int, tell: Progress) -> list[FileEntry]:
         """The files that have to be copied."""
-        all_files = self.files.manifest.objects
-        are_there = results_in_threads(
-            lambda file: self.is_there(file, tell), all_files, threads if self.there else 1
-        )
-        return [file for file in all_files if not are_there[file]]
+        all_files, missing = self.files.manifest.objects, set[str]()
+
+        def look(file: FileEntry) -> None:
+            if not self.is_there(file, tell):
+                missing.add(file.path)
+
+        in_threads(look, list(all_files), threads if self.there else 1)
+        return [f for f in all_files if f.path in missing]
 
     def is_there(self, file: FileEntry, tell: Progress) -> bool:
         """True if the target has a file with the manifest's length and digest table; with `proves`, its

@@ -13,13 +13,12 @@ import json
 import re
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from holdfast.base.errors import FormatError, NotFound, UsageError
 from holdfast.base.suggest import did_you_mean
 from holdfast.base.text import listed
-from holdfast.base.threads import results_in_threads
+from holdfast.base.threads import in_threads
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.checkpoint.reading import threads_here
 from holdfast.core.format.safetensors import Header, HeaderEntry, read_safetensors_header
@@ -133,7 +132,13 @@ def read_index(store: Store, key: str, suffixes: tuple[str, ...]) -> Index:
 def _headers(store: Store, files: list[str], named_by: str) -> dict[str, Header]:
     """The header of each file."""
     missing_files(store, files, named_by)
-    return results_in_threads(partial(header_of, store), files, threads_here())
+    found: dict[str, Header] = {}
+
+    def one(file: str) -> None:
+        found[file] = header_of(store, file)
+
+    in_threads(one, files, threads_here())
+    return found
 
 
 def missing_files(store: Store, files: list[str], named_by: str) -> None:
