@@ -268,7 +268,7 @@ def test_there_is_one_of_each() -> None:
 
     assert having(" first_difference(") == ["core/codec/table.py"]
     assert having("TimeoutError as FutureTimeout") == ["base/calls.py"]
-    assert having(r'"digest":"([0-9a-f]') == ["core/format/self_digest.py"]
+    assert having(r'"digest":"([0-9a-f]') == ["core/codec/digest.py"]
     assert having("subprocess.Popen(") == ["base/background.py", "prove/running.py"]
 
 

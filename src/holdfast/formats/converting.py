@@ -57,6 +57,7 @@ from holdfast.core.codec.digest import hexdigest
 from holdfast.core.format.dtypes import DTYPES
 from holdfast.core.format.manifest import encode_manifest
 from holdfast.core.store import LocalStore, Store, get_small, open_store
+from holdfast.core.store.contract import size_at
 from holdfast.core.store.directories import (
     first_link,
     fsync_directories,
@@ -522,10 +523,7 @@ def _attempt_name(identity: str) -> str:
 
 
 def _has(store: LocalStore, file: Outfile) -> bool:
-    try:
-        return store.size(file.path) == file.bytes
-    except NotFound:
-        return False
+    return size_at(store, file.path) == file.bytes
 
 
 def _identity(
@@ -538,7 +536,7 @@ def _identity(
     files: list[Any] = []
     if isinstance(source.store, Sections):  # list again: files may have changed since
         origin = source.store.origin
-        origin = origin.anew() if isinstance(origin, ListedFolder) else origin
+        origin = ListedFolder(origin.inner) if isinstance(origin, ListedFolder) else origin
         keys = origin.list()
         if isinstance(origin, OneFile):  # and the files that it names, if it is an index
             origin = origin.inner

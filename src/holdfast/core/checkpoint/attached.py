@@ -47,11 +47,7 @@ class Attachments(Mapping[str, bytes]):
         """Read a file.  Corrupt if its digest is wrong; KeyError."""
         entry, images = self._files[name], self._images
         object = images.manifest.objects[-1]
-        size = images.manifest.chunk_bytes
-        first, stop = entry.start // size, max(num_chunks(entry.start + entry.bytes, size), 1)
-        a, b = images.span(object, first, stop)
-        view = images.chunks(object, first, stop, memoryview(bytearray(b - a)))
-        data = bytes(view[entry.start - a : entry.start - a + entry.bytes])
+        data = bytes(images.part(object, entry.start, entry.start + entry.bytes))
         if images.verify and hexdigest(data) != entry.digest:
             raise Corrupt(
                 f"attached file {name!r} differs from what was saved",

@@ -24,14 +24,13 @@ Invariants (docs/reference/format.md states them for other implementations):
 
 from __future__ import annotations
 
-from contextlib import suppress
-
-from holdfast.base.errors import Exists, HoldfastError, NotFound, StoreError, UsageError
+from holdfast.base.errors import Exists, NotFound, StoreError, UsageError
 from holdfast.base.threads import in_threads
 from holdfast.core.checkpoint.claiming import Claim, check_claim
 from holdfast.core.checkpoint.names import attempt_in, manifest_key, step_prefix
 from holdfast.core.format.manifest import FileEntry, Manifest, encode_manifest
-from holdfast.core.store import LocalStore, Store
+from holdfast.core.store import LocalStore, Store, put_over
+from holdfast.core.store.contract import size_at
 
 _CHECK_THREADS = 8
 
@@ -53,18 +52,16 @@ def commit(
         check_claim(store, mine)
     check_lengths(store, manifest)
     try:
-        _put(store, key, data, seen)
+        put_over(store, key, data, seen)
     except (Exists, NotFound):
         now = bytes_at(store, key)
         if now is None and key in store.list(key):  # a link without a target takes the name
             store.put(key, data)
         elif now == data:  # the same commit, by another process: durable when this returns
-            _put(store, key, data, now)
+            put_over(store, key, data, now)
         else:
             raise _overtaken(store, manifest.step, now) from None
-    with suppress(HoldfastError):
-        return None if seen is None else attempt_in(seen, manifest.step)
-    return None
+    return None if seen is None else attempt_in(seen, manifest.step)
 
 
 def bytes_at(store: Store, key: str) -> bytes | None:
@@ -73,13 +70,6 @@ def bytes_at(store: Store, key: str) -> bytes | None:
         return store.get(key)
     except NotFound:
         return None
-
-
-def _put(store: Store, key: str, data: bytes, seen: bytes | None) -> None:
-    if seen is None:
-        store.put(key, data, if_absent=True)
-    else:
-        store.put(key, data, replacing=seen)
 
 
 def _overtaken(store: Store, step: int, now: bytes | None) -> UsageError:
@@ -100,14 +90,13 @@ def check_lengths(store: Store, manifest: Manifest) -> None:
         there = dict(store.entries(f"{prefix}{manifest.attempt}/"))
 
     def check(file: FileEntry) -> None:
-        try:
-            size = store.size(prefix + file.path)
-        except NotFound:
+        size = size_at(store, prefix + file.path)
+        if size is None:
             raise StoreError(
                 f"the file of rank {file.rank} cannot be seen by rank 0",
                 key=prefix + file.path,
                 hint="is the root on a file system that all hosts share?",
-            ) from None
+            )
         if size != file.bytes:
             raise StoreError(
                 f"the file of rank {file.rank} has {size} bytes, {file.bytes} were written",

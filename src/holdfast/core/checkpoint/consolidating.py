@@ -14,7 +14,6 @@ This module plans; `holdfast.core.checkpoint.outfiles` writes the files in bound
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -43,7 +42,8 @@ from holdfast.core.format.manifest import (
     TensorEntry,
     readable,
 )
-from holdfast.core.store import Store
+from holdfast.core.format.safetensors import weight_index
+from holdfast.core.store import Store, read_range
 
 _AXIS = "file"
 WEIGHT_KINDS = ("param", "buffer")
@@ -208,10 +208,10 @@ class _Planned:
     def entry(self, store: Store) -> FileEntry:
         """The file's entry for the manifest, once the file is written."""
         image = self.image
-        table = memoryview(bytearray(image.total_bytes - image.table_start))
-        store.read(self.out.path, image.table_start, table)
-        offsets = (image.total_bytes, image.data_start, image.extras_start, image.table_start)
-        return FileEntry(self.number, self.path, *offsets, hexdigest(bytes(table)), self.strip)
+        start = image.table_start
+        table = read_range(store, self.out.path, start, image.total_bytes - start)
+        offsets = (image.total_bytes, image.data_start, image.extras_start, start)
+        return FileEntry(self.number, self.path, *offsets, hexdigest(table), self.strip)
 
 
 class _TableSeal:
@@ -247,12 +247,8 @@ def _write_indexes(store: Store, manifest: Manifest, files: Sequence[_File]) -> 
                 name = t.name.removeprefix(file.strip)
                 maps.setdefault(file.key, {})[name] = f"{manifest.attempt}/{file.name}"
     for key, weight_map in maps.items():
-        index = {
-            "metadata": {"total_size": sizes[key]},
-            "weight_map": dict(sorted(weight_map.items())),
-        }
-        text = json.dumps(index, indent=2) + "\n"
-        store.put(f"{step_prefix(manifest.step)}{key}{INDEX}", text.encode())
+        index = weight_index(sizes[key], weight_map)
+        store.put(f"{step_prefix(manifest.step)}{key}{INDEX}", index)
 
 
 __all__ = ["WEIGHT_KINDS", "Consolidation", "keep_extras", "plan_consolidation"]

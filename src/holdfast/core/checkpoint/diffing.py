@@ -140,11 +140,15 @@ def _extras_paths(checkpoint: Checkpoint) -> Iterator[str]:
     """Paths of all extras, of containers and of their items, as in differences."""
     trees = [("", checkpoint.extras)]
     if checkpoint.manifest.per_rank:
-        for rank in sorted(checkpoint.manifest.file_of):
-            own = {k: decode(v, plain_tensor) for k, v in checkpoint.rank_extras(rank).items()}
-            trees.append((f"rank{rank}", own))
+        ranks = sorted(checkpoint.manifest.file_of)
+        trees += [(f"rank{rank}", _of_rank(checkpoint, rank)) for rank in ranks]
     for path, value in trees:
         yield from (inner for inner, _ in values_below(path, value) if inner)
+
+
+def _of_rank(checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
+    """The extras of one rank, in plain Python."""
+    return {k: decode(v, plain_tensor) for k, v in checkpoint.rank_extras(rank).items()}
 
 
 def values_below(path: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -288,23 +292,16 @@ def _compare_rank_extras(
 ) -> Iterator[tuple[str, str, str]]:
     """Differences of per-rank extras, which are comparable only for equal numbers of ranks."""
     x, y = a.manifest, b.manifest
-    for letter, c in (("a", a), ("b", b)):
-        if c.format != "holdfast":
-            keys = ", ".join(sorted(x.per_rank.keys() | y.per_rank.keys()))
-            why = f"{letter} is a {c.format} checkpoint, which has none"
-            found.notes.append(f"extras of single ranks ({keys}) were not compared: {why}")
-            return
-    if x.layout.world != y.layout.world:
+    foreign = [(letter, c) for letter, c in (("a", a), ("b", b)) if c.format != "holdfast"]
+    why = "".join(f"{s} is a {c.format} checkpoint, which has none" for s, c in foreign[:1])
+    if not why and x.layout.world != y.layout.world:
+        why = f"{x.layout.world} and {y.layout.world} ranks"
+    if why:
         keys = ", ".join(sorted(x.per_rank.keys() | y.per_rank.keys()))
-        found.notes.append(
-            f"extras of single ranks ({keys}) were not compared: "
-            f"{x.layout.world} and {y.layout.world} ranks"
-        )
+        found.notes.append(f"extras of single ranks ({keys}) were not compared: {why}")
         return
     for rank in sorted(x.file_of.keys() | y.file_of.keys()):
-        ours = {k: decode(v, plain_tensor) for k, v in a.rank_extras(rank).items()}
-        theirs = {k: decode(v, plain_tensor) for k, v in b.rank_extras(rank).items()}
-        yield from _differences(f"rank{rank}", ours, theirs)
+        yield from _differences(f"rank{rank}", _of_rank(a, rank), _of_rank(b, rank))
 
 
 def _differences(path: str, a: Any, b: Any) -> Iterator[tuple[str, str, str]]:

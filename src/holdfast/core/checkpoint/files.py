@@ -13,6 +13,7 @@ from typing import Protocol
 
 from holdfast.base.errors import Corrupt, HoldfastError, NotFound, Unavailable
 from holdfast.base.events import count
+from holdfast.core.codec.digest import num_chunks
 from holdfast.core.codec.table import DigestTable
 from holdfast.core.format.manifest import FileEntry, Manifest
 from holdfast.core.store import Reader, Store
@@ -245,6 +246,13 @@ class Files:
         self._read(file, a, view)
         self.check(file, first, view)
         return view
+
+    def part(self, file: FileEntry, start: int, stop: int) -> memoryview:
+        """Read and verify bytes `start..stop`, which lie before the table."""
+        size = self.manifest.chunk_bytes
+        first, end = start // size, num_chunks(stop, size)
+        a, b = self.span(file, first, end)
+        return self.chunks(file, first, end, memoryview(bytearray(b - a)))[start - a : stop - a]
 
     def check(self, file: FileEntry, first: int, view: memoryview) -> None:
         """Corrupt if a chunk of `view`, which begins with chunk `first`, differs from its digest."""

@@ -24,7 +24,7 @@ from holdfast.core.checkpoint.names import (
     verified_attempt,
 )
 from holdfast.core.format.manifest import MANIFEST_HEAD_BYTES, FileEntry, Manifest
-from holdfast.core.store import Store, num_threads_for
+from holdfast.core.store import Store, num_threads_for, read_range
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,8 @@ class Listing:
 
 def stated_attempt(store: Store, step: int) -> str | None:
     """The attempt in the beginning of a step's manifest, not verified; None if there is none."""
-    data = bytearray(MANIFEST_HEAD_BYTES + 128)
     try:
-        store.read(manifest_key(step), 0, memoryview(data))
+        data = read_range(store, manifest_key(step), 0, MANIFEST_HEAD_BYTES + 128)
     except HoldfastError:
         return None
     match = ATTEMPT_RE.match(data)

@@ -17,7 +17,7 @@ import re
 from holdfast.base.errors import HoldfastError
 from holdfast.core.checkpoint.names import STEP, step_prefix
 from holdfast.core.format.manifest import MANIFEST_HEAD_BYTES, decode_head
-from holdfast.core.store import LocalStore, Reader, Store, open_store
+from holdfast.core.store import LocalStore, Reader, Store, open_store, read_range
 from holdfast.core.store.contract import Entry, check_prefix, not_found, reads_of
 from holdfast.core.store.views import ViewStore
 
@@ -73,9 +73,8 @@ def as_root(store: Store) -> Store:
         may_be = re.fullmatch(STEP, place.rpartition("/")[2]) is not None
     if not may_be:
         return store
-    head = bytearray(MANIFEST_HEAD_BYTES)
     try:
-        store.read(_MANIFEST, 0, memoryview(head))
+        head = read_range(store, _MANIFEST, 0, MANIFEST_HEAD_BYTES)
         _, step, _ = decode_head(bytes(head), _MANIFEST)
         return LoneStep(store, step)
     except HoldfastError:

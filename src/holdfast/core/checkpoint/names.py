@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -33,6 +34,7 @@ from holdfast.base.arguments import MAX_STEP
 from holdfast.base.errors import (
     Corrupt,
     FormatError,
+    HoldfastError,
     NotFound,
     StoreError,
     UsageError,
@@ -45,7 +47,8 @@ from holdfast.core.format.manifest import (
     decode_manifest,
     verified,
 )
-from holdfast.core.store import Store, delete_many, keys_below, num_threads_for
+from holdfast.core.store import Store, delete_many, keys_below, num_threads_for, read_range
+from holdfast.core.store.contract import size_at
 
 AND_LOG = ("log/", "steps/")
 """The parts of a root that a restart, and tidying with records, list."""
@@ -262,9 +265,8 @@ def step_numbers(store: Store) -> list[int]:
 
 def read_head(store: Store, step: int, key: str) -> Saved | None:
     """Read run and step from the beginning of a manifest; None if it was deleted meanwhile."""
-    data = bytearray(MANIFEST_HEAD_BYTES)
     try:
-        store.read(key, 0, memoryview(data))
+        data = read_range(store, key, 0, MANIFEST_HEAD_BYTES)
         _, stated, run = decode_head(bytes(data), key)
     except NotFound:
         return Saved(-1, step, "is a link that leads nowhere") if key in store.list(key) else None
@@ -278,9 +280,8 @@ def read_head(store: Store, step: int, key: str) -> Saved | None:
 
 def _fault(store: Store, key: str) -> str | None:
     """Describe what is wrong with a manifest's beginning; None if it was deleted meanwhile."""
-    try:
-        size = store.size(key)
-    except NotFound:
+    size = size_at(store, key)
+    if size is None:
         return None
     if not size:
         return "is empty (0 bytes)"
@@ -292,20 +293,32 @@ def _fault(store: Store, key: str) -> str | None:
 def verified_attempt(store: Store, step: int) -> str | None:
     """The attempt of a step's manifest, which is verified but not parsed, as it may be large.  NotFound,
     Corrupt or FormatError as `read_manifest`."""
-    return attempt_in(store.get(manifest_key(step)), step)
+    return _attempt(store.get(manifest_key(step)), step)
 
 
 def attempt_in(data: bytes, step: int) -> str | None:
-    """The attempt in the bytes of a manifest, as `verified_attempt`."""
+    """The attempt in the bytes of a manifest; None if they are not sound."""
+    with suppress(HoldfastError):
+        return _attempt(data, step)
+    return None
+
+
+def _attempt(data: bytes, step: int) -> str | None:
     match = ATTEMPT_RE.match(verified(data, manifest_key(step)))
     return match[1].decode() if match else None
 
 
 def read_manifest(store: Store, step: int) -> Manifest:
     """Read the manifest of a step.  NotFound lists the steps that exist; Corrupt or FormatError."""
+    return manifest_with_bytes(store, step)[0]
+
+
+def manifest_with_bytes(store: Store, step: int) -> tuple[Manifest, bytes]:
+    """`read_manifest`, with the bytes that were read."""
     key = manifest_key(step)
     try:
-        manifest = decode_manifest(store.get(key), key)
+        data = store.get(key)
+        manifest = decode_manifest(data, key)
     except NotFound:
         raise NotFound(
             f"no step {step} in {store.url}",
@@ -317,7 +330,7 @@ def read_manifest(store: Store, step: int) -> Manifest:
         error.step = step
         raise
     check_step(manifest, step)
-    return manifest
+    return manifest, data
 
 
 def check_step(manifest: Manifest, step: int) -> None:

@@ -45,11 +45,10 @@ from holdfast.core.checkpoint.names import (
     step_numbers,
     steps_text,
 )
-from holdfast.core.codec.digest import hexdigest
+from holdfast.core.codec.digest import hexdigest, with_seal, without_seal
 from holdfast.core.format.manifest import CONTROL
-from holdfast.core.format.self_digest import with_seal, without_seal
-from holdfast.core.store import Store, get_small
-from holdfast.core.store.contract import SMALL_FILE_BYTES
+from holdfast.core.store import Store, get_small, put_over
+from holdfast.core.store.contract import SMALL_FILE_BYTES, size_at
 
 NEWEST = "newest"
 """The word for the newest step, which no label may be."""
@@ -151,10 +150,7 @@ def change(store: Store, edit: Callable[[Notes], Notes]) -> None:
         if new == old:
             return
         try:
-            if seen is None:
-                store.put(NOTES_KEY, encode_notes(new), if_absent=True)
-            else:
-                store.put(NOTES_KEY, encode_notes(new), replacing=seen)
+            put_over(store, NOTES_KEY, encode_notes(new), seen)
             return
         except (Exists, NotFound):
             continue
@@ -230,11 +226,9 @@ def with_labels(notes: Notes, labels: Mapping[str, int | None]) -> Notes:
 def _check_committed(store: Store, step: int) -> None:
     """NotFound, with the steps that exist, unless a step is committed."""
     key = manifest_key(step)
-    try:
-        store.size(key)
-    except NotFound:
+    if size_at(store, key) is None:
         hint = f"steps there: {steps_text(step_numbers(store))}"
-        raise NotFound(f"no step {step} in {store.url}", step=step, key=key, hint=hint) from None
+        raise NotFound(f"no step {step} in {store.url}", step=step, key=key, hint=hint)
 
 
 # -- metrics --------------------------------------------------------------------------------------

@@ -30,9 +30,8 @@ from holdfast.core.checkpoint.names import read_manifest, step_prefix, steps_tex
 from holdfast.core.checkpoint.reading import read_alone
 from holdfast.core.checkpoint.rows import RAW, Array, ArrayTarget, Want
 from holdfast.core.checkpoint.unproved import newest_manifest
-from holdfast.core.codec.digest import num_chunks
 from holdfast.core.format.dtypes import DTYPES, numpy_dtype
-from holdfast.core.format.extras import FROZEN, decode
+from holdfast.core.format.extras import FROZEN, decode, referred
 from holdfast.core.format.manifest import FileEntry, Manifest
 from holdfast.core.layout import Box, Sharding, whole
 from holdfast.core.store import Store
@@ -202,20 +201,7 @@ class Checkpoint:
     @cached_property
     def object_tensors(self) -> set[str]:
         """Names of tensors in the state_dict of an object, which extras refer to."""
-        found: set[str] = set()
-
-        def walk(tree: Any) -> None:
-            if isinstance(tree, dict):
-                if len(tree) == 1 and isinstance(tree.get("$at"), str):
-                    found.add(tree["$at"])
-                for v in tree.values():
-                    walk(v)
-            elif isinstance(tree, list):
-                for v in tree:
-                    walk(v)
-
-        walk(self.manifest.extras)
-        return found
+        return set(referred(self.manifest.extras))
 
     def rank_extras(self, rank: int) -> dict[str, Any]:
         """Encoded per-rank extras of one rank (RNG, data loader)."""
@@ -227,12 +213,9 @@ class Checkpoint:
         """`rank_extras` of the rank of `file`.  Verified."""
         if file.extras == file.table:
             return {}
-        size = self.manifest.chunk_bytes
-        first, stop = file.extras // size, num_chunks(file.table, size)
-        a, b = self.images.span(file, first, stop)
-        view = self.images.chunks(file, first, stop, memoryview(bytearray(b - a)))
+        data = self.images.part(file, file.extras, file.table)
         try:
-            found = decode_json(view[file.extras - a :], dict[str, Any])
+            found = decode_json(data, dict[str, Any])
         except msgspec.DecodeError as error:
             raise FormatError(f"malformed extras: {error}", key=self.images.key(file)) from None
         return found

@@ -1,48 +1,16 @@
-"""Calls between ranks that load together, and raising the error of one rank on all ranks."""
+"""Raising the error of one rank on all ranks that load together."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from holdfast.base.errors import Corrupt, FormatError, NotFound, Unavailable
 from holdfast.base.wire import WireError, encode_error, rank_errors, wire_error
 
-
-class SharedWindow(Protocol):
-    """Memory of this rank that the ranks of its host can read."""
-
-    mine: memoryview
-    theirs: dict[int, memoryview]
-    """Windows of other ranks on this host; ranks without a window here must be sent bytes."""
-
-    def close(self) -> None: ...
-
-
-class Peers(Protocol):
-    """The ranks that load together; every method is collective and has a deadline."""
-
-    rank: int
-    size: int
-
-    def exchange(self, payloads: Sequence[bytes]) -> list[memoryview]:
-        """Send `payloads[r]` to each rank r; return what each rank sent to this one, by rank."""
-
-    def exchange_parts(self, parts: Sequence[Sequence[bytes | memoryview]]) -> list[memoryview]:
-        """`exchange` of payloads in parts."""
-
-    def all_gather(self, data: bytes) -> list[bytes]:
-        """Return every rank's bytes."""
-
-    def any(self, flag: bool) -> bool:
-        """True if `flag` is true on any rank; blocks until all have called."""
-
-    def all_max(self, number: int) -> int:
-        """The largest `number` of any rank."""
-
-    def window(self, size: int) -> SharedWindow:
-        """Return `size` bytes of memory that the host's ranks share."""
+if TYPE_CHECKING:
+    from holdfast.core.group import Group
 
 
 _SAME = (Corrupt, Unavailable, NotFound, FormatError)
@@ -58,7 +26,7 @@ def of_the_step(failed: dict[int, WireError]) -> tuple[int, WireError] | None:
     return None
 
 
-def raise_together(peers: Peers, error: BaseException | None, step: int | None) -> None:
+def raise_together(peers: Group, error: BaseException | None, step: int | None) -> None:
     """Raise on every rank if any rank has an error: an error of the step's data as it is, else RankErrors.
     Collective."""
     if not peers.any(error is not None):
@@ -72,7 +40,7 @@ def raise_together(peers: Peers, error: BaseException | None, step: int | None) 
 
 
 @contextmanager
-def raise_on_all(peers: Peers, step: int) -> Iterator[None]:
+def raise_on_all(peers: Group, step: int) -> Iterator[None]:
     """Raise an error of one rank in this block on all ranks.  Collective."""
     error: Exception | None = None
     try:

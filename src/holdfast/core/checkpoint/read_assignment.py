@@ -12,11 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from holdfast.core.checkpoint.peers import Peers
 from holdfast.core.checkpoint.rows import Interval
+
+if TYPE_CHECKING:
+    from holdfast.core.group import Group
 
 _OPEN_CLAIMS = 1000
 """Up to this many claims are sent to all ranks instead of coordinators, which saves round trips."""
@@ -74,7 +77,7 @@ def _unpack(data: bytes | memoryview, width: int) -> list[tuple[int, ...]]:
     return [tuple(r) for r in np.frombuffer(data, np.int64).reshape(-1, width).tolist()]
 
 
-def assign_reads(peers: Peers, needed: dict[int, list[Interval]]) -> ReadAssignment:
+def assign_reads(peers: Group, needed: dict[int, list[Interval]]) -> ReadAssignment:
     """Agree which rank reads which chunks.  `needed`: chunks by file number.  Collective."""
     mine = [(file, a, b) for file, intervals in needed.items() for a, b in intervals]
     if peers.all_max(len(mine)) * peers.size <= _OPEN_CLAIMS:
@@ -96,7 +99,7 @@ def _claims(packed: Sequence[bytes | memoryview]) -> dict[int, list[tuple[int, i
 
 
 def _deal_openly(
-    peers: Peers, needed: dict[int, list[Interval]], packed: list[bytes]
+    peers: Group, needed: dict[int, list[Interval]], packed: list[bytes]
 ) -> ReadAssignment:
     """Assign on every rank from all claims, with the same result."""
     claims, load = _claims(packed), dict[int, int]()
@@ -121,7 +124,7 @@ def _deal_openly(
 
 
 def _orders(
-    peers: Peers, claims: dict[int, list[tuple[int, int, int]]]
+    peers: Group, claims: dict[int, list[tuple[int, int, int]]]
 ) -> list[tuple[int, int, int, int]]:
     """Assign as coordinator; return what to read: (file, first, stop, recipient), also for this rank."""
     load: dict[int, int] = {}
@@ -133,7 +136,7 @@ def _orders(
     return sorted(r for data in answers for r in _unpack(data, 4))  # type: ignore[misc]
 
 
-def _spread(peers: Peers, orders: list[tuple[int, int, int, int]]) -> ReadAssignment:
+def _spread(peers: Group, orders: list[tuple[int, int, int, int]]) -> ReadAssignment:
     """Number the shared chunks that this rank reads, and send each recipient the positions of its own."""
     result = ReadAssignment()
     runs: dict[tuple[int, int, int], list[int]] = {}

@@ -28,7 +28,7 @@ from holdfast.core.checkpoint.rows import Interval, RowIndex, Want, group_rows, 
 from holdfast.core.format.manifest import FileEntry
 
 if TYPE_CHECKING:
-    from holdfast.core.checkpoint.peers import Peers
+    from holdfast.core.group import Group
 
 BLOCK_CHUNKS = 8
 """Chunks read at once, unless the store asks for more (`read_bytes`)."""
@@ -71,6 +71,13 @@ def plan_blocks(
     """Cut intervals of chunks into blocks of at most `most` chunks, direct ones if a single row covers them
     in contiguous memory."""
     blocks: list[Block] = []
+
+    def cut(first: int, stop: int, memory: memoryview | None = None, origin: int = 0) -> None:
+        for a in range(first, stop, most):
+            b = min(a + most, stop)
+            part = memory and memory[a * chunk_bytes - origin : b * chunk_bytes - origin]
+            blocks.append(Block(file, a, b, part))
+
     for first, stop in intervals:
         at = first
         for row in index.touching(first * chunk_bytes, stop * chunk_bytes):
@@ -81,28 +88,23 @@ def plan_blocks(
             memory = row.direct()
             if memory is None or len(index.touching(a * chunk_bytes, b * chunk_bytes)) > 1:
                 continue
-            blocks += _cut(file, at, a, None, 0, chunk_bytes, most)
-            blocks += _cut(file, a, b, memory, row.start, chunk_bytes, most)
+            cut(at, a)
+            cut(a, b, memory, row.start)
             at = b
-        blocks += _cut(file, at, stop, None, 0, chunk_bytes, most)
+        cut(at, stop)
     return blocks
 
 
-def _cut(
-    file: FileEntry,
-    first: int,
-    stop: int,
-    memory: memoryview | None,
-    origin: int,
-    chunk_bytes: int,
-    most: int,
+def blocks_of(
+    files: Files, indexes: dict[str, RowIndex], needed: dict[str, list[Interval]]
 ) -> list[Block]:
-    out = []
-    for a in range(first, stop, most):
-        b = min(a + most, stop)
-        part = memory and memory[a * chunk_bytes - origin : b * chunk_bytes - origin]
-        out.append(Block(file, a, b, part))
-    return out
+    """The blocks that cover the `needed` chunks of files, by path."""
+    size, most = files.manifest.chunk_bytes, block_chunks(files)
+    return [
+        block
+        for path, intervals in needed.items()
+        for block in plan_blocks(indexes[path].file, intervals, indexes[path], size, most)
+    ]
 
 
 class Scratch(threading.local):
@@ -155,7 +157,7 @@ def run_blocks(
         blocks_of.finish()
 
 
-def read_together(files: Files, wants: list[Want], peers: Peers | None) -> None:
+def read_together(files: Files, wants: list[Want], peers: Group | None) -> None:
     """Fill every rank's wants, reading the store about once in all.  Collective; blocks.
 
     An error of any rank is raised on every rank; targets may then be partly overwritten.
@@ -164,7 +166,7 @@ def read_together(files: Files, wants: list[Want], peers: Peers | None) -> None:
         plan_together(files, wants, peers)()
 
 
-def plan_together(files: Files, wants: list[Want], peers: Peers | None) -> Callable[[], None]:
+def plan_together(files: Files, wants: list[Want], peers: Group | None) -> Callable[[], None]:
     """Return a function that fills every rank's wants.  Both are collective.
 
     This opens all files and verifies their digest tables, so foreseeable errors are raised before any
@@ -189,12 +191,8 @@ def plan_alone(files: Files, wants: list[Want], threads: int | None = None) -> C
     threads = threads or threads_for(files)
     with uncollected():
         indexes = group_rows(plan_rows(files.manifest, wants))
-        size = files.manifest.chunk_bytes
-        blocks = []
-        for path, intervals in needs(indexes, size).items():
-            index = indexes[path]
-            blocks += plan_blocks(index.rows[0].file, intervals, index, size, block_chunks(files))
-    open_all(files, [index.rows[0].file for index in indexes.values()], threads)
+        blocks = blocks_of(files, indexes, needs(indexes, files.manifest.chunk_bytes))
+    open_all(files, [index.file for index in indexes.values()], threads)
     return partial(run_blocks, files, blocks, indexes, threads)
 
 

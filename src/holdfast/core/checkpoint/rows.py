@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 from holdfast.base.errors import Corrupt
 from holdfast.core.format.manifest import FileEntry, Manifest
 from holdfast.core.layout import Box, Located, Stored, flat_range, row_major
+from holdfast.core.layout.box import moved
+from holdfast.core.layout.pieces import padded
 
 _row_major = lru_cache(4096)(row_major)
 """Cached: there are few shapes and many rows."""
@@ -100,7 +102,7 @@ class Row(msgspec.Struct, frozen=True):
         first, last = (lo - self.origin) // self.itemsize, (hi - self.origin) // self.itemsize
         values = np.frombuffer(block, RAW[self.itemsize], last - first, lo - begin)
         for box in flat_range(shape, first, last):
-            self._put(_shifted(box, self.piece.start), values, first)
+            self._put(moved(box, self.piece.start), values, first)
 
     def _put(self, box: Box, values: Array, first: int) -> None:
         common = (box & self.part) if box.start else box
@@ -156,19 +158,13 @@ def _logical(stored: Stored, box: Box, view: Array) -> tuple[Box, Array]:
     return Box(start, stop), view.transpose(places)
 
 
-def _shifted(box: Box, by: tuple[int, ...]) -> Box:
-    return Box(
-        tuple(a + o for a, o in zip(box.start, by)), tuple(b + o for b, o in zip(box.stop, by))
-    )
-
-
 def plan_rows(manifest: Manifest, wants: list[Want]) -> list[Row]:
     """Return the rows of all wants.  Corrupt if the manifest lacks or misplaces bytes."""
     if not wants:
         return []
     table = manifest.placement.table
     tensor = np.array([w.tensor for w in wants], np.int64)
-    boxes = _padded([w.box for w in wants], table.shape.shape[1])
+    boxes = padded([w.box for w in wants], table.shape.shape[1])
     found = manifest.placement.locate(tensor, *boxes)
     spans = _spans(found, table.itemsize[tensor], *boxes)
     columns = (found.want, found.rank, found.offset, *spans)
@@ -220,17 +216,6 @@ def _span(piece: Box, part: Box, itemsize: int) -> Interval:
     return first * itemsize, (last + 1) * itemsize
 
 
-def _padded(boxes: list[Box], width: int) -> tuple[_Ints, _Ints]:
-    """Starts and stops, a row per box; missing dims are 0..1."""
-    start = np.zeros((len(boxes), width), np.int64)
-    stop = np.ones((len(boxes), width), np.int64)
-    for n in {len(b.start) for b in boxes} - {0}:
-        rows = [i for i, b in enumerate(boxes) if len(b.start) == n]
-        start[rows, :n] = [boxes[i].start for i in rows]
-        stop[rows, :n] = [boxes[i].stop for i in rows]
-    return start, stop
-
-
 def _spans(
     found: Located, itemsize: _Ints, want_start: _Ints, want_stop: _Ints
 ) -> tuple[NDArray[Any], ...]:
@@ -267,6 +252,10 @@ class RowIndex:
     starts: list[int]
     reach: list[int]
     """Largest stop of rows 0..i, as rows of different wants may overlap."""
+
+    @property
+    def file(self) -> FileEntry:
+        return self.rows[0].file
 
     @staticmethod
     def of(rows: list[Row]) -> RowIndex:

@@ -14,25 +14,31 @@ The mechanism is UCP's redundancy-bypassing load (section 4 there), per chunk in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from holdfast.base.gc_pause import uncollected
 from holdfast.base.threads import Worker, in_threads
 from holdfast.core.checkpoint.files import Files
-from holdfast.core.checkpoint.peers import Peers, SharedWindow, raise_together
+from holdfast.core.checkpoint.peers import raise_together
 from holdfast.core.checkpoint.read_assignment import ReadAssignment, assign_reads
 from holdfast.core.checkpoint.reading import (
-    Block,
     block_chunks,
+    blocks_of,
     cores_here,
     open_all,
-    plan_blocks,
     run_blocks,
     threads_for,
 )
 from holdfast.core.checkpoint.rows import Interval, RowIndex, Want, group_rows, needs, plan_rows
 from holdfast.core.format.manifest import FileEntry
+
+if TYPE_CHECKING:
+    from holdfast.core.group import Group
+    from holdfast.core.group.shared_memory import HostWindow
 
 _WINDOW_BYTES = 8 << 20
 """Bytes read per rank and round.  Small windows cost few first touches of fresh pages, which can be
@@ -65,7 +71,7 @@ class ExchangeRounds:
     by_number: list[FileEntry]
     indexes: dict[str, RowIndex]
     deal: ReadAssignment
-    peers: Peers
+    peers: Group
     threads: int
     """Number of reading threads, and of placing threads, which run at the same time."""
 
@@ -77,20 +83,18 @@ class ExchangeRounds:
         size = self.files.manifest.chunk_bytes
         is_far = self.files.store_reads.threads > 0
         per_window = max(1, (_FAR_WINDOW_BYTES if is_far else _WINDOW_BYTES) // size)
-        window = self.peers.window(2 * per_window * size)
-        try:
+        with closing(self.peers.window(2 * per_window * size)) as window:
             self.remote = set(range(self.peers.size)) - set(window.theirs) - {self.peers.rank}
             self.most_remote = self.peers.all_max(len(self.remote))
             # a rank sends to, and gets from, every remote rank at once
             self.per_round = max(1, per_window // max(1, self.most_remote))
             self._cut_up()
             return self._all(window, size, -(-longest // self.per_round))
-        finally:
-            window.close()
 
     def _cut_up(self) -> None:
         """Compute what this rank reads, gets and sends in each round."""
-        positions = dict(zip(self.deal.read, _positions(self.deal.read)))
+        ends = accumulate((b - a for _, a, b in self.deal.read), initial=0)
+        positions = dict(zip(self.deal.read, ends))
         mine = [(*run, position) for run, position in positions.items()]
         self.mine = by_round(mine, self.per_round)
         self.get = {r: by_round(runs, self.per_round) for r, runs in self.deal.get.items()}
@@ -100,7 +104,7 @@ class ExchangeRounds:
                 to.setdefault(rank, []).append((file, a, b, positions[file, a, b]))
         self.to = {r: by_round(runs, self.per_round) for r, runs in to.items()}
 
-    def _all(self, window: SharedWindow, size: int, rounds: int) -> BaseException | None:
+    def _all(self, window: HostWindow, size: int, rounds: int) -> BaseException | None:
         step = self.files.manifest.step
         failed: BaseException | None = None
         with Worker("holdfast-ahead") as ahead:
@@ -121,7 +125,7 @@ class ExchangeRounds:
         half = self.per_round * size
         return view[(number % 2) * half : (number % 2 + 1) * half]
 
-    def _read(self, window: SharedWindow, number: int, size: int) -> None:
+    def _read(self, window: HostWindow, number: int, size: int) -> None:
         half = self._half(window.mine, number, size)
         most = block_chunks(self.files)
         blocks = [
@@ -136,7 +140,7 @@ class ExchangeRounds:
 
         in_threads(one, blocks, max(self.threads, self.files.store_reads.threads))
 
-    def _place(self, window: SharedWindow, number: int, size: int) -> None:
+    def _place(self, window: HostWindow, number: int, size: int) -> None:
         """Copy from the windows that this rank has mapped."""
         work = []
         for reader, runs in self.get.items():
@@ -159,7 +163,7 @@ class ExchangeRounds:
         for row in self.indexes[entry.path].touching(at, at + len(view)):
             row.place(view, at)
 
-    def _send(self, window: SharedWindow, number: int, size: int) -> Exception | None:
+    def _send(self, window: HostWindow, number: int, size: int) -> Exception | None:
         """Exchange bytes with ranks whose windows are not mapped, and place the received ones."""
         half = self._half(window.mine, number, size)
         out: list[list[memoryview]] = [[] for _ in range(self.peers.size)]
@@ -180,15 +184,7 @@ class ExchangeRounds:
         return None
 
 
-def _positions(runs: list[tuple[int, int, int]]) -> list[int]:
-    out, at = [], 0
-    for _, a, b in runs:
-        out.append(at)
-        at += b - a
-    return out
-
-
-def plan_shared(files: Files, wants: list[Want], peers: Peers) -> Callable[[], None]:
+def plan_shared(files: Files, wants: list[Want], peers: Group) -> Callable[[], None]:
     """Return a function that fills the wants of several ranks (`reading.plan_together`).  Collective."""
     threads = threads_for(files)
     size = files.manifest.chunk_bytes
@@ -218,25 +214,14 @@ def plan_shared(files: Files, wants: list[Want], peers: Peers) -> Callable[[], N
 def _read_shared(rounds: ExchangeRounds, threads: int) -> None:
     """Read chunks that only this rank needs, then shared chunks in rounds.  Collective."""
     files, deal, peers = rounds.files, rounds.deal, rounds.peers
-    size, step = files.manifest.chunk_bytes, files.manifest.step
+    step = files.manifest.step
     alone = {rounds.by_number[n].path: sorted(runs) for n, runs in deal.alone.items()}
     error: BaseException | None = None
     try:
-        blocks = _alone(files, rounds.indexes, alone, size)
-        run_blocks(files, blocks, rounds.indexes, threads)
+        run_blocks(files, blocks_of(files, rounds.indexes, alone), rounds.indexes, threads)
     except Exception as failed:
         error = failed
     raise_together(peers, error, step)
     longest = peers.all_max(sum(b - a for _, a, b in deal.read))
     if longest:
         raise_together(peers, rounds.run(longest), step)
-
-
-def _alone(
-    files: Files, indexes: dict[str, RowIndex], needed: dict[str, list[Interval]], size: int
-) -> list[Block]:
-    by_path = {f.path: f for f in files.manifest.files}
-    blocks = []
-    for path, intervals in needed.items():
-        blocks += plan_blocks(by_path[path], intervals, indexes[path], size, block_chunks(files))
-    return blocks

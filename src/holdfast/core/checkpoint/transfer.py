@@ -31,7 +31,6 @@ import msgspec
 from holdfast.base.errors import (
     Corrupt,
     Exists,
-    FormatError,
     HoldfastError,
     NotFound,
     StoreError,
@@ -43,15 +42,14 @@ from holdfast.core.checkpoint.committing import bytes_at
 from holdfast.core.checkpoint.files import Files
 from holdfast.core.checkpoint.names import (
     attempt_in,
-    check_step,
     manifest_key,
-    read_manifest,
+    manifest_with_bytes,
     step_prefix,
 )
 from holdfast.core.checkpoint.tidying import INDEX, discard
 from holdfast.core.codec.table import DigestTable
-from holdfast.core.format.manifest import FileEntry, Manifest, decode_manifest
-from holdfast.core.store import Reader, Store
+from holdfast.core.format.manifest import FileEntry, Manifest
+from holdfast.core.store import Reader, Store, put_over
 from holdfast.core.store.contract import part_bytes, reads_of
 
 COPY_PART_BYTES = 8 << 20
@@ -100,7 +98,7 @@ def transfer(
     """
     threads = threads or threads_of(source)
     key, tell = manifest_key(step), progress or (lambda _: None)
-    manifest, data = _manifest(source, step)
+    manifest, data = manifest_with_bytes(source, step)
     seen = bytes_at(target, key)
     there = set(target.list(step_prefix(step)))
     if seen is not None and seen != data:
@@ -118,30 +116,6 @@ def transfer(
     return Transferred(step, len(manifest.objects), len(missing), num_bytes, seen != data)
 
 
-def _manifest(source: Store, step: int) -> tuple[Manifest, bytes]:
-    """The manifest of a step, and its bytes."""
-    key = manifest_key(step)
-    data = bytes_at(source, key)
-    if data is None:
-        read_manifest(source, step)  # NotFound, with the steps that exist
-        raise NotFound(f"step {step} of {source.url} came and went", step=step, key=key)
-    try:
-        manifest = decode_manifest(data, key)
-    except FormatError as error:
-        error.step = step
-        raise
-    check_step(manifest, step)
-    return manifest, data
-
-
-def _attempt(data: bytes, step: int) -> str | None:
-    """The attempt of a manifest; None if it is damaged."""
-    try:
-        return attempt_in(data, step)
-    except HoldfastError:
-        return None
-
-
 def _check_other(target: Store, manifest: Manifest, seen: bytes, replace: bool) -> None:
     """Exists unless the target's other step of that number may be replaced."""
     step, key = manifest.step, manifest_key(manifest.step)
@@ -152,7 +126,7 @@ def _check_other(target: Store, manifest: Manifest, seen: bytes, replace: bool) 
             key=key,
             hint="nothing is overwritten: give another target, or delete that step",
         )
-    if _attempt(seen, step) == manifest.attempt:
+    if attempt_in(seen, step) == manifest.attempt:
         raise Exists(
             f"{target.url} has another step {step}, of an attempt of the same name, {manifest.attempt}",
             step=step,
@@ -163,12 +137,9 @@ def _check_other(target: Store, manifest: Manifest, seen: bytes, replace: bool) 
 
 def _commit(target: Store, step: int, data: bytes, seen: bytes | None) -> None:
     """Put the manifest if the target's is still `seen` (None: if it still has none)."""
-    key, old = manifest_key(step), None if seen is None else _attempt(seen, step)
+    key, old = manifest_key(step), None if seen is None else attempt_in(seen, step)
     try:
-        if seen is None:
-            target.put(key, data, if_absent=True)
-        else:
-            target.put(key, data, replacing=seen)
+        put_over(target, key, data, seen)
     except (Exists, NotFound):
         if bytes_at(target, key) != data:
             raise Exists(

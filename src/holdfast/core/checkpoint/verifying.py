@@ -37,7 +37,7 @@ from holdfast.core.format.extras import MADE_OF, decode, referred
 from holdfast.core.format.image import Image, plan_image
 from holdfast.core.format.manifest import AttachedFile, FileEntry, Manifest
 from holdfast.core.layout import Placement
-from holdfast.core.store import Store
+from holdfast.core.store import Store, read_range
 
 _BLOCK_CHUNKS = 32
 """8 MiB at the usual chunk size: large enough for full speed, small enough to report progress."""
@@ -255,9 +255,8 @@ class _Verification:
         return union(bad)
 
     def _check_header(self, file: FileEntry, image: Image) -> None:
-        found = memoryview(bytearray(file.data))
         try:
-            self.store.read(self.files.key(file), 0, found)
+            found = read_range(self.store, self.files.key(file), 0, file.data)
         except HoldfastError as error:
             self.findings.add(
                 f"cannot be read: {error.message}", self.files.key(file), 0, file.data

@@ -24,6 +24,7 @@ from holdfast.core.format.manifest import (
     with_control,
 )
 from holdfast.core.layout import Box, num_corners, tiles
+from holdfast.core.layout.box import is_inside
 
 MAX_DIMS = 64
 _MAX_CHUNK_BYTES = 1 << 24
@@ -132,10 +133,7 @@ def _check_tensor(t: TensorEntry, m: Manifest, dims: list[int], boxes: dict[int,
 def _check_held(t: TensorEntry, boxes: list[Box]) -> None:
     """Check that listed fragments cover the tensor without overlaps."""
     for box in boxes:
-        inside = len(box.start) == len(box.stop) == len(t.shape) and all(
-            0 <= a <= b <= n for a, b, n in zip(box.start, box.stop, t.shape)
-        )
-        require(inside, f"{t.name!r}: fragment {box} is not inside {t.shape}")
+        require(is_inside(box, t.shape), f"{t.name!r}: fragment {box} is not inside {t.shape}")
     require(num_corners(boxes, t.shape) <= _MAX_LISTED, f"{t.name!r}: too many fragments to check")
     require(tiles(boxes, t.shape), f"{t.name!r}: fragments overlap or do not cover {t.shape}")
 

@@ -19,10 +19,9 @@ import msgspec
 from holdfast.base.errors import Corrupt, FormatError, HoldfastError, UnsupportedVersion, printable
 from holdfast.base.gc_pause import uncollected
 from holdfast.base.wire import decode_json
-from holdfast.core.codec.digest import hexdigest
+from holdfast.core.codec.digest import SEAL_BYTES, hexdigest, with_seal, without_seal
 from holdfast.core.format.dtypes import DTYPES
 from holdfast.core.format.extras import Unsaved, no_text
-from holdfast.core.format.self_digest import SEAL_BYTES, with_seal, without_seal
 from holdfast.core.layout import Box, Cut, Mesh, Placement, Sharding, Table
 
 FORMAT_VERSION = 1

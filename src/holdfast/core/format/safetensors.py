@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -126,3 +126,9 @@ def _check_contiguous(entries: list[HeaderEntry], data: int, file_bytes: int, ke
             found=f"{file_bytes} bytes",
             hint="was it copied or downloaded whole?",
         )
+
+
+def weight_index(num_bytes: int, files: Mapping[str, str]) -> bytes:
+    """Return an index of shards, as Hugging Face's loaders read it: the file of each tensor, by name."""
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(files.items()))}
+    return (json.dumps(index, indent=2) + "\n").encode()

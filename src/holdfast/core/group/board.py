@@ -23,7 +23,7 @@ import torch.distributed as dist
 from holdfast.base.errors import AgentError, Deadline, warn_user
 from holdfast.base.wire import decode_error, decode_msgpack, encode_error
 from holdfast.core.group.listening import TAKES_LISTENER
-from holdfast.core.group.meeting import ranks_text
+from holdfast.core.group.meeting import growing, ranks_text
 from holdfast.core.group.message_auth import KEY_BYTES, Seal
 from holdfast.core.group.store_requests import StoreLine
 
@@ -200,10 +200,7 @@ class Board:
 
     def _pauses(self) -> Iterator[float]:
         """Seconds between polls of the board: growing, and longer for more ranks."""
-        pause, most = _POLL_S / 4, max(0.01, 0.01 * self.size / 8)
-        while True:
-            yield pause
-            pause = min(pause * 1.5, most)
+        return growing(_POLL_S / 4, max(0.01, 0.01 * self.size / 8))
 
     def peek(self, key: str) -> bytes | None:
         """The message under `key` now; None if there is none."""

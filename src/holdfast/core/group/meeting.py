@@ -310,10 +310,14 @@ class Meeting:
 
     def pauses(self) -> Iterator[float]:
         """Seconds between polls: growing, up to 0.01 s for 64 ranks and 0.25 s for thousands."""
-        pause, most = _FIRST_PAUSE_S, min(max(0.01, 0.01 * self.size / 64), 0.25)
-        while True:
-            yield pause
-            pause = min(pause * 1.5, most)
+        return growing(_FIRST_PAUSE_S, min(max(0.01, 0.01 * self.size / 64), 0.25))
+
+
+def growing(pause_s: float, most_s: float) -> Iterator[float]:
+    """Yield pauses between polls, each longer than the one before, up to `most_s`."""
+    while True:
+        yield pause_s
+        pause_s = min(pause_s * 1.5, most_s)
 
 
 def _mask(bits: int) -> int:

@@ -49,6 +49,24 @@ class Box(msgspec.Struct, frozen=True, gc=False):
         return ",".join(f"{a}:{b}" for a, b in zip(self.start, self.stop))
 
 
+def box_at(start: tuple[int, ...], shape: Sequence[int]) -> Box:
+    """The box of a shape that begins at `start`."""
+    return Box(start, tuple(a + n for a, n in zip(start, shape)))
+
+
+def moved(box: Box, by: tuple[int, ...]) -> Box:
+    """A box as far away as `by` says, dim by dim."""
+    start, stop = (tuple(a + n for a, n in zip(side, by)) for side in (box.start, box.stop))
+    return Box(start, stop)
+
+
+def is_inside(box: Box, shape: tuple[int, ...]) -> bool:
+    """True if it is a box of a tensor of that shape; for boxes from files."""
+    return len(box.start) == len(box.stop) == len(shape) and all(
+        0 <= a <= b <= n for a, b, n in zip(box.start, box.stop, shape)
+    )
+
+
 def whole(shape: tuple[int, ...]) -> Box:
     """The box of all elements of a tensor of that shape."""
     return _whole(tuple(shape))
@@ -62,6 +80,16 @@ def _whole(shape: tuple[int, ...]) -> Box:
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides, in elements, of a contiguous array of that shape."""
     return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def is_row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """True if an array of these strides is contiguous; those of dims of length 1 do not matter."""
+    expected = 1
+    for n, stride in zip(reversed(shape), reversed(strides)):
+        if n != 1 and stride != expected:
+            return False
+        expected *= n
+    return True
 
 
 def flat_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:

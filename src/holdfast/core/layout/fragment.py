@@ -10,10 +10,11 @@ arrays, slices of wider ones, and transposed ones:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from holdfast.base.errors import LayoutError
-from holdfast.core.layout.box import Box, row_major
+from holdfast.core.layout.box import Box, box_at, flat_range, is_row_major, moved, row_major
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,7 @@ class Stored:
 
     def piece(self, box: Box) -> Box:
         """The whole array, by coordinates in which the fragment (`box` of the tensor) begins."""
-        start = self.box(box).start
-        return Box(start, tuple(a + n for a, n in zip(start, self.shape)))
+        return box_at(self.box(box).start, self.shape)
 
     def places(self) -> tuple[int, ...]:
         """For every dim of the tensor, which dim of the array it is."""
@@ -62,12 +62,7 @@ class Fragment:
 
     @property
     def is_dense(self) -> bool:
-        expected = 1
-        for n, stride in zip(reversed(self.box.shape), reversed(self.strides)):
-            if n != 1 and stride != expected:
-                return False
-            expected *= n
-        return True
+        return is_row_major(self.box.shape, self.strides)
 
     @property
     def span(self) -> int:
@@ -93,3 +88,10 @@ class Fragment:
             widths.append(shape[d] if above is None else wide // stride)
             unit = stride
         return Stored((*flat, *real), (*widths, *([unit] if unit != 1 else [])))
+
+
+def flat_fragments(box: Box, start: int, stop: int, offset: int) -> Iterator[Fragment]:
+    """Elements `start..stop` of `box`, row-major, that lie back to back from `offset` on."""
+    for piece in flat_range(box.shape, start, stop):
+        yield Fragment.dense(moved(piece, box.start), offset)
+        offset += piece.size

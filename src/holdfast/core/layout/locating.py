@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from holdfast.core.layout.box import Box
-from holdfast.core.layout.pieces import Ints, Located, Placement, rows_between
+from holdfast.core.layout.pieces import Ints, Located, Placement, padded, rows_between
 from holdfast.core.layout.sharding import Sharding, parts_of
 
 _Columns = tuple[Ints, ...]
@@ -133,11 +133,8 @@ def _in_lists(placement: Placement, want: Ints, tensor: Ints, start: Ints, stop:
         last.append(len(parts) - 1)
     of = np.repeat(np.arange(len(numbers)), np.diff([*begins.tolist(), len(tensor)]))
     source, part = _expand(np.array(first, np.int64)[of], np.array(last, np.int64)[of])
-    width = start.shape[1]
     rank, at, step = (np.array([p[i] for p in parts], np.int64)[part] for i in range(3))
-    begin = np.array([_padded(p[3].start, width, 0) for p in parts], np.int64).reshape(-1, width)
-    end = np.array([_padded(p[3].stop, width, 1) for p in parts], np.int64).reshape(-1, width)
-    begin, end = begin[part], end[part]
+    begin, end = (side[part] for side in padded([p[3] for p in parts], start.shape[1]))
     lower, upper = np.maximum(start[source], begin), np.minimum(stop[source], end)
     offset = at + placement.index_in_class[tensor][source] * step
     keep = np.all(upper > lower, axis=1)
@@ -157,10 +154,6 @@ def _parts_met(placement: Placement, number: int, asked: Box) -> list[_ListedPar
         if box & asked:
             met.append((rank, at, box))
     return [(rank, placement.base(rank, number) + at, taken[rank], box) for rank, at, box in met]
-
-
-def _padded(corner: tuple[int, ...], width: int, by: int) -> tuple[int, ...]:
-    return corner + (by,) * (width - len(corner))
 
 
 def _expand(first: Ints, last: Ints) -> tuple[Ints, Ints]:

@@ -36,6 +36,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.core.layout.box import Box
 from holdfast.core.layout.fragment import Stored
 from holdfast.core.layout.mesh import Mesh
 from holdfast.core.layout.sharding import Sharding, part_of, parts_of
@@ -215,10 +216,7 @@ class Placement:
     def _listed(self, number: int, rank: int) -> tuple[Ints, Ints, Ints, Ints]:
         one = self.classes[number]
         boxes = [box for holder, box in one.sharding.held or () if holder == rank]
-        full = len(boxes), self.table.shape.shape[1]
-        start, stop = np.zeros(full, np.int64), np.ones(full, np.int64)
-        for i, box in enumerate(boxes):
-            start[i, : len(box.start)], stop[i, : len(box.stop)] = box.start, box.stop
+        start, stop = padded(boxes, self.table.shape.shape[1])
         count = len(one.tensors)
         start, stop = np.tile(start, (count, 1)), np.tile(stop, (count, 1))
         size = np.prod(stop - start, axis=1) * one.itemsize
@@ -342,6 +340,17 @@ def _divide(ends: Ints, size: Ints, row_bytes: Ints, replicas: int) -> Ints:
     snapped = ends[at] + (inner - ends[at] + unit // 2) // unit * unit
     ideal[1:-1] = np.minimum(snapped, ends[at + 1])
     return ideal
+
+
+def padded(boxes: Sequence[Box], width: int) -> tuple[Ints, Ints]:
+    """Starts and stops, a row per box; missing dims are 0..1."""
+    start = np.zeros((len(boxes), width), np.int64)
+    stop = np.ones((len(boxes), width), np.int64)
+    for n in {len(b.start) for b in boxes} - {0}:
+        rows = [i for i, b in enumerate(boxes) if len(b.start) == n]
+        start[rows, :n] = [boxes[i].start for i in rows]
+        stop[rows, :n] = [boxes[i].stop for i in rows]
+    return start, stop
 
 
 def rows_between(cells: _Cells, index: Ints, lo: Ints, hi: Ints) -> tuple[Ints, Ints]:

@@ -166,6 +166,21 @@ def get_small(store: Store, key: str) -> bytes:
     return store.get_small(key) if isinstance(store, Bounded) else store.get(key)
 
 
+def read_range(store: Store, key: str, start: int, num_bytes: int) -> bytearray:
+    """Return some bytes of an object, as `Store.read`."""
+    data = bytearray(num_bytes)
+    store.read(key, start, memoryview(data))
+    return data
+
+
+def put_over(store: Store, key: str, data: bytes, seen: bytes | None) -> None:
+    """Put an object if the key still has the bytes `seen` (None: nothing).  Exists or NotFound if not."""
+    if seen is None:
+        store.put(key, data, if_absent=True)
+    else:
+        store.put(key, data, replacing=seen)
+
+
 def keys_below(store: Store, prefixes: Collection[str]) -> dict[str, int]:
     """Return the length of each object whose key begins with one of `prefixes`, by key, sorted.
 

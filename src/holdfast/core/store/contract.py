@@ -181,6 +181,14 @@ def reads_of(store: Store) -> Reads:
     return Reads(getattr(store, "read_bytes", 0), getattr(store, "read_threads", 0))
 
 
+def size_at(store: Store, key: str) -> int | None:
+    """Return the length of an object in bytes; None if there is none."""
+    try:
+        return store.size(key)
+    except NotFound:
+        return None
+
+
 # -- the rules ---------------------------------------------------------------------------------------
 
 
@@ -368,6 +376,12 @@ class Parts:
         if offset % BLOCK_BYTES or (num_bytes % BLOCK_BYTES and stop != self.size):
             rule = f"parts start at a multiple of {BLOCK_BYTES}, and all but the last end at one"
             raise self._refusal(offset, stop, rule)
+
+    def check_open(self, state: str) -> None:
+        """Raise `UsageError` unless the state of the writer is `open`."""
+        if state != "open":
+            hint = "abort it and write the object again" if state == "failed" else None
+            raise UsageError(f"the writer of '{self.key}' is {state}", key=self.key, hint=hint)
 
     def add(self, offset: int, num_bytes: int) -> None:
         """Record a part that was written."""

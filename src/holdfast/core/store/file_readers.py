@@ -1,4 +1,4 @@
-"""Files that several threads read: through the page cache (`LocalReader`), or past it (`DirectReader`).
+"""Files that several threads read: through the page cache, or past it.
 
 The number of a closed descriptor is given to the next file that is opened.  A read that storage has not
 answered in time may still be under way at `close`, and would then read from that other file.  So the last
@@ -78,25 +78,18 @@ class _Spare(threading.local):
 _spare = _Spare()
 
 
-def _fill(fd: int, offset: int, view: memoryview) -> int:
-    """Read until `view` is full or the file ends; return the number of bytes missing."""
-    while view:
-        num_bytes = os.preadv(fd, [view], offset)
-        if not num_bytes:
-            break
-        offset += num_bytes
-        view = view[num_bytes:]
-    return len(view)
-
-
 class LocalReader:
-    """One object being read.  The kernel reads ahead of sequential reads by one descriptor."""
+    """One object being read; with `direct` past the page cache, unless the file system refuses O_DIRECT.
 
-    def __init__(self, key: str, path: str, patience: Patience) -> None:
+    Through the cache, the kernel reads ahead of sequential reads by one descriptor.  Past it, whole blocks
+    are read directly into aligned memory, all else through a buffer of the reading thread.
+    """
+
+    def __init__(self, key: str, path: str, patience: Patience, *, direct: bool = False) -> None:
         self.patience = patience
         self._key = key
         self._path = path
-        file, _, self._size = open_regular(path, key)
+        file, self._direct, self._size = open_regular(path, key, direct=direct)
         self._file = Descriptor(file, key)
 
     def place_of(self, key: str = "") -> str:
@@ -106,39 +99,6 @@ class LocalReader:
     @patient
     def read(self, offset: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `offset` on; `Corrupt` if the object is shorter."""
-        view = target_view(into, offset)
-        with self._file.used() as fd, translated("read", self._key, self._path):
-            check_range(self._key, offset, view, self._size)
-            missing = _fill(fd, offset, view)
-            size = os.fstat(fd).st_size if missing else 0
-        if missing:
-            raise past_end(self._key, offset, offset + len(view), size)
-
-    def close(self) -> None:
-        """Close the file once no read is under way."""
-        self._file.close()
-
-
-class DirectReader:
-    """One object being read with O_DIRECT, or through the page cache if the file system refuses that.
-
-    Whole blocks are read directly into aligned memory; else through a buffer of the reading thread.
-    """
-
-    def __init__(self, key: str, path: str, patience: Patience) -> None:
-        self.patience = patience
-        self._key = key
-        self._path = path
-        file, self._direct, self._size = open_regular(path, key, direct=True)
-        self._file = Descriptor(file, key)
-
-    def place_of(self, key: str = "") -> str:
-        """The path."""
-        return self._path
-
-    @patient
-    def read(self, offset: int, into: memoryview) -> None:
-        """Fill `into` with the bytes from `offset` on, as `Reader.read`."""
         view, at = target_view(into, offset), offset
         with self._file.used() as fd, translated("read", self._key, self._path):
             check_range(self._key, offset, view, self._size)
@@ -153,6 +113,8 @@ class DirectReader:
 
     def _piece(self, fd: int, at: int, view: memoryview) -> int:
         """Read some bytes from `at` on into the head of `view`; return how many, 0 at the end."""
+        if not self._direct:
+            return os.preadv(fd, [view], at)
         if at % BLOCK_BYTES == 0 and len(view) >= BLOCK_BYTES and is_aligned(view):
             return self._blocks(fd, at, view[: len(view) // BLOCK_BYTES * BLOCK_BYTES])
         before = at % BLOCK_BYTES
@@ -176,5 +138,5 @@ class DirectReader:
         return os.preadv(fd, [into], at)
 
     def close(self) -> None:
-        """Close the file once no read is under way, as `Reader.close`."""
+        """Close the file once no read is under way."""
         self._file.close()

@@ -18,12 +18,12 @@ import os
 import stat
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from holdfast.base.arguments import flag_of, path_of
-from holdfast.base.errors import Corrupt, NotFound, UsageError, warn_user
+from holdfast.base.errors import Corrupt, NotFound, warn_user
 from holdfast.base.storage_deadlines import Patience, patient, patient_or
 from holdfast.base.threads import in_threads
 from holdfast.core.store.contract import (
@@ -58,7 +58,7 @@ from holdfast.core.store.replacing import locked
 from holdfast.core.store.tempfiles import TempFile, open_temp, sweep_temp_files
 
 if TYPE_CHECKING:
-    from holdfast.core.store.file_readers import DirectReader, LocalReader
+    from holdfast.core.store.file_readers import LocalReader
 
 _SYNC_THREADS = 16
 
@@ -158,29 +158,25 @@ class LocalStore:
 
     def read(self, key: str, offset: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `offset` on; `Corrupt` if the object is shorter."""
-        reader = self.open(key)
-        try:
+        with closing(self.open(key)) as reader:
             reader.read(offset, into)
-        finally:
-            reader.close()
 
     @patient_or(lambda reader: reader.close())
     def open(self, key: str) -> LocalReader:
         """Open an object for many reads.  It stays readable, its space in use, until `close`."""
-        path = self._path(key)
-        with translated("read", key, path):
-            from holdfast.core.store.file_readers import LocalReader
-
-            return LocalReader(key, path, self.patience)
+        return self._reader(key)
 
     @patient_or(lambda reader: reader.close())
-    def open_once(self, key: str) -> DirectReader:
+    def open_once(self, key: str) -> LocalReader:
         """Open an object to be read only once, past the page cache."""
+        return self._reader(key, direct=True)
+
+    def _reader(self, key: str, *, direct: bool = False) -> LocalReader:
+        from holdfast.core.store.file_readers import LocalReader
+
         path = self._path(key)
         with translated("read", key, path):
-            from holdfast.core.store.file_readers import DirectReader
-
-            return DirectReader(key, path, self.patience)
+            return LocalReader(key, path, self.patience, direct=direct)
 
     @patient
     def size(self, key: str) -> int:
@@ -322,7 +318,7 @@ class LocalWriter:
     @patient
     def finish(self) -> None:
         """Make the object appear with all its bytes, durable; `Exists` if the key is taken."""
-        self._check_open()
+        self._parts.check_open(self._state)
         self._parts.check_complete()
         with self._changed:
             self._state = "failed"
@@ -359,17 +355,11 @@ class LocalWriter:
                 os.unlink(self._final)
         remove_empty_directories(os.path.dirname(self._final), self._store.root)
 
-    def _check_open(self) -> None:
-        if self._state != "open":
-            key = self._parts.key
-            hint = "abort it and write the object again" if self._state == "failed" else None
-            raise UsageError(f"the writer of '{key}' is {self._state}", key=key, hint=hint)
-
     @contextmanager
     def _writing(self) -> Iterator[None]:
         """Keep the file open: the number of a closed descriptor may be given to another file."""
         with self._changed:
-            self._check_open()
+            self._parts.check_open(self._state)
             self._num_users += 1
         try:
             yield

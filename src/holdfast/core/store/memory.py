@@ -23,10 +23,10 @@ from holdfast.core.store.contract import (
     byte_view,
     check_key,
     check_prefix,
+    check_range,
     exists,
     not_found,
     not_the_seen,
-    past_end,
     seen_view,
     target_view,
 )
@@ -149,10 +149,8 @@ class MemoryReader:
         if self._data is None:
             raise UsageError(f"the reader of '{self._key}' is closed", key=self._key)
         data, view = self._data, target_view(into, offset)
-        stop = offset + len(view)
-        if view and stop > len(data):
-            raise past_end(self._key, offset, stop, len(data))
-        view[:] = memoryview(data)[offset:stop]
+        check_range(self._key, offset, view, len(data))
+        view[:] = memoryview(data)[offset : offset + len(view)]
 
     def close(self) -> None:
         """Release the memory."""

@@ -63,6 +63,7 @@ from holdfast.core.store.contract import (
     not_the_seen,
     past_end,
     seen_view,
+    size_at,
     target_view,
 )
 
@@ -300,10 +301,6 @@ class ObjectStore:
         """The address of a key, for messages."""
         return f"{self.address.scheme}://{self.address.bucket}/{self._prefix}{key}"
 
-    def name_of(self, key: str) -> str:
-        """The name of a key in the bucket."""
-        return self._prefix + key
-
     def ask(
         self,
         operation: str,
@@ -433,7 +430,7 @@ class ObjectWriter:
         have the same bytes."""
         view = byte_view(data)
         self._parts.check(offset, len(view))
-        self._check_open()
+        self._parts.check_open(self._state)
         if self._parts.size > UPLOAD_PART_BYTES:
             self._begin()
             self._queue.wait_for_room(offset)
@@ -444,7 +441,7 @@ class ObjectWriter:
     @patient
     def finish(self) -> None:
         """Make the object appear with all its bytes; `Exists` if the key is taken."""
-        self._check_open()
+        self._parts.check_open(self._state)
         self._parts.check_complete()
         self._state = "failed"
         key = self._parts.key
@@ -506,17 +503,8 @@ class ObjectWriter:
 
     def _check_absent(self, key: str) -> None:
         """`Exists` if the key is taken: obstore completes uploads without a condition."""
-        try:
-            self._store.size(key)
-        except NotFound:
-            return
-        raise exists(key, self._store.url)
-
-    def _check_open(self) -> None:
-        if self._state != "open":
-            key = self._parts.key
-            hint = "abort it and write the object again" if self._state == "failed" else None
-            raise UsageError(f"the writer of '{key}' is {self._state}", key=key, hint=hint)
+        if size_at(self._store, key) is not None:
+            raise exists(key, self._store.url)
 
     def _raise_if_failed(self, operation: str) -> None:
         error = self._failed

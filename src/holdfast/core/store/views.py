@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import ClassVar
 
 from holdfast.base.errors import NotFound, UsageError
@@ -38,11 +38,8 @@ class ViewStore(ABC):
 
     def read(self, key: str, offset: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `offset` on, as `Store.read`."""
-        reader = self.open(key)
-        try:
+        with closing(self.open(key)) as reader:
             reader.read(offset, into)
-        finally:
-            reader.close()
 
     def get(self, key: str) -> bytes:
         """Return all bytes of an object, as `Store.get`."""

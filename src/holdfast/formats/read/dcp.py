@@ -16,8 +16,9 @@ from holdfast.base.errors import FormatError, NotFound
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.format import extras
 from holdfast.core.format.dtypes import DTYPES
-from holdfast.core.layout import Box
+from holdfast.core.layout.box import box_at
 from holdfast.core.store import Store
+from holdfast.core.store.contract import size_at
 from holdfast.formats.read.dcptree import arrange_tree
 from holdfast.formats.read.foreign import Foreign, StoredPart, foreign
 from holdfast.formats.read.plaindata import PLAIN_GLOBALS, ints, plain_value, text
@@ -25,10 +26,9 @@ from holdfast.formats.read.sections import ArchiveRange, FilePlace, Strided
 from holdfast.formats.read.stepnumber import stated_step
 from holdfast.formats.read.torchfile import (
     More,
-    PartFile,
     TensorRef,
     kind_text,
-    read_tree,
+    read_file,
     torch_globals,
 )
 from holdfast.formats.read.unknown import is_needed, not_data, unknown_in, warn_left_out
@@ -71,10 +71,7 @@ class Contents:
 
 def is_dcp(store: Store) -> bool:
     """True if a directory holds a DCP checkpoint."""
-    try:
-        return store.size(_METADATA) > 0
-    except NotFound:
-        return False
+    return bool(size_at(store, _METADATA))
 
 
 def open_dcp(store: Store, step: int | None = None) -> Checkpoint:
@@ -90,11 +87,6 @@ def open_dcp(store: Store, step: int | None = None) -> Checkpoint:
     return foreign(
         store, tensors, step=here, software=software, extras=values, archives=found.archives
     )
-
-
-def steps_of_dcp(store: Store) -> list[int]:
-    """The one step of a DCP directory."""
-    return [open_dcp(store).step]
 
 
 def read_contents(store: Store, folder: str = "", more: More | None = None) -> Contents:
@@ -145,7 +137,7 @@ def _tensor(
     parts = []
     for chunk in entry["chunks"]:
         start, sizes = ints(chunk["offsets"]), ints(chunk["sizes"])
-        box = Box(start, tuple(a + n for a, n in zip(start, sizes)))
+        box = box_at(start, sizes)
         if not box.size:
             continue
         info = _place(places, (name, start))
@@ -188,11 +180,7 @@ def section_tree(
 ) -> Any:
     """Read an archive inside a file, with tensors as `TensorRef`s; `lenient` as for `unpickle`."""
     path, start, stop = section_range(info)
-    section = PartFile.of(store, path, (start, stop))
-    try:
-        return read_tree(section, path, more, lenient=lenient)
-    finally:
-        section.close()
+    return read_file(store, path, more, lenient=lenient, bounds=(start, stop))
 
 
 def _where(

@@ -20,7 +20,7 @@ import msgspec
 
 from holdfast.core.format import extras
 from holdfast.core.format.dtypes import DTYPES
-from holdfast.core.store import Store
+from holdfast.core.store import Store, read_range
 from holdfast.formats.read.byindex import parameter_shapes, proved_names, stated_names
 from holdfast.formats.read.foreign import Foreign
 from holdfast.formats.read.sections import row_major_place
@@ -234,10 +234,8 @@ def _content(store: Store, t: Foreign) -> Any:
     """A key that equal tensors share: dtype and bytes of a single number, else the tensor's name."""
     if t.shape:
         return t.name
-    path, start = row_major_place(t.parts[0].sources[0])
-    raw = bytearray(DTYPES[t.dtype].bytes)
-    store.read(path, start, memoryview(raw))
-    return t.dtype, bytes(raw)
+    place = row_major_place(t.parts[0].sources[0])
+    return t.dtype, bytes(read_range(store, *place, DTYPES[t.dtype].bytes))
 
 
 def hyper_path(path: Path) -> tuple[str, int | str, str] | None:

@@ -15,9 +15,9 @@ from holdfast.base.wire import decode_json
 from holdfast.core.checkpoint.lone import LoneStep, root_at
 from holdfast.core.checkpoint.names import STEP, step_numbers
 from holdfast.core.checkpoint.opened import Checkpoint
-from holdfast.core.store import SCHEMES, LocalStore, Store, split_prefix
+from holdfast.core.store import SCHEMES, LocalStore, Store, read_range, split_prefix
 from holdfast.core.store.oserrors import obstacle
-from holdfast.formats.read.dcp import is_dcp, open_dcp, steps_of_dcp
+from holdfast.formats.read.dcp import is_dcp, open_dcp
 from holdfast.formats.read.deepspeed.tags import is_deepspeed, may_be_deepspeed
 from holdfast.formats.read.folder import MARK, ListedFolder, OneFile, open_place, top
 from holdfast.formats.read.huggingface import holds_safetensors, is_huggingface, open_huggingface
@@ -34,8 +34,8 @@ class Format:
     """True if a folder is certainly of this format; for paths without a prefix."""
     open: Callable[[Store, int | None], Checkpoint]
     """Open a step; None for the newest.  NotFound if there is no such step."""
-    steps: Callable[[Store], list[int]]
-    """Return the steps, ascending."""
+    steps: Callable[[Store], list[int]] | None = None
+    """Return the steps, ascending.  None: there is one, which `open` gives."""
     if_named: Callable[[Store], bool] | None = None
     """True if a folder may be of this format; for paths with the prefix.  None: use `is_there`."""
     of_files: bool = False
@@ -58,7 +58,7 @@ _MOST_NAME_BYTES = 1 << 20
 
 SOURCE_FORMATS = {
     "megatron": Format(is_megatron, open_megatron, steps_of_megatron),
-    "dcp": Format(is_dcp, open_dcp, steps_of_dcp),
+    "dcp": Format(is_dcp, open_dcp),
     "deepspeed": Format(
         is_deepspeed,
         _of("deepspeed.opening", "open_deepspeed"),
@@ -75,16 +75,9 @@ SOURCE_FORMATS = {
             and _of("torch_checkpointing", "is_torch_checkpointing")(store)
         ),
         _of("torch_checkpointing", "open_torch_checkpointing"),
-        _of("torch_checkpointing", "steps_torch_checkpointing"),
-        _of("torch_checkpointing", "may_be_torch_checkpointing"),
+        if_named=_of("torch_checkpointing", "may_be_torch_checkpointing"),
     ),
-    "torch": Format(
-        is_torch,
-        _of("torchsave", "open_torch"),
-        _of("torchsave", "torch_steps"),
-        holds_torch,
-        of_files=True,
-    ),
+    "torch": Format(is_torch, _of("torchsave", "open_torch"), if_named=holds_torch, of_files=True),
 }
 """Foreign formats by prefix, in the order of detection."""
 
@@ -124,11 +117,10 @@ def detect(url: str | os.PathLike[str]) -> str | None:
 
 def _refuse_name_of_step(store: OneFile, folder: str) -> None:
     """UsageError for the small file that stands at a path of Lightning's and names a step of a root."""
-    key, begin = store.name, bytearray(len(_NAMES_A_STEP))
-    if not 0 < store.size(key) - len(begin) < _MOST_NAME_BYTES:
+    key, num_bytes = store.name, len(_NAMES_A_STEP)
+    if not 0 < store.size(key) - num_bytes < _MOST_NAME_BYTES:
         return
-    store.read(key, 0, memoryview(begin))
-    if begin != _NAMES_A_STEP:
+    if read_range(store, key, 0, num_bytes) != _NAMES_A_STEP:
         return
     said = decode_json(store.get(key), dict[str, Any])
     root, step = said.get("root"), said.get("step")
@@ -218,9 +210,9 @@ def open_as(name: str, url: str | os.PathLike[str], step: int | None = None) -> 
 
 def steps_as(name: str, url: str | os.PathLike[str]) -> list[int]:
     """The steps of a checkpoint of the format `name`, ascending."""
-    store = open_place(split_format(os.fspath(url))[1])
+    store, format = open_place(split_format(os.fspath(url))[1]), SOURCE_FORMATS[name]
     with understood(name, store.url):
-        return SOURCE_FORMATS[name].steps(store)
+        return format.steps(store) if format.steps else [format.open(store, None).step]
 
 
 def split_format(text: str) -> tuple[str, str]:

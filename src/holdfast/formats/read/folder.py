@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import os
 
-from holdfast.base.errors import NotFound
 from holdfast.core.store import LocalStore, Reader, Store, get_small, open_store
-from holdfast.core.store.contract import Entry, check_prefix, is_key, not_found, reads_of
+from holdfast.core.store.contract import Entry, check_prefix, is_key, not_found, reads_of, size_at
 from holdfast.core.store.oserrors import translated
 from holdfast.core.store.views import ViewStore
 
@@ -43,10 +42,6 @@ class OneFile(ViewStore):
         self.name = name
         self.url = joined(store.url, name)
         self.read_bytes, self.read_threads = reads_of(store)
-
-    def read(self, key: str, offset: int, into: memoryview) -> None:
-        """See `Store.read`."""
-        self.inner.read(key, offset, into)
 
     def open(self, key: str) -> Reader:
         """See `Store.open`."""
@@ -86,10 +81,6 @@ class ListedFolder(ViewStore):
             self._sizes = {key: num_bytes for key, num_bytes in self.inner.entries()}
         return self._sizes
 
-    def anew(self) -> ListedFolder:
-        """The same folder, with a new listing."""
-        return ListedFolder(self.inner)
-
     def open(self, key: str) -> Reader:
         """See `Store.open`."""
         self.size(key)
@@ -127,11 +118,8 @@ def open_place(path: str) -> Store:
     above, slash, name = url.rpartition("/")
     if name.endswith(_SUFFIXES) and slash and not above.endswith("/"):
         folder_store = open_store(above + mark + query)
-        try:
-            folder_store.size(name)
+        if size_at(folder_store, name) is not None:
             return OneFile(folder_store, name)
-        except NotFound:
-            pass
     return ListedFolder(store)
 
 

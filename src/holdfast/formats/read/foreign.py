@@ -45,6 +45,8 @@ from holdfast.core.layout import (
     num_corners,
     tiles,
 )
+from holdfast.core.layout.box import is_inside
+from holdfast.core.layout.pieces import padded
 from holdfast.core.store import Store
 from holdfast.formats.read.sections import ArchiveRange, Locator, Section, Sections
 
@@ -100,14 +102,7 @@ class Listed(Placement):
 
     def _bounds_of(self, tensor: int) -> tuple[_Ints, _Ints]:
         """Starts and stops of a tensor's parts, padded."""
-        width = self.table.shape.shape[1]
-        held = self._parts[tensor]
-        start, stop = np.zeros((len(held), width), np.int64), np.ones((len(held), width), np.int64)
-        n = int(self.table.ndim[tensor])
-        if held and n:
-            start[:, :n] = [h.box.start for h in held]
-            stop[:, :n] = [h.box.stop for h in held]
-        return start, stop
+        return padded([h.box for h in self._parts[tensor]], self.table.shape.shape[1])
 
     def locate(self, tensor: _Ints, start: _Ints, stop: _Ints) -> Located:
         """See `Placement.locate`."""
@@ -261,11 +256,7 @@ def _check(t: Foreign) -> None:
     if any(p.fragment.offset < 0 for p in t.parts):
         raise FormatError(f"{t.name!r}: a part that begins before its storage")
     boxes = [p.fragment.box for p in t.parts]
-    inside = all(
-        len(b.start) == len(b.stop) == len(t.shape)
-        and all(0 <= lo <= hi <= n for lo, hi, n in zip(b.start, b.stop, t.shape))
-        for b in boxes
-    )
+    inside = all(is_inside(b, t.shape) for b in boxes)
     if not inside or num_corners(boxes, t.shape) > _MAX_CORNERS or not tiles(boxes, t.shape):
         raise FormatError(
             f"{t.name!r}: its parts do not make up {t.shape} exactly once",

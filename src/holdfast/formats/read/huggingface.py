@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from holdfast.core.checkpoint.reading import threads_here
 from holdfast.core.format.safetensors import Header, HeaderEntry, read_safetensors_header
 from holdfast.core.layout import whole
 from holdfast.core.store import Store, get_small
+from holdfast.core.store.contract import size_at
 from holdfast.formats.read.folder import OneFile, joined, top
 from holdfast.formats.read.foreign import Foreign, StoredPart, foreign
 from holdfast.formats.read.sections import at_place
@@ -141,12 +143,7 @@ def _headers(store: Store, files: list[str], named_by: str) -> dict[str, Header]
 
 def missing_files(store: Store, files: list[str], named_by: str) -> None:
     """NotFound, with the names, if files of an index are missing."""
-    missing = []
-    for file in files:
-        try:
-            store.size(file)
-        except NotFound:
-            missing.append(file)
+    missing = [file for file in files if size_at(store, file) is None]
     if missing:
         raise NotFound(
             f"{len(missing)} of {len(files)} files that {named_by} names are missing: "
@@ -158,17 +155,14 @@ def missing_files(store: Store, files: list[str], named_by: str) -> None:
 
 def header_of(store: Store, file: str) -> Header:
     """The header of a safetensors file in a store."""
-    reader = store.open(file)
+    with closing(store.open(file)) as reader:
 
-    def read(start: int, stop: int) -> bytes:
-        data = bytearray(stop - start)
-        reader.read(start, memoryview(data))
-        return bytes(data)
+        def read(start: int, stop: int) -> bytes:
+            data = bytearray(stop - start)
+            reader.read(start, memoryview(data))
+            return bytes(data)
 
-    try:
         return read_safetensors_header(read, store.size(file), file)
-    finally:
-        reader.close()
 
 
 def _check_index(index: Index, headers: dict[str, Header]) -> None:

@@ -26,7 +26,8 @@ from holdfast.base.errors import FormatError
 from holdfast.core.format import extras
 from holdfast.core.format.dtypes import DTYPES, numpy_dtype
 from holdfast.core.layout import Box, chunk, whole
-from holdfast.core.store import Store
+from holdfast.core.layout.box import box_at
+from holdfast.core.store import Store, read_range
 from holdfast.formats.read.foreign import StoredPart
 from holdfast.formats.read.plaindata import ints, plain_value, text
 from holdfast.formats.read.torchfile import (
@@ -167,7 +168,7 @@ def _sharded_tensor(shards: Any, metadata: UnknownInstance, group: UnknownInstan
     held = []
     for shard in shards:
         start, sizes = (ints(shard["metadata"][k]) for k in ("shard_offsets", "shard_sizes"))
-        box, tensor = Box(start, tuple(a + n for a, n in zip(start, sizes))), shard["tensor"]
+        box, tensor = box_at(start, sizes), shard["tensor"]
         if not isinstance(tensor, TensorRef) or (tensor.shape, tensor.dtype) != (sizes, dtype):
             raise FormatError(f"a shard of {sizes} {dtype} whose tensor is {kind_text(tensor)}")
         if box.size:
@@ -367,8 +368,7 @@ def _check_replica(store: Store, first: TensorRef, other: TensorRef, path: str) 
 
 def scalar(store: Store, tensor: TensorRef) -> Any:
     """The element of a tensor without dims."""
-    raw = bytearray(DTYPES[tensor.dtype].bytes)
-    store.read(tensor.path, tensor.offset, memoryview(raw))
+    raw = read_range(store, tensor.path, tensor.offset, DTYPES[tensor.dtype].bytes)
     return np.frombuffer(raw, numpy_dtype(tensor.dtype))[0].item()
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from holdfast.base.arguments import MAX_STEP
 from holdfast.core.format.dtypes import DTYPES, numpy_dtype
-from holdfast.core.store import Store
+from holdfast.core.store import Store, read_range
 from holdfast.formats.read.foreign import Foreign
 
 NAMES = ("global_step", "step", "iteration", "iter")
@@ -48,7 +48,5 @@ def _number(tensor: Foreign, store: Store) -> Any:
     found = None if place is None else place()
     if not isinstance(found, tuple) or "int" not in tensor.dtype:
         return None
-    path, offset = found
-    raw = bytearray(DTYPES[tensor.dtype].bytes)
-    store.read(path, offset, memoryview(raw))
+    raw = read_range(store, *found, DTYPES[tensor.dtype].bytes)
     return np.frombuffer(raw, numpy_dtype(tensor.dtype))[0].item()

@@ -21,6 +21,7 @@ from holdfast.base.errors import FormatError, NotFound
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.format.dtypes import DTYPES
 from holdfast.core.layout import Box
+from holdfast.core.layout.box import box_at
 from holdfast.core.store import Store
 from holdfast.formats.read.folder import top
 from holdfast.formats.read.merged_ranks import Shards, merged, shard_box
@@ -70,11 +71,6 @@ def open_torch_checkpointing(store: Store, step: int | None = None) -> Checkpoin
         for item, files in items.items()
     }
     return open_trees(store, [tree], step, {"torch_checkpointing": "unknown"})
-
-
-def steps_torch_checkpointing(store: Store) -> list[int]:
-    """The one step of a directory."""
-    return [open_torch_checkpointing(store).step]
 
 
 def _by_item(names: list[str]) -> dict[str, dict[int, str]]:
@@ -200,4 +196,4 @@ def _part(
         raise FormatError(f"a part that leaves its tensor of {local.shape}", key=local.path)
     skip = sum(a * s for a, s in zip(inside, local.strides)) * DTYPES[local.dtype].bytes
     tensor = TensorRef(local.dtype, sizes, local.strides, local.path, local.offset + skip)
-    return Box(start, tuple(a + n for a, n in zip(start, sizes))), tensor
+    return box_at(start, sizes), tensor

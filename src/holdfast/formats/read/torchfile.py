@@ -13,7 +13,7 @@ import zipfile
 import zlib
 from collections import ChainMap
 from collections.abc import MutableMapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -23,9 +23,10 @@ from holdfast.base.errors import Corrupt, FormatError, HoldfastError
 from holdfast.base.threads import in_threads
 from holdfast.core.format.dtypes import DTYPES
 from holdfast.core.layout import Box, Fragment, whole
+from holdfast.core.layout.box import is_row_major
 from holdfast.core.store import Reader, Store
 from holdfast.core.store.contract import reads_of
-from holdfast.formats.read.foreign import StoredPart
+from holdfast.formats.read.foreign import Foreign, StoredPart
 from holdfast.formats.read.sections import Locator, at_place
 from holdfast.formats.read.unpickle import UnknownInstance, new_dict, new_set, unpickle
 
@@ -51,17 +52,16 @@ class TensorRef:
 
     @property
     def contiguous(self) -> bool:
-        expected = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.strides)):
-            if size != 1 and stride != expected:
-                return False
-            expected *= size
-        return True
+        return is_row_major(self.shape, self.strides)
 
     @property
     def source(self) -> Locator:
         """The place of its first element, for a `StoredPart`."""
         return at_place(self.path, self.offset)
+
+    def foreign(self, name: str, state: str) -> Foreign:
+        """The tensor as one of a checkpoint, stored whole, in any order of dims."""
+        return Foreign(name, self.dtype, self.shape, state, self.parts())
 
     def parts(self, box: Box | None = None) -> tuple[StoredPart, ...]:
         """Return the stored parts of the tensor; `box`: its place in a larger tensor.
@@ -366,16 +366,17 @@ def _starts(section: PartFile, archive: Archive, path: str) -> dict[ArchiveMembe
     return found
 
 
-def read_file(store: Store, path: str, more: More | None = None, *, lenient: bool = False) -> Any:
-    """Read a file of torch.save, as `read_tree`."""
-    section = PartFile.of(store, path)
-    try:
+def read_file(
+    store: Store,
+    path: str,
+    more: More | None = None,
+    *,
+    lenient: bool = False,
+    bounds: tuple[int, int] | None = None,
+) -> Any:
+    """Read a file of torch.save, or one in a range of an object, as `read_tree`."""
+    with closing(PartFile.of(store, path, bounds)) as section:
         return read_tree(section, path, more, lenient=lenient)
-    except FormatError as error:
-        error.key = error.key or path
-        raise
-    finally:
-        section.close()
 
 
 def _read_member(

@@ -67,11 +67,6 @@ def open_trees(
     return foreign(store, found.tensors, step=here, software=software, extras=found.extras)
 
 
-def torch_steps(store: Store) -> list[int]:
-    """The one step of a torch.save checkpoint."""
-    return [open_torch(store).step]
-
-
 # -- keys -----------------------------------------------------------------------------------------
 
 

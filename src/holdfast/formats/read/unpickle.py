@@ -21,10 +21,12 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from holdfast.base.errors import FormatError, HoldfastError
 
+_C = TypeVar("_C")
 _Table = Mapping[tuple[str, str], Any]
 
 _MAX_STACK = 1 << 24
@@ -162,29 +164,22 @@ class Global:
         self.value = value
 
 
+@dataclass(eq=False)
 class _Machine:
-    def __init__(
-        self,
-        data: memoryview,
-        table: _Table,
-        persistent: Callable[[Any], Any] | None,
-        *,
-        lenient: bool,
-    ) -> None:
-        self.data = data
-        self.table = table
-        self.persistent = persistent
-        self.lenient = lenient
-        self.has_strangers = False
-        self.clean: dict[int, UnknownInstance] = {}
-        """Instances in which nothing unknown was found, by id."""
-        self.at = 0
-        self.stack: list[Any] = []
-        self.memo: dict[int, Any] = {}
-        self.spent = 0
-        self.num_made = 0
-        """Number of containers and instances made."""
-        self.alike: Counter[tuple[int, int]] = Counter()
+    data: memoryview
+    table: _Table
+    persistent: Callable[[Any], Any] | None
+    lenient: bool
+    has_strangers: bool = False
+    clean: dict[int, UnknownInstance] = field(default_factory=dict)
+    """Instances in which nothing unknown was found, by id."""
+    at: int = 0
+    stack: list[Any] = field(default_factory=list)
+    memo: dict[int, Any] = field(default_factory=dict)
+    spent: int = 0
+    num_made: int = 0
+    """Number of containers and instances made."""
+    alike: Counter[tuple[int, int]] = field(default_factory=Counter)
 
     def run(self) -> Any:
         while True:
@@ -416,37 +411,32 @@ def _tuple(count: int) -> Callable[[_Machine], None]:
     return step
 
 
-def _set_items(m: _Machine, items: list[Any]) -> None:
+def _target(m: _Machine, items: list[Any], kind: type[_C], what: str) -> _C | None:
+    """Return the container that items are put into; None for an unknown object, which keeps them."""
     target = m.stack[-1]
     if isinstance(target, OpaqueInstance):
         target.keep(*items)
-        return
-    if not isinstance(target, dict):
-        raise _Refuse(f"it sets items of a {type(target).__name__}")
+        return None
+    if not isinstance(target, kind):
+        raise _Refuse(f"it {what} a {type(target).__name__}")
     m.changes(*items)
-    target.update(zip(_keys(items[::2], m.alike, target), items[1::2], strict=True))
+    return target
+
+
+def _set_items(m: _Machine, items: list[Any]) -> None:
+    if (target := _target(m, items, dict, "sets items of")) is not None:
+        target.update(zip(_keys(items[::2], m.alike, target), items[1::2], strict=True))
 
 
 def _append(m: _Machine, items: list[Any]) -> None:
-    target = m.stack[-1]
-    if isinstance(target, OpaqueInstance):
-        target.keep(*items)
-        return
-    if not isinstance(target, list):
-        raise _Refuse(f"it appends to a {type(target).__name__}")
-    m.changes(*items)
-    target.extend(items)
+    if (target := _target(m, items, list, "appends to")) is not None:
+        target.extend(items)
 
 
 def _add_items(m: _Machine) -> None:
-    items, target = m.since_mark(), m.stack[-1]
-    if isinstance(target, OpaqueInstance):
-        target.keep(*items)
-        return
-    if not isinstance(target, set):
-        raise _Refuse(f"it adds to a {type(target).__name__}")
-    m.changes(*items)
-    target.update(_keys(items, m.alike, target))
+    items = m.since_mark()
+    if (target := _target(m, items, set, "adds to")) is not None:
+        target.update(_keys(items, m.alike, target))
 
 
 def _keys(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass
 
 from holdfast.base.errors import Corrupt, HoldfastError
@@ -117,14 +118,11 @@ class _ForeignVerification:
         size = self.sections.size(key)
         block = memoryview(bytearray(min(_BLOCK_BYTES, size)))
         try:
-            reader = self.sections.open(key)
-            try:
+            with closing(self.sections.open(key)) as reader:
                 for at in range(0, size, _BLOCK_BYTES) if not self.report.quick else (size - 1,):
                     view = block[: min(_BLOCK_BYTES, size - at)]
                     reader.read(at, view)
                     self.findings.count(len(view))
-            finally:
-                reader.close()
         except HoldfastError as error:
             self.findings.blame(error, key.rpartition(":")[0])
 
@@ -139,11 +137,8 @@ class _ForeignVerification:
         except HoldfastError as error:
             self.findings.blame(error, file)
             return True
-        try:
-            found = [self._archive(whole.part(r) if r else whole, file) for r in ranges]
-        finally:
-            whole.close()
-        return all(found)
+        with closing(whole):
+            return all([self._archive(whole.part(r) if r else whole, file) for r in ranges])
 
     def _archive(self, section: PartFile, file: str) -> bool:
         """Check every member of an archive; False if it has no CRCs and was not read."""

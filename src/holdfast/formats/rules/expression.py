@@ -7,13 +7,17 @@ evaluation does not recurse; numbers stay below 2**63.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from operator import add, floordiv, mod, mul, sub, truediv
 
 from holdfast.formats.rules.source import Span
 
 _LIMIT = 1 << 63
+_OPERATORS: dict[str, Callable[[Fraction, Fraction], Fraction | int]] = {
+    "+": add, "-": sub, "*": mul, "/": truediv, "//": floordiv, "%": mod,
+}  # fmt: skip
 SIZE = "size"
 
 _Numbers = Mapping[str, Fraction]
@@ -76,18 +80,7 @@ def _computed(operator: Operator, left: Fraction, right: Fraction) -> Fraction:
     sign = operator.sign
     if sign in ("/", "//", "%") and not right:
         raise operator.span.error("division by zero")
-    if sign == "+":
-        result = left + right
-    elif sign == "-":
-        result = left - right
-    elif sign == "*":
-        result = left * right
-    elif sign == "/":
-        result = left / right
-    elif sign == "//":
-        result = Fraction(left // right)
-    else:
-        result = left % right
+    result = Fraction(_OPERATORS[sign](left, right))
     if abs(result.numerator) >= _LIMIT or result.denominator >= _LIMIT:
         raise operator.span.error("the number is too large")
     return result

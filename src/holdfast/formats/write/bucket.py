@@ -24,7 +24,8 @@ from holdfast.core.checkpoint.consolidating import Consolidation
 from holdfast.core.checkpoint.listing import attempt_of
 from holdfast.core.checkpoint.names import FOLDERS, step_prefix
 from holdfast.core.checkpoint.outfiles import Outfile
-from holdfast.core.store import Store, get_small, open_store
+from holdfast.core.store import Store, get_small, open_store, put_over
+from holdfast.core.store.contract import size_at
 from holdfast.formats.read.folder import MARK, joined
 from holdfast.formats.write.file_plans import ONE_FILE, Planned
 
@@ -63,7 +64,8 @@ class BucketTarget:
         if self.to == "universal":
             return self._begin_step()
         if self.to in ONE_FILE:
-            taken = next((f.path for f in files if self._size(f.path) is not None), None)
+            there = (f.path for f in files if size_at(self.store, f.path) is not None)
+            taken = next(there, None)
             if taken is not None:
                 what = f"{joined(self.store.url, taken)} exists"
                 raise UsageError(what, hint="give a URL where nothing is yet")
@@ -75,7 +77,7 @@ class BucketTarget:
         """The files that do not exist at their full length."""
         prefix = step_prefix(self.step) if self.to == "universal" else ""
         if self.to in ONE_FILE:  # the folder above may hold anything
-            return [f for f in files if self._size(f.path) != f.bytes]
+            return [f for f in files if size_at(self.store, f.path) != f.bytes]
         sizes = dict(self.store.entries(prefix))
         return [f for f in files if sizes.get(f.path) != f.bytes]
 
@@ -122,22 +124,14 @@ class BucketTarget:
         if seen is None and keys:
             raise UsageError(f"{self.store.url} exists", hint="give a URL where nothing is yet")
         try:
-            if seen is None:
-                self.store.put(MARK, mark, if_absent=True)
-            elif seen != mark:
-                self.store.put(MARK, mark, replacing=seen)
+            if seen != mark:
+                put_over(self.store, MARK, mark, seen)
         except (Exists, NotFound):
             what = f"another conversion has begun to write into {self.store.url}"
             raise UsageError(what, hint="wait for it, or stop it") from None
         for key in keys:
             if key != MARK and (seen != mark or key not in mine):
                 self.store.delete(key)
-
-    def _size(self, key: str) -> int | None:
-        try:
-            return self.store.size(key)
-        except NotFound:
-            return None
 
     def _check_outside(self, source: str) -> None:
         here, root = (url.partition("?")[0].rstrip("/") for url in (self.store.url, source))

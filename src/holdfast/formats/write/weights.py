@@ -12,6 +12,7 @@ from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.checkpoint.outfiles import ElementSpan, Literal, Outfile
 from holdfast.core.checkpoint.tidying import INDEX
 from holdfast.core.format.dtypes import dtype_of
+from holdfast.core.format.safetensors import weight_index
 from holdfast.formats.write.archive import ArchivedTensor, ArchivePlan, add_archive
 from holdfast.formats.write.file_plans import Planned, Weight, WriteOptions, weights
 
@@ -75,8 +76,7 @@ def safetensors_file(path: str, some: list[Weight]) -> Outfile:
 def _index(names: list[str], shards: list[list[Weight]]) -> tuple[tuple[str, bytes], ...]:
     where = {w.name: name for name, some in zip(names, shards) for w in some}
     total = sum(w.bytes for some in shards for w in some)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-    return ((_NAME + INDEX, (json.dumps(index, indent=2) + "\n").encode()),)
+    return ((_NAME + INDEX, weight_index(total, where)),)
 
 
 # -- torch.save -----------------------------------------------------------------------------------

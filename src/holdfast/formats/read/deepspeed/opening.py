@@ -277,11 +277,11 @@ def _other(
     tree = column[0].tree
     refs = [ref for s in column if isinstance(ref := s.module.get(name), TensorRef)]
     if is_buffer:
-        return tensors.whole_tensor(f"model.{name}", "buffer", refs[0])
+        return refs[0].foreign(f"model.{name}", "buffer")
     if refs[0].shape == (0,) and is_stage_3(tree):
         raise FormatError(f"no file holds the values of {name!r}", key=tree.path)
     if len(column) == 1:
-        return tensors.whole_tensor(f"model.{name}", "param", refs[0])
+        return refs[0].foreign(f"model.{name}", "param")
     if len(refs) != len(column):
         raise FormatError(f"not all tensor-parallel ranks hold {name!r}", key=tree.path)
     layouts = _layouts(grid, {name: [ref.shape for ref in refs]})

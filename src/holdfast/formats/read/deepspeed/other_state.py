@@ -17,7 +17,6 @@ import numpy as np
 
 from holdfast.core.format.extras import inlined
 from holdfast.formats.read.byindex import hyper_of
-from holdfast.formats.read.deepspeed.tensors import whole_tensor
 from holdfast.formats.read.deepspeed.trees import ENGINE, MODEL_KEYS, Tree
 from holdfast.formats.read.deepspeed.zero import FlatGroup, param_groups
 from holdfast.formats.read.foreign import Foreign
@@ -69,7 +68,7 @@ def _encoded(tree: Tree, value: Any, path: str, tensors: list[Foreign]) -> Any:
     """Encode a value for extras; its tensors are added to `tensors` and referred to by path."""
 
     def on_tensor(ref: TensorRef, at: str) -> Any:
-        tensors.append(whole_tensor(at, "tensor", ref))
+        tensors.append(ref.foreign(at, "tensor"))
         return {"$at": at}
 
     return tree.encode(value, on_tensor, path)
@@ -153,7 +152,7 @@ def opaque(
     for flat in flats:
         for name, value in flat.opaque.items():
             if isinstance(value, TensorRef):
-                tensors.append(whole_tensor(f"zero.{prefix}{name}", "tensor", value))
+                tensors.append(value.foreign(f"zero.{prefix}{name}", "tensor"))
             else:
                 values[prefix + name] = tree.encode(value)
     return tensors, {"deepspeed": {"parts": values}} if values else {}

@@ -16,7 +16,7 @@ from holdfast.base.errors import FormatError
 from holdfast.core.format.dtypes import DTYPES
 from holdfast.formats.read.byindex import proved_names, stated_names
 from holdfast.formats.read.deepspeed import other_state
-from holdfast.formats.read.deepspeed.tensors import ParamLayout, trained, whole_tensor
+from holdfast.formats.read.deepspeed.tensors import ParamLayout, trained
 from holdfast.formats.read.deepspeed.trees import Tree
 from holdfast.formats.read.deepspeed.zero import (
     ZERO_MASTER,
@@ -75,9 +75,9 @@ def _by_number(
     shapes |= {i: ref.shape for i, ref in masters.items()}
     names = _names(groups, shapes, {name: ref.shape for name, ref in params.items()}, expert_rank)
     tensors = [
-        whole_tensor(f"model.{names[i]}", "param", ref)
+        ref.foreign(f"model.{names[i]}", "param")
         if names[i] in params
-        else whole_tensor(f"optim.{names[i]}.{ZERO_MASTER}", ZERO_MASTER, ref)
+        else ref.foreign(f"optim.{names[i]}.{ZERO_MASTER}", ZERO_MASTER)
         for i, ref in masters.items()
         if i in names
     ]
@@ -85,7 +85,7 @@ def _by_number(
     kept = [(names[i], str(k), v) for i in states if i in names for k, v in states[i].items()]
     for name, key, value in kept:
         if isinstance(value, TensorRef):
-            tensors.append(whole_tensor(f"optim.{name}.{key}", key, value))
+            tensors.append(value.foreign(f"optim.{name}.{key}", key))
         else:
             numbers.setdefault(name, {})[key] = other_state.number(tree, key, value)
     found = [
@@ -167,7 +167,7 @@ def _flattened(tree: Tree, params: Mapping[str, TensorRef]) -> _Held:
             tensors += [t for n, s in shapes.items() for t in trained(ParamLayout(n, s), [[flat]])]
         else:
             tensors += [
-                whole_tensor(f"zero.group{g}.{s}", "tensor", r[0]) for s, r in flat.states.items()
+                r[0].foreign(f"zero.group{g}.{s}", "tensor") for s, r in flat.states.items()
             ]
     return tensors, {"optim": other_state.optim_extra([(tree, flats)])}
 

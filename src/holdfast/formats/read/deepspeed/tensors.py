@@ -94,11 +94,6 @@ _Where = list[tuple[int, Fragment]]
 """(data-parallel rank, fragment in its flat array)"""
 
 
-def whole_tensor(name: str, state: str, ref: TensorRef) -> Foreign:
-    """A tensor stored whole in a file, in any order of dims."""
-    return Foreign(name, ref.dtype, ref.shape, state, ref.parts())
-
-
 def viewed(layout: ParamLayout, refs: Sequence[TensorRef]) -> Foreign:
     """A parameter whose parts on tensor-parallel ranks are not flattened."""
     name = tensor_name(layout.name, ZERO_MASTER)
@@ -151,7 +146,7 @@ def trained(layout: ParamLayout, columns: Sequence[Sequence[FlatGroup]]) -> list
         ]
         found.append(_joined(tensor_name(name, state), refs[0].dtype, kind, layout, sets))
     return found + [
-        whole_tensor(tensor_name(name, state), state, value)
+        value.foreign(tensor_name(name, state), state)
         for state, value in first.scalars.items()
         if isinstance(value, TensorRef)
     ]

@@ -17,7 +17,7 @@ import numpy as np
 from holdfast.base.errors import Corrupt, FormatError
 from holdfast.core.format import extras
 from holdfast.core.format.dtypes import DTYPES
-from holdfast.core.store import Store
+from holdfast.core.store import Store, read_range
 from holdfast.formats.read import plaindata
 from holdfast.formats.read.torchfile import TensorRef, enumerated, read_file, torch_globals
 from holdfast.formats.read.unknown import known_parts
@@ -131,8 +131,7 @@ class Tree:
             return b""
         if max(size, span) > _MAX_INLINE_BYTES:
             raise FormatError(f"a tensor of {size} bytes where a value should be", key=self.path)
-        data = bytearray(span)
-        self.store.read(ref.path, ref.offset, memoryview(data))
+        data = read_range(self.store, ref.path, ref.offset, span)
         strides = tuple(s * width for s in ref.strides)
         raw: np.ndarray[Any, Any] = np.ndarray(ref.shape, f"V{width}", data, 0, strides)
         return raw.tobytes()

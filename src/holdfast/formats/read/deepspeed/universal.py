@@ -16,7 +16,7 @@ from holdfast.base.errors import FormatError, NotFound
 from holdfast.core.layout import whole
 from holdfast.core.store import Store
 from holdfast.formats.read.deepspeed import other_state
-from holdfast.formats.read.deepspeed.tensors import tensor_name, whole_tensor
+from holdfast.formats.read.deepspeed.tensors import tensor_name
 from holdfast.formats.read.deepspeed.trees import Tree, read_tree
 from holdfast.formats.read.deepspeed.zero import (
     ZERO_MASTER,
@@ -118,7 +118,7 @@ def _step(store: Store, name: str, path: str) -> tuple[list[Foreign], dict[str, 
     tree = read_tree(store, path, PARAM)
     value = tree.root.get(PARAM)
     if isinstance(value, TensorRef):
-        return [whole_tensor(tensor_name(name, STEP), STEP, value)], {}
+        return [value.foreign(tensor_name(name, STEP), STEP)], {}
     return [], {STEP: other_state.number(tree, STEP, value)}
 
 
@@ -134,7 +134,7 @@ def subgroup_steps(
             if STEP in files[name] or len(files[name]) == 1:
                 continue
             if isinstance(step, TensorRef):
-                tensors.append(whole_tensor(tensor_name(name, STEP), STEP, step))
+                tensors.append(step.foreign(tensor_name(name, STEP), STEP))
             else:
                 numbers[name] = {STEP: other_state.number(tree, STEP, step)}
     return tensors, numbers

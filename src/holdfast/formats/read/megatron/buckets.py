@@ -25,11 +25,12 @@ from numpy.typing import NDArray
 
 from holdfast.base.errors import FormatError
 from holdfast.core.format.dtypes import DTYPES, numpy_dtype
-from holdfast.core.layout import Box, Fragment, flat_range, whole
+from holdfast.core.layout import Box, whole
+from holdfast.core.layout.fragment import flat_fragments
 from holdfast.core.store import Store
 from holdfast.formats.read.dcp import Contents, section_tree
 from holdfast.formats.read.foreign import Foreign, StoredPart
-from holdfast.formats.read.megatron.other_state import known, of_ref
+from holdfast.formats.read.megatron.other_state import known
 from holdfast.formats.read.sections import FilePlace, row_major_place
 from holdfast.formats.read.torchfile import TensorRef
 
@@ -87,13 +88,8 @@ class FlatTensor:
     def box_parts(self, start: int, box: Box) -> Iterator[StoredPart]:
         """Parts of `box` of another tensor, stored here from element `start` on, row-major."""
         for low, high, offset, part in self.pieces(start, start + box.size):
-            for piece in flat_range(box.shape, low - start, high - start):
-                moved = Box(
-                    tuple(a + b for a, b in zip(piece.start, box.start)),
-                    tuple(a + b for a, b in zip(piece.stop, box.start)),
-                )
-                yield StoredPart(Fragment.dense(moved, offset), part.sources, part.path)
-                offset += piece.size
+            for fragment in flat_fragments(box, low - start, high - start, offset):
+                yield StoredPart(fragment, part.sources, part.path)
 
 
 @dataclass(eq=False)
@@ -181,7 +177,7 @@ def _coalesced(store: Store, rank: Rank, state: Any) -> Iterator[tuple[int, Buck
             one = Bucket(rank, int(number), f"{title}.{number}", first[0] if first else "")
             for name, ref in tensors.items():
                 if isinstance(ref, TensorRef) and len(ref.shape) == 1:
-                    tensor = of_ref(f"{title}.{number}.{name}", ref, name, whole(ref.shape))
+                    tensor = ref.foreign(f"{title}.{number}.{name}", name)
                     one.states[name] = FlatTensor(store, tensor)
             yield int(number), one
 

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping
+from math import prod
 from typing import Any
 
 from holdfast.base.errors import Corrupt, FormatError
 from holdfast.core.format import extras
 from holdfast.core.format.dtypes import DTYPES
 from holdfast.core.format.extras import inlined
-from holdfast.core.layout import Box, whole
-from holdfast.core.store import Store
+from holdfast.core.store import Store, read_range
 from holdfast.formats.read.dcp import section_range, section_tree
-from holdfast.formats.read.foreign import Foreign, StoredPart
+from holdfast.formats.read.foreign import Foreign
 from holdfast.formats.read.plaindata import PLAIN_GLOBALS, plain_value
 from holdfast.formats.read.torchfile import TensorRef, read_file
 from holdfast.formats.read.unpickle import UnknownInstance, record
@@ -88,9 +88,7 @@ def extra_state(store: Store, info: UnknownInstance) -> Any:
         raise
     except FormatError:
         path, start, stop = section_range(info)
-        data = bytearray(stop - start)
-        store.read(path, start, memoryview(data))
-        return {"archive": bytes(data)}
+        return {"archive": bytes(read_range(store, path, start, stop - start))}
 
 
 class ExtrasValues:
@@ -116,22 +114,14 @@ class ExtrasValues:
         return self.encode(name, plain_value(leaf))
 
     def _tensor(self, t: TensorRef, name: str) -> Any:
-        box, size = whole(t.shape), whole(t.shape).size * DTYPES[t.dtype].bytes
+        size = prod(t.shape) * DTYPES[t.dtype].bytes
         if not t.contiguous:
             raise FormatError(f"{name!r}: strides {t.strides}", key=t.path)
         if size > _INLINE_BYTES:
-            self.tensors.append(of_ref(name, t, "tensor", box))
+            self.tensors.append(t.foreign(name, "tensor"))
             return {"$at": name}
-        data = bytearray(size)
-        if size:
-            self._store.read(t.path, t.offset, memoryview(data))
+        data = read_range(self._store, t.path, t.offset, size) if size else b""
         return extras.inlined(t.dtype, t.shape, bytes(data))
-
-
-def of_ref(name: str, t: TensorRef, state: str, box: Box) -> Foreign:
-    """Return a tensor of a torch.save file; `box` is the whole of it."""
-    parts = (StoredPart.of(box, t.path, t.source),) if box.size else ()
-    return Foreign(name, t.dtype, t.shape, state, parts)
 
 
 # -- optimizers -----------------------------------------------------------------------------------
@@ -255,4 +245,4 @@ def step_tensors(steps: TensorRef | float | None, params: list[str]) -> list[For
     """The shared step counter as a state of every parameter."""
     if not isinstance(steps, TensorRef):
         return []
-    return [of_ref(f"optim.{name}.step", steps, "step", whole(steps.shape)) for name in params]
+    return [steps.foreign(f"optim.{name}.step", "step") for name in params]

@@ -18,7 +18,9 @@ from itertools import product
 from math import prod
 
 from holdfast.base.errors import FormatError
-from holdfast.core.layout import Box, Fragment, flat_range
+from holdfast.core.layout import Box, Fragment
+from holdfast.core.layout.box import box_at
+from holdfast.core.layout.fragment import flat_fragments
 from holdfast.formats.read.foreign import Foreign, StoredPart
 
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
@@ -96,16 +98,13 @@ def unflattened(t: Foreign, shape: tuple[int, ...]) -> Foreign:
 
 def _lines(part: StoredPart, local: tuple[int, ...]) -> Iterator[StoredPart]:
     """Elements of the flattened `local` parts of a grid, as boxes of the whole."""
-    box, f = part.fragment.box, part.fragment
+    box = part.fragment.box
     if prod(box.shape[:-1]) != 1:
         raise FormatError(f"a part {box} of flattened states", key=part.path)
     corner = tuple(i * n for i, n in zip(box.start, local))
-    offset = f.offset
-    for piece in flat_range(local, box.start[-1], box.stop[-1]):
-        start = tuple(a + b for a, b in zip(corner, piece.start))
-        stop = tuple(a + b for a, b in zip(corner, piece.stop))
-        yield replace(part, fragment=Fragment.dense(Box(start, stop), offset))
-        offset += piece.size
+    whole, (first, last) = box_at(corner, local), (box.start[-1], box.stop[-1])
+    for fragment in flat_fragments(whole, first, last, part.fragment.offset):
+        yield replace(part, fragment=fragment)
 
 
 def _unstacked(t: Foreign) -> Iterator[Foreign]:
