@@ -77,15 +77,17 @@ class Plan:
 Said = Callable[[str], None]
 
 
-def prove(plan: Plan, say: Said = lambda _: None) -> ResumeProof:
+def prove(
+    plan: Plan, say: Said = lambda _: None, *, env: Mapping[str, str] = os.environ
+) -> ResumeProof:
     """Run a training several times, and compare; blocks until it is done, and leaves nothing behind.
 
-    `say` is told in a sentence what is being done.  Raises CannotProve for a training that saves nothing,
-    makes no step, ends early, asks for input or writes to where its other runs would; UsageError for a plan
-    that does not fit the command.
+    `say` is told in a sentence what is being done; `env`: the environment of the command.  Raises
+    CannotProve for a training that saves nothing, makes no step, ends early, asks for input or writes to
+    where its other runs would; UsageError for a plan that does not fit the command.
     """
     began = time.monotonic()
-    workspace = Workspace(plan.command, plan.state, os.environ)
+    workspace = Workspace(plan.command, plan.state, env)
     try:
         proof = _Proving(plan, workspace, say).run()
     finally:
