@@ -54,8 +54,8 @@ class Evidence:
         segment = self._segment()
         return segment.renamed if segment is not None else {}
 
-    def right(self, kind: str) -> list[Deviation]:
-        """Return what does not differ, and what other ranks have at this step."""
+    def right_params(self) -> list[Deviation]:
+        """Return the parameters that do not differ, and those that other ranks have at this step."""
         at = self.apart.step - 1
         others = [t[at] for r, t in self.others.items() if r != self.apart.rank and at < len(t)]
         same = [
@@ -63,7 +63,7 @@ class Evidence:
             if digest_of(self.apart.found, k) == i.digest
         ]  # fmt: skip
         same += [pair for tick in others for pair in tick.items.items()]
-        return [Deviation(k, i, i) for k, i in same if kind_of(k) == kind]
+        return [Deviation(k, i, i) for k, i in same if kind_of(k) == "param"]
 
     def _segment(self) -> Segment | None:
         return next((s for s in self.life.segments if s.rank == self.apart.rank), None)
@@ -180,10 +180,6 @@ def _rank_with(e: Evidence, one: Deviation) -> int | None:
     return None
 
 
-def _shuffled(e: Evidence) -> Finding | None:
-    return _swapped(e, e.apart.of("state")) if e.apart.is_first else None
-
-
 def _weights(e: Evidence) -> Finding | None:
     params = e.apart.of("param")
     if not params or not e.apart.is_first:
@@ -198,7 +194,7 @@ def _weights(e: Evidence) -> Finding | None:
     if (
         all(d.expected is not NOTHING for d in params)
         and not _is_any_saved(e, params)
-        and _is_any_saved(e, e.right("param"))
+        and _is_any_saved(e, e.right_params())
     ):
         why = "no state that was saved has it, though it has others"
         return _finding(e, "not-in-checkpoint", one, why)
@@ -243,13 +239,15 @@ def _states(e: Evidence) -> Finding | None:
     )
 
 
-def _swapped(e: Evidence, states: Sequence[Deviation]) -> Finding | None:
+def _swapped(e: Evidence) -> Finding | None:
+    if not e.apart.is_first:
+        return None
     owner = {
         i.digest: k
         for k, i in e.apart.expected.items.items()
         if kind_of(k) == "state" and not i.text
     }
-    for one in states:
+    for one in e.apart.of("state"):
         other = owner.get(one.found.digest)
         if other is not None and other != one.key and not one.found.text:
             return _finding(
@@ -280,7 +278,8 @@ def _settings(e: Evidence) -> Finding | None:
         return _finding(e, "not-in-checkpoint" if is_by_hand else "scheduler", groups[0], why)
     schedulers = e.apart.of("scheduler")
     one = next((d for d in groups if not d.key.endswith((".lr", ".initial_lr"))), groups[0])
-    if _setting(one) not in ("lr", "initial_lr", "momentum", "betas") or not _has_scheduler(e):
+    setting = one.key.rpartition(".")[2]
+    if setting not in ("lr", "initial_lr", "momentum", "betas") or not _has_scheduler(e):
         right = _loaded_right(e, "group", [one])
         if right is not None and right[0] == "overwritten":
             return _finding(e, right[0], one, right[1])
@@ -301,11 +300,7 @@ def _settings(e: Evidence) -> Finding | None:
         why = "no state_dict was loaded into a scheduler"
     elif schedulers:
         why = f"the scheduler has {_said(schedulers[0])}"
-    elif (
-        loads.index("scheduler") < len(loads) - 1 - loads[::-1].index("group")
-        if "group" in loads
-        else False
-    ):
+    elif "group" in loads[loads.index("scheduler") :]:
         why = "the scheduler was restored before the optimizer, whose state_dict then set it anew"
     else:
         why = "the scheduler was made, or restored, in another order than the optimizer, and set it anew"
@@ -459,7 +454,7 @@ def _replicas(e: Evidence) -> Finding | None:
 
 _ROUNDED = "its values are those rounded to 16 bits"
 _RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
-    _untrained, _shuffled, _saved_wrong, _weights, _states, _accumulation, _settings, _schedulers, _scaler,
+    _untrained, _swapped, _saved_wrong, _weights, _states, _accumulation, _settings, _schedulers, _scaler,
     _attributes, _batches, _generators, _replicas,
 )  # fmt: skip
 
@@ -557,10 +552,6 @@ def _is_saved(e: Evidence, one: Deviation) -> bool:
 
 def _has_scheduler(e: Evidence) -> bool:
     return any(kind_of(k) == "scheduler" for k in e.apart.expected.items)
-
-
-def _setting(one: Deviation) -> str:
-    return one.key.rpartition(".")[2]
 
 
 def _at(batch: Batch) -> str:

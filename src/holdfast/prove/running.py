@@ -147,14 +147,12 @@ class Trial:
     def _listen(
         self, selector: Any, listener: socket.socket, process: subprocess.Popen[bytes]
     ) -> None:
-        incoming: dict[socket.socket, Incoming] = {}
         self._heard = time.monotonic()
         while not self._is_done():
             for key, _ in selector.select(_LOOK_S):
                 if key.fileobj is listener:
                     channel, _ = listener.accept()
-                    incoming[channel] = Incoming(channel)
-                    selector.register(channel, selectors.EVENT_READ, incoming[channel])
+                    selector.register(channel, selectors.EVENT_READ, Incoming(channel))
                     continue
                 messages = key.data.read()
                 if messages is None:
