@@ -1,1 +1,1 @@
-"""The command line: `verbs` says how each verb is called; a file for each, loaded when it is called, does it."""
+"""The command line: `verbs` says how each verb is called, and the file of its name does it, loaded then."""

@@ -104,8 +104,8 @@ def reordered(
             problems += not_proved(was, [mine[k] for k in order])
         elif order != sorted(order):
             problems.append(
-                f"{_shown(role, sorted(order))} come in another order than in the saved step: there they are "
-                + ", ".join(key_of(role, n) for n in order)
+                f"{_shown(role, sorted(order))} come in another order than in the saved step: there they "
+                "are " + ", ".join(key_of(role, n) for n in order)
             )
     if problems:
         raise errors.StateMismatch(
