@@ -1,7 +1,7 @@
-"""How each verb of the command line is called: its arguments, its help and its examples, in this file alone.
+"""How each verb of the command line is called: its arguments, its help and its examples.
 
-What a verb does is the function `run` of the module of its name, imported when the verb is called: so help
-waits for nothing, and no verb for the imports of another.
+What a verb does is the function `run` of the module of its name, imported when the verb is called: so
+help waits for nothing, and no verb for the imports of another.
 """
 
 from __future__ import annotations

@@ -124,9 +124,9 @@ def tell_order(order: dict[str, list[ObjectMarks]]) -> None:
         for numbers in _of_one_class(here):
             if not _telling(here, numbers):
                 errors.warn_user(
-                    f"{_shown(role, numbers)} are {here[numbers[0]]['class']}, and are matched by the order "
-                    f"in which they are {how}: a restart with another order would swap their values.  To "
-                    f"have another order detected, {WHAT_TO_DO}",
+                    f"{_shown(role, numbers)} are {here[numbers[0]]['class']}, and are matched by the "
+                    f"order in which they are {how}: a restart with another order would swap their "
+                    f"values.  To have another order detected, {WHAT_TO_DO}",
                     notice="same-class",
                 )
 
