@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from string import Template
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from holdfast.base.background import ending
 from holdfast.base.errors import AgentError, need
+from holdfast.base.host import stat_fields
 from holdfast.launch.channel import (
     Beat,
     Done,
@@ -604,7 +604,4 @@ class Workers(PContext):  # type: ignore[misc]
 
 
 def _is_stopped(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith(("T", "t"))
-    except OSError:
-        return False
+    return stat_fields(pid)[:1] in ([b"T"], [b"t"])
