@@ -138,8 +138,7 @@ def _untrained(e: Evidence) -> Finding | None:
     if any(name.split(".")[-3:-2] == ["params"] for name in e.renamed):
         why = "the optimizer steps tensors that are in no module any more"
         return _finding(e, "untrained-object", params[0], why)
-    right = _loaded_right(e, "param", params)
-    return _finding(e, right[0], params[0], right[1]) if right is not None else None
+    return _loaded_right(e, "param", params)
 
 
 def _saved_wrong(e: Evidence) -> Finding | None:
@@ -280,9 +279,8 @@ def _settings(e: Evidence) -> Finding | None:
     one = next((d for d in groups if not d.key.endswith((".lr", ".initial_lr"))), groups[0])
     setting = one.key.rpartition(".")[2]
     if setting not in ("lr", "initial_lr", "momentum", "betas") or not _has_scheduler(e):
-        right = _loaded_right(e, "group", [one])
-        if right is not None and right[0] == "overwritten":
-            return _finding(e, right[0], one, right[1])
+        if (right := _loaded_right(e, "group", [one])) is not None:
+            return right
         if _is_written_since(e, one):
             why = "a state_dict had brought another value, and this was written over it"
             return _attributes(e) or _finding(e, "overwritten", one, why)
@@ -292,9 +290,8 @@ def _settings(e: Evidence) -> Finding | None:
             else "it is neither saved nor first value"
         )
         return _finding(e, "groups-reset", one, why)
-    right = _loaded_right(e, "scheduler", schedulers[:1]) if schedulers else None
-    if right is not None:
-        return _finding(e, right[0], schedulers[0], right[1])
+    if schedulers and (right := _loaded_right(e, "scheduler", schedulers[:1])) is not None:
+        return right
     loads = [x.kind for x in e.loaded.loaded if x.kind in ("group", "scheduler")]
     if "scheduler" not in loads and not schedulers:
         why = "no state_dict was loaded into a scheduler"
@@ -313,9 +310,7 @@ def _schedulers(e: Evidence) -> Finding | None:
         return None
     one = found[0]
     right = _loaded_right(e, "scheduler", [one])
-    if right is not None and right[0] == "overwritten":
-        return _finding(e, right[0], one, right[1])
-    return _finding(e, "scheduler", one, _first_or_not(e, one))
+    return right or _finding(e, "scheduler", one, _first_or_not(e, one))
 
 
 def _scaler(e: Evidence) -> Finding | None:
@@ -367,7 +362,7 @@ def _not_restored(e: Evidence, one: Deviation) -> Finding:
     if _is_saved(e, one):
         right = _loaded_right(e, "param", [one])
         if right is not None:
-            return _finding(e, "overwritten", one, right[1])
+            return replace(right, cause="overwritten")
         return _finding(e, "begun-anew", one, "it was saved, and nothing loaded it")
     where = {"average": "an average", "buffer": "a buffer"}
     thing = "a number" if one.found.text else where.get(one.kind, "an attribute")
@@ -476,22 +471,20 @@ def _are_replicas(e: Evidence, params: Sequence[Deviation]) -> bool:
     )  # fmt: skip
 
 
-def _loaded_right(
-    e: Evidence, kind: str, differences: Sequence[Deviation]
-) -> tuple[str, str] | None:
-    """Return what became of values that a state_dict did bring: cause and reason; None if none did."""
+def _loaded_right(e: Evidence, kind: str, differences: Sequence[Deviation]) -> Finding | None:
+    """Find what became of values that a state_dict did bring; None if none did."""
+    one = differences[0]
     expected = {d.expected.digest for d in differences}
     for load in e.loaded.loaded:
-        if kind != "param" and not _may_have(e, load, differences[0]):
+        if kind != "param" and not _may_have(e, load, one):
             continue
         if load.kind == kind and expected <= {i.digest for i in load.items.values()}:
             if load.owner not in e.loaded.trained and kind == "param":
                 name = e.loaded.names.get(load.owner, "another object")
-                return (
-                    "untrained-object",
-                    f"it was loaded into {name}, which the loop does not train",
-                )
-            return "overwritten", "it had been loaded, and was overwritten afterwards"
+                why = f"it was loaded into {name}, which the loop does not train"
+                return _finding(e, "untrained-object", one, why)
+            why = "it had been loaded, and was overwritten afterwards"
+            return _finding(e, "overwritten", one, why)
     return None
 
 
