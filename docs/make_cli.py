@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from holdfast.cli.main import LAUNCH, VERBS
+from holdfast.cli.main import LAUNCH
 from holdfast.cli.options import Parser
+from holdfast.cli.verbs import VERBS
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -82,7 +83,7 @@ def described(verb: str) -> tuple[str, str, list[tuple[str, list[tuple[str, str]
         usage = "holdfast run [OPTIONS] SCRIPT [ARGUMENTS OF THE SCRIPT]"
         about = f"{found.description} It takes torchrun's options, and four more."
         return about, usage, [(titles.get(g.title, g.title), rows_of(g)) for g in order]
-    run = import_module(f"holdfast.cli.{verb}").run
+    run = VERBS[verb].run
     parser = Parser(verb, run)
     usage = f"holdfast {verb} [OPTIONS] {' '.join(parser.words)}"
     both = [*parser.arguments._action_groups, *parser.options._action_groups]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from builders import FSDP_TP, build, transformer
-from holdfast.cli.main import VERBS
+from holdfast.cli.verbs import VERBS
 from holdfast.store import LocalStore
 
 ROOT = Path(__file__).parent.parent.parent

@@ -15,12 +15,12 @@ import holdfast
 from builders import FSDP_TP, Tensor, build, transformer
 from cli.calling import call, call_json
 from holdfast.base.sizes import parse_size
-from holdfast.cli.main import VERBS
-from holdfast.cli.options import split_target
+from holdfast.cli.verbs import VERBS
 from holdfast.cli.words import ranks_text, size
 from holdfast.core.checkpoint.names import committed
 from holdfast.core.checkpoint.notes import measure
 from holdfast.core.checkpoint.opened import Checkpoint
+from holdfast.formats.read.addresses import located
 from holdfast.layout import Cut, Mesh, Sharding
 from holdfast.store import LocalStore
 
@@ -625,9 +625,9 @@ def test_a_checkpoint_of_a_real_model(tmp_path: Path) -> None:
 
 
 def test_targets() -> None:
-    assert split_target("runs/gpt@1000") == ("runs/gpt", 1000)
-    assert split_target("runs/me@home") == ("runs/me@home", None)
-    assert split_target("file:///a@b@3") == ("file:///a@b", 3)
+    assert located("runs/gpt@1000") == ("runs/gpt", 1000)
+    assert located("runs/me@home") == ("runs/me@home", None)
+    assert located("file:///a@b@3") == ("file:///a@b", 3)
 
 
 @pytest.mark.parametrize(

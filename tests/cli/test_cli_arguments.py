@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from pathlib import Path
 from typing import get_args
@@ -13,8 +12,8 @@ from torch import nn
 
 import holdfast
 from cli.calling import call
-from holdfast.cli.main import VERBS
 from holdfast.cli.options import Option
+from holdfast.cli.verbs import VERBS
 
 MANY_DIGITS = "9" * 5000
 LONG = "x" * 300
@@ -177,7 +176,7 @@ def _command(words: tuple[str, ...], option: str, value: str | None) -> list[str
 def test_every_option_of_every_verb_is_tried() -> None:
     missing = []
     for verb in VERBS:
-        run = importlib.import_module(f"holdfast.cli.{verb}").run
+        run = VERBS[verb].run
         tried = {option.split(" ")[-1] for option in CASES[verb][1]}
         for name, p in inspect.signature(run, eval_str=True).parameters.items():
             kind, declared = get_args(p.annotation)

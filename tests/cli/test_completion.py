@@ -15,7 +15,8 @@ import pytest
 
 from builders import FSDP_TP, build, transformer
 from cli.calling import call, call_json
-from holdfast.cli.main import LAUNCH, VERBS, parser_of
+from holdfast.cli.main import LAUNCH, parser_of
+from holdfast.cli.verbs import VERBS
 from holdfast.core.checkpoint.notes import pin
 from holdfast.store import LocalStore
 

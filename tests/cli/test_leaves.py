@@ -10,7 +10,7 @@ import numpy as np
 
 from builders import FSDP_TP, build, transformer
 from cli.calling import call, call_json
-from holdfast.cli.work.diff import in_few_lines
+from holdfast.cli.diff import in_few_lines
 from holdfast.store import LocalStore
 
 

@@ -8,8 +8,8 @@ from typing import Annotated
 import pytest
 
 from cli.calling import call
-from holdfast.cli.main import VERBS
 from holdfast.cli.options import Argument, Option, Parser
+from holdfast.cli.verbs import VERBS
 from holdfast.errors import UsageError
 
 

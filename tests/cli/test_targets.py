@@ -9,8 +9,8 @@ import pytest
 
 from builders import FSDP_TP, build, transformer
 from cli.calling import call, call_json
-from holdfast.cli.options import split_target
 from holdfast.core.checkpoint.notes import pin
+from holdfast.formats.read.addresses import located
 from holdfast.store import LocalStore, MemoryStore
 
 
@@ -80,12 +80,12 @@ def test_neither(here: Path) -> None:
 def test_urls_and_files(here: Path) -> None:
     saved(here / "a@1", 2)
     assert verified(f"file://{here}/a@1") == ("a@1", 2)
-    assert split_target("memory://nobody@3") == ("memory://nobody", 3)
+    assert located("memory://nobody@3") == ("memory://nobody", 3)
     store = MemoryStore("somebody@3")
     build(store, FSDP_TP, transformer(), step=8)
-    assert split_target("memory://somebody@3") == ("memory://somebody@3", None)
+    assert located("memory://somebody@3") == ("memory://somebody@3", None)
     (here / "w@7").write_bytes(b"x")
-    assert split_target("w@7") == ("w@7", None)
+    assert located("w@7") == ("w@7", None)
 
 
 def test_a_label_is_an_address_for_every_verb(here: Path) -> None:

@@ -28,7 +28,8 @@ import zygote
 from capabilities import FSDP2_ON_CPUS
 from core.store.objects.servers import S3_ENV, Moto
 from docs.commands import ROOT, SOAK_S, commands_of, run
-from holdfast.cli.main import LAUNCH, VERBS
+from holdfast.cli.main import LAUNCH
+from holdfast.cli.verbs import VERBS
 from ports import free_port
 
 DOCS = ROOT / "docs"

@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 from docs.test_docs import DOCS, ROOT, name_of, without_code
-from holdfast.cli.main import LAUNCH, VERBS
+from holdfast.cli.main import LAUNCH
+from holdfast.cli.verbs import VERBS
 
 MOST_IN_A_PARAGRAPH = 120
 WRITTEN = [p for p in sorted(DOCS.rglob("*.md")) if p.name != "strangers.md"]

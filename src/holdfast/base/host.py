@@ -34,7 +34,7 @@ def host_id() -> str | None:
     return f"{socket.gethostname()} {boot} {processes}"
 
 
-def _stat(pid: int) -> list[bytes]:
+def stat_fields(pid: int) -> list[bytes]:
     """Return the fields of /proc/<pid>/stat, from the process state on; empty if it cannot be read."""
     try:
         line = Path(f"/proc/{pid}/stat").read_bytes()
@@ -45,13 +45,13 @@ def _stat(pid: int) -> list[bytes]:
 
 def _status(pid: int) -> tuple[bool, str] | None:
     """Return (is alive, start time in clock ticks since boot) of a process; None if it is not visible."""
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     return (fields[0] not in b"ZX", fields[19].decode()) if len(fields) > 19 else None
 
 
 def is_sibling(pid: int) -> bool:
     """True if a process has the same parent as this process."""
-    return _stat(pid)[1:2] == [str(os.getppid()).encode()]
+    return stat_fields(pid)[1:2] == [str(os.getppid()).encode()]
 
 
 def start_time(pid: int) -> str | None:

@@ -1,1 +1,1 @@
-"""The command line: one file per verb, each loaded only when called."""
+"""The command line: `verbs` says how each verb is called, and the file of its name does it, loaded then."""

@@ -5,51 +5,33 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
 
 from holdfast.base.errors import UsageError
 from holdfast.base.sizes import parse_size
-from holdfast.cli.options import Argument, Option, TargetArgument, split_target
 from holdfast.cli.screen import Result, phases, say
 from holdfast.cli.words import good, many, size
-
-if TYPE_CHECKING:
-    from holdfast.formats.converting import Converted
-
-EXAMPLES = (
-    "holdfast convert runs/gpt@1000 out/weights --to huggingface --dtype bfloat16",
-    "holdfast convert runs/gpt weights.safetensors --to safetensors",
-    "holdfast convert deepspeed:runs/old runs/new",
-)
-FORMATS = "universal, deepspeed, dcp, huggingface, safetensors, torch"
-"""`TARGET_FORMATS` of `formats.converting`, which the help does not import."""
+from holdfast.formats.converting import Converted, convert
+from holdfast.formats.looking import open as open_checkpoint
+from holdfast.formats.read.addresses import located
+from holdfast.formats.rules import RuleSet
+from holdfast.formats.write.file_plans import WriteOptions, weights
 
 
 def run(
-    source: TargetArgument,
-    target: Annotated[str, Argument("DST", "A new folder, or a root that gets one more step.")],
-    to: Annotated[str, Option(f"One of {FORMATS}.", "FORMAT")] = "universal",
-    from_: Annotated[
-        str | None, Option("Format of the source, if not recognised: dcp, ...", "FORMAT", "--from")
-    ] = None,
-    key: Annotated[str, Option("Of weights alone: the model's key.", "KEY")] = "model",
-    dtype: Annotated[str | None, Option("Cast these weights: bfloat16, ...", "DTYPE")] = None,
-    rules: Annotated[str | None, Option("Rules that rename the weights.", "FILE")] = None,
-    max_file: Annotated[str, Option("Largest size of one file.", "SIZE")] = "5GB",
-    memory: Annotated[str, Option("Most memory for buffers.", "SIZE")] = "2GiB",
-    no_verify: Annotated[bool, Option("No CRC-32 of the source, no reading back.")] = False,
+    source: str,
+    target: str,
+    *,
+    to: str,
+    from_: str | None,
+    key: str,
+    dtype: str | None,
+    rules: str | None,
+    max_file: str,
+    memory: str,
+    is_verified: bool,
 ) -> Result:
-    """Rewrite a checkpoint in another format.  After an interruption, run the same command again: it goes
-    on where it was, or in a bucket with the files that are not written yet.
-
-    universal: holdfast's own format with whole tensors, which Hugging Face's loaders read too.
-    deepspeed: DeepSpeed's universal format.  dcp: torch.distributed.checkpoint.
-    huggingface: weights alone, as safetensors in the folder DST; safetensors, torch: weights alone, in the
-    one file DST.  Under torchrun the ranks share the work.
-    """
-    from holdfast.formats.converting import convert
-
-    url, step = split_target(source)
+    """See `holdfast.cli.verbs`."""
+    url, step = located(source)
     url = f"{from_}:{url}" if from_ else url
     rename = _renaming(url, step, key, rules) if rules is not None else None
     is_first = os.environ.get("RANK", "0") == "0"  # under torchrun the other ranks print nothing
@@ -64,19 +46,15 @@ def run(
             rename=rename,
             max_file_bytes=parse_size("--max-file", max_file),
             memory_bytes=parse_size("--memory", memory),
-            verify=not no_verify,
+            verify=is_verified,
             progress=told,
         )
-    return Result(lambda: asdict(made), lambda: _show(made, not no_verify), is_quiet=not is_first)
+    return Result(lambda: asdict(made), lambda: _show(made, is_verified), is_quiet=not is_first)
 
 
 def _renaming(url: str, step: int | None, key: str, file: str) -> Callable[[str], str]:
     """Return the function that renames a checkpoint's weights.  RuleError if names and renames do not
     fit."""
-    from holdfast.formats.looking import open as open_checkpoint
-    from holdfast.formats.rules import RuleSet
-    from holdfast.formats.write.file_plans import WriteOptions, weights
-
     rules = RuleSet.load(file)
     if not rules.renames:
         raise UsageError(

@@ -1,9 +1,6 @@
 """`holdfast VERB ...`: finds the verb, runs it, and turns errors into messages and exit codes.
 
-A verb is a module of this package that says how it is called: a function `run`, which returns a `Result`,
-and `EXAMPLES`.  `run` imports what it needs (`cli.work`) when it is called, so that help waits for nothing
-and no verb for the imports of another.  Exit codes: 0 fine, 1 a problem was found, 2 wrong usage, 130
-interrupted.
+`verbs` says how each is called.  Exit codes: 0 fine, 1 a problem was found, 2 wrong usage, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -28,10 +25,9 @@ from holdfast.base.suggest import did_you_mean
 from holdfast.base.version import __version__
 from holdfast.cli.options import Parser, shown_examples, wrapped
 from holdfast.cli.screen import deliver, say, say_lines
+from holdfast.cli.verbs import VERBS
 from holdfast.cli.words import style
 
-VERBS = ("ls", "inspect", "verify", "diff", "plan", "convert", "copy", "prune", "pin", "log", "replay",
-         "simulate", "agent", "completion", "prove")  # fmt: skip
 LAUNCH = "run"
 """The verb that takes torchrun's options, and starts the processes of a training."""
 ABOUT = """\
@@ -104,7 +100,7 @@ def _run(words: Sequence[str]) -> int:
         return 2 if len(words) == 1 else 0
     options = parser.parse(words[1:])
     as_json = options.pop("as_json")
-    return deliver(_module(verb).run(**options), as_json)
+    return deliver(VERBS[verb].run(**options), as_json)
 
 
 def _later(words: Sequence[str]) -> str:
@@ -135,14 +131,9 @@ def _launch(words: Sequence[str]) -> int:
     return status
 
 
-def _module(verb: str) -> Any:
-    return importlib.import_module(f"holdfast.cli.{verb}")
-
-
 def parser_of(verb: str) -> Parser:
     """Return the parser of one of `VERBS`."""
-    module = _module(verb)
-    return Parser(verb, module.run, module.EXAMPLES)
+    return Parser(verb, VERBS[verb].run, VERBS[verb].examples)
 
 
 def overview() -> str:
@@ -150,7 +141,7 @@ def overview() -> str:
     width = max(map(len, VERBS)) + 4
     verbs = []
     for verb in (*VERBS, LAUNCH):
-        function = _launch if verb == LAUNCH else _module(verb).run
+        function = _launch if verb == LAUNCH else VERBS[verb].run
         about = " ".join((inspect.getdoc(function) or "").split())
         first = about.partition(". ")[0].rstrip(".") + "."
         verbs.append(wrapped(first, f"  {verb:<{width - 2}}", " " * width))

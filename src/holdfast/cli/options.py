@@ -1,4 +1,4 @@
-"""Parses the arguments of a verb, declared in the signature of its function, and its targets.
+"""Parses the arguments of a verb, declared in the signature of its function.
 
     def run(
         url: Annotated[str, Argument("URL", "The folder that holds the steps.")],
@@ -8,8 +8,6 @@
 A parameter `keep_last` is the option `--keep-last`.  A bool is a flag; a list is an option that may be
 given several times, or an argument of one or more words.  A parameter without a default must be given.
 Every verb also has `--json` and `--help`.
-
-A target is a root, a step of it, or the checkpoint of another system: `formats.read.addresses`.
 """
 
 from __future__ import annotations
@@ -21,14 +19,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from shutil import get_terminal_size
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_origin, get_type_hints
 
 from holdfast.base.arguments import shown
 from holdfast.base.errors import UsageError
 from holdfast.base.suggest import did_you_mean
 
 if TYPE_CHECKING:
-    from holdfast.core.checkpoint.opened import Checkpoint
     from holdfast.core.store import Store
 
 
@@ -47,11 +44,6 @@ class Option:
     help: str
     metavar: str | None = None
     name: str | None = None
-
-
-TargetArgument = Annotated[str, Argument("URL[@STEP]", "A folder, or a step in it.")]
-RootArgument = Annotated[str, Argument("URL", "The folder that holds the steps.")]
-ShowAll = Annotated[bool, Option("Show everything.", name="--all")]
 
 
 class Parser:
@@ -206,23 +198,6 @@ def _number(make: Callable[[str], float], what: str, text: str) -> float:
         return make(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{shown(text)} is not a {what}") from None
-
-
-# -- targets --------------------------------------------------------------------------------------
-
-
-def split_target(text: str) -> tuple[str, int | None]:
-    """`runs/gpt@1000` -> ("runs/gpt", 1000), also of a label; no step: None.  As `addresses.located`."""
-    from holdfast.formats.read.addresses import located
-
-    return located(text)
-
-
-def open_target(target: str) -> Checkpoint:
-    """Open the step that a target names, ours or foreign."""
-    from holdfast.formats.looking import open
-
-    return open(target)
 
 
 def own_root(url: str, why: str, hint: str | None = None) -> Store:

@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
-
 from holdfast.base.arguments import named_step_of
 from holdfast.base.errors import NotFound, UsageError
-from holdfast.cli.options import Argument, Option, RootArgument, own_root
+from holdfast.cli.options import own_root
 from holdfast.cli.screen import Result, say
-
-if TYPE_CHECKING:
-    from holdfast.core.store import Store
-
-EXAMPLES = (
-    "holdfast pin runs/gpt 1000 best",
-    "holdfast pin runs/gpt@newest good",
-    "holdfast pin runs/gpt best --remove",
-)
-STEP_AND_LABEL = """The step, and a label for it; the label alone with --remove, and behind an address \
-that names the step."""
+from holdfast.core.checkpoint import notes
+from holdfast.core.checkpoint.naming import step_named
+from holdfast.core.store import Store
+from holdfast.formats.read.addresses import split_address
 
 
-def run(
-    url: RootArgument,
-    words: Annotated[list[str], Argument("STEP LABEL", STEP_AND_LABEL)],
-    remove: Annotated[bool, Option("Take the label away.")] = False,
-) -> Result:
-    """Give a step a label. No training and no `prune` deletes a step with a label.
-
-    A label names one step: if it named another, it moves. `holdfast ls` shows labels.
-    """
-    from holdfast.core.checkpoint import notes
-    from holdfast.formats.read.addresses import split_address
-
+def run(url: str, words: list[str], remove: bool) -> Result:
+    """See `holdfast.cli.verbs`."""
     root, named = (url, None) if remove else split_address(url)
     given = [*([] if named is None else [named]), *words]
     if len(given) != (1 if remove else 2):
@@ -54,8 +35,6 @@ def run(
 
 def _number(store: Store, word: int | str) -> int:
     """The number of the step that is typed: as such, as a label, `best` or `newest`."""
-    from holdfast.core.checkpoint.naming import step_named
-
     is_number = isinstance(word, str) and word.isascii() and word.isdigit() and len(word) <= 40
     step = named_step_of(int(word) if is_number else word, "pin")
     return step_named(store, step) if isinstance(step, str) else step

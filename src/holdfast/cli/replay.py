@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from holdfast.base.errors import Exists
-from holdfast.cli.options import Argument, Option, RootArgument, own_root
+from holdfast.cli.options import own_root
 from holdfast.cli.screen import Result, say
 from holdfast.cli.words import many
+from holdfast.core.checkpoint.names import committed
+from holdfast.core.store import open_store
+from holdfast.live.roots import require_native_root
+from holdfast.session.save_and_load import save
+from holdfast.tiers.records.offline import replay_to
 
-EXAMPLES = (
-    "holdfast replay runs/gpt runs/gpt-at-1234 --to 1234",
-    "holdfast log runs/gpt  # which steps are recorded",
-)
 
-
-def run(
-    url: RootArgument,
-    into: Annotated[str, Argument("DST", "Root of the full step; made if missing.")],
-    to: Annotated[int, Option("The recorded step.", "STEP")],
-) -> Result:
-    """Replay the recorded gradients from the nearest full step to STEP, and save the result.
-
-    On the CPU, with the whole state in memory.  Optimizers of torch only.
-    """
-    from holdfast.core.checkpoint.names import committed
-    from holdfast.core.store import open_store
-    from holdfast.live.roots import require_native_root
-    from holdfast.session.save_and_load import save
-    from holdfast.tiers.records.offline import replay_to
-
+def run(url: str, into: str, to: int) -> Result:
+    """See `holdfast.cli.verbs`."""
     store = own_root(url, "has no records")
     require_native_root(into)
     target = open_store(into)

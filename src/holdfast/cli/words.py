@@ -7,23 +7,10 @@ import re
 import time
 from collections.abc import Sequence
 
-from holdfast.base.sizes import size_text as size
+from holdfast.base.sizes import size_text
 from holdfast.base.text import ago, time_of
 
-__all__ = [
-    "age",
-    "age_s",
-    "and_more",
-    "bad",
-    "dim",
-    "good",
-    "many",
-    "ranks_text",
-    "shape_text",
-    "size",
-    "style",
-]
-
+size = size_text
 _CODES = {"bold": 1, "dim": 2, "red": 91, "green": 32, "yellow": 33, "cyan": 36}
 STYLE_MARKS = "\ufdd0\ufdd1"
 _OURS = os.urandom(8).hex()

@@ -98,14 +98,15 @@ def reordered(
         was = saved.get(role, ())
         if len(was) != len(mine):
             continue
+        order = arrangement(was, mine)
         if role == "custom":
-            order = arrangement(was, mine)
             moved = {key_of(role, n): state[key_of(role, k)] for n, k in enumerate(order)}
-            mine = [mine[k] for k in order]
-        lines, notices = in_another_order(role, was, mine, proved=role == "custom")
-        problems += lines
-        for text in notices:
-            errors.warn_user(text, notice="same-class")
+            problems += not_proved(was, [mine[k] for k in order])
+        elif order != sorted(order):
+            problems.append(
+                f"{_shown(role, sorted(order))} come in another order than in the saved step: there they "
+                "are " + ", ".join(key_of(role, n) for n in order)
+            )
     if problems:
         raise errors.StateMismatch(
             "the accelerator's objects are not, or not provably, in the order of the saved step:\n  "
@@ -119,8 +120,15 @@ def reordered(
 def tell_order(order: dict[str, list[ObjectMarks]]) -> None:
     """HoldfastWarning for objects of one class that cannot be told apart."""
     for role, how in _HOW.items():
-        for text in tell_apart(role, order.get(role, ()), how):
-            errors.warn_user(text, notice="same-class")
+        here = order.get(role, [])
+        for numbers in _of_one_class(here):
+            if not _telling(here, numbers):
+                errors.warn_user(
+                    f"{_shown(role, numbers)} are {here[numbers[0]]['class']}, and are matched by the "
+                    f"order in which they are {how}: a restart with another order would swap their "
+                    f"values.  To have another order detected, {WHAT_TO_DO}",
+                    notice="same-class",
+                )
 
 
 _MOST_LETTERS = 200
@@ -146,11 +154,6 @@ def marks_of(value: Any, known: Mapping[int, str], **more: str) -> ObjectMarks:
     return {"class": type(value).__qualname__, "marks": marks}
 
 
-def not_told_apart(here: Sequence[ObjectMarks]) -> list[list[int]]:
-    """Return the numbers of objects, by class, that no mark tells apart."""
-    return [numbers for numbers in _of_one_class(here) if not _telling(here, numbers)]
-
-
 def arrangement(saved: Sequence[ObjectMarks], here: Sequence[ObjectMarks]) -> list[int]:
     """Return for each saved object the number of the same object here, by class and marks; without marks,
     its own number."""
@@ -171,36 +174,27 @@ def arrangement(saved: Sequence[ObjectMarks], here: Sequence[ObjectMarks]) -> li
     return found
 
 
-def in_another_order(
-    role: str, saved: Sequence[ObjectMarks], here: Sequence[ObjectMarks], *, proved: bool
-) -> tuple[list[str], list[str]]:
-    """Return the problems, and the texts of notices, about the objects of a role.  `proved`: it is a
-    problem if marks do not prove the saved order."""
-    if len(saved) != len(here):
-        return [], []
-    order = arrangement(saved, here)
-    if order != list(range(len(here))):
-        return [
-            f"{_shown(role, sorted(order))} come in another order than in the saved step: there they are "
-            + ", ".join(key_of(role, n) for n in order)
-        ], []
-    problems: list[str] = []
-    notices: list[str] = []
-    for numbers in _of_one_class(here) if proved else ():
+def not_proved(saved: Sequence[ObjectMarks], here: Sequence[ObjectMarks]) -> list[str]:
+    """Return the problems of registered objects, arranged as in the saved step, whose marks do not prove
+    that order; a notice of those for which the step has no marks."""
+    problems = []
+    for numbers in _of_one_class(here):
         if len({saved[n]["class"] for n in numbers}) > 1:
             continue
         before, now = _telling(saved, numbers), _telling(here, numbers)
         if any(before.get(name) == mine for name, mine in now.items()):
             continue
-        line = f"{_shown(role, numbers)} are {here[numbers[0]]['class']}, and are matched by number"
+        kind = here[numbers[0]]["class"]
+        line = f"{_shown('custom', numbers)} are {kind}, and are matched by number"
         if now and not before:
-            notices.append(
-                f"{line}: the saved step has nothing to tell them apart, so they are taken in order"
+            errors.warn_user(
+                f"{line}: the saved step has nothing to tell them apart, so they are taken in order",
+                notice="same-class",
             )
         else:
             line += ": that they come in the saved order cannot be proved"
             problems.append(f"{line} ({WHAT_TO_DO})")
-    return problems, notices
+    return problems
 
 
 def _of_one_class(here: Sequence[ObjectMarks]) -> list[list[int]]:
@@ -226,13 +220,3 @@ def key_of(role: str, number: int) -> str:
 def _shown(role: str, numbers: Sequence[int]) -> str:
     *some, last = [key_of(role, n) for n in numbers]
     return f"{', '.join(some)} and {last}"
-
-
-def tell_apart(role: str, here: Sequence[ObjectMarks], how: str) -> list[str]:
-    """Return the texts of notices about objects of one class that are matched by number alone."""
-    return [
-        f"{_shown(role, numbers)} are {here[numbers[0]]['class']}, and are matched by the order in which "
-        f"they are {how}: a restart with another order would swap their values.  To have another order "
-        f"detected, {WHAT_TO_DO}"
-        for numbers in not_told_apart(here)
-    ]

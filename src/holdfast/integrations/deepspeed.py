@@ -495,8 +495,7 @@ class AttachedEngine:
         restored: int | None
         is_own = is_root
         if not is_root:
-            look = self._newest_saved if is_newest else self._labelled
-            newest = self._on_the_first(lambda: look(folder, tag))
+            newest = self._on_the_first(lambda: self._step_in(folder, tag, is_newest))
             if newest is None:
                 return None, None
             restored, tag = self._load_pointed(folder, newest, wanted), newest.tag
@@ -612,31 +611,30 @@ class AttachedEngine:
                 hint=f"load_checkpoint({self.root!r}) goes on from the newest step of the root",
             ) from None
 
-    def _labelled(self, folder: str, tag: str) -> Pointed | None:
-        """Return the step that a tag points to or, if that is deleted, the step with the tag's label: a run
-        that is killed between a commit and the writing of the pointer leaves this state."""
-        pointed = self._pointed(folder, tag)
-        if pointed is None or not _same(pointed.root, self.root):
-            return pointed
-        if pointed.step in holdfast.steps(self.root):
-            return pointed
-        step = labels_of(self.root).get(_label_of(folder, tag))
-        if step is None:
-            return pointed
-        return Pointed(self.root, step, tag, run_of(self.root, step))
+    def _step_in(self, folder: str, tag: str | None, is_newest: bool) -> Pointed | None:
+        """Return the step that a tag, or `latest`, points to or, if that is deleted, the one saved there
+        since.
 
-    def _newest_saved(self, folder: str, tag: str | None) -> Pointed | None:
-        """Return the step that `latest` points to or, if that is deleted, the newest step saved there after
-        it.
-
-        A run that is killed between a commit and the writing of `latest` leaves a `latest` whose step
-        `keep` may have deleted.
+        A run that is killed between a commit and the writing of the pointer leaves one whose step `keep`
+        may have deleted.
         """
         pointed = self._pointed(folder, tag)
         if pointed is None or not _same(pointed.root, self.root):
             return pointed
         if pointed.step in holdfast.steps(self.root):
             return pointed
+        since = self._newest_saved if is_newest else self._labelled
+        return since(folder, pointed) or pointed
+
+    def _labelled(self, folder: str, pointed: Pointed) -> Pointed | None:
+        """Return the step with the label of a tag whose step is deleted."""
+        step = labels_of(self.root).get(_label_of(folder, pointed.tag))
+        if step is None:
+            return None
+        return Pointed(self.root, step, pointed.tag, run_of(self.root, step))
+
+    def _newest_saved(self, folder: str, pointed: Pointed) -> Pointed | None:
+        """Return the newest step saved there after the one of `latest`, which is deleted."""
 
         def tags_of(extras: dict[str, Any]) -> list[str]:
             saves = _saves_of(extras.get(CLIENT, {}))
@@ -649,7 +647,7 @@ class AttachedEngine:
 
         found = newest_where(self.root, fits)
         if found is None:
-            return pointed
+            return None
         step, extras = found
         names = f"{Path(folder, _LATEST)} names {pointed.tag}, whose step is deleted"
         errors.warn_user(f"{names}; step {step}, which was saved there later, is loaded")

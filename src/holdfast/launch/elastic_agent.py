@@ -42,7 +42,7 @@ from holdfast.launch.nodes import (
     may_be_of_a_peer,
     of_others,
 )
-from holdfast.launch.rendezvous import Rendezvous, quick
+from holdfast.launch.rendezvous import Rendezvous, quick, replaced
 from holdfast.launch.repeated_failures import SAME, Failures, cause
 from holdfast.launch.round import Round
 from holdfast.launch.workers import SETTLE_S, Launch, Workers
@@ -174,7 +174,7 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
         ]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        with _replaced(local_elastic_agent, "start_processes", self.begin):
+        with replaced(local_elastic_agent, "start_processes", self.begin):
             ids: dict[int, Any] = super()._start_workers(worker_group)
         workers, nodes = self._running, self._nodes
         self._waits_since = None
@@ -401,17 +401,7 @@ class NodeAgent(LocalElasticAgent):  # type: ignore[misc]
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-@contextmanager
 def in_place_of_torchs(launch: Launch) -> Iterator[None]:
     """In this block torch's launcher makes `NodeAgent`s: torch has no option for the class."""
-    with _replaced(launcher, "LocalElasticAgent", partial(NodeAgent, launch)), quick(launch.say):
+    with replaced(launcher, "LocalElasticAgent", partial(NodeAgent, launch)), quick(launch.say):
         yield

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.base import events
+from holdfast.base.host import stat_fields
 
 BUSY = 0.05
 """Share of a core from which on the child processes of a worker count as computing."""
@@ -110,7 +111,4 @@ def _children(pid: int) -> Iterator[int]:
 
 def _used_s(pid: int) -> float:
     """Return the processor time of a process and its reaped children; 0 if the process is gone."""
-    with suppress(OSError):
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        return sum(map(int, fields[11:15])) / _TICKS
-    return 0.0
+    return sum(map(int, stat_fields(pid)[11:15])) / _TICKS

@@ -22,7 +22,7 @@ import traceback
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import msgspec
@@ -460,6 +460,17 @@ def watched(
 
 
 @contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """In this block an attribute of torch's has another value."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
 def quick(say: Callable[[str], None]) -> Iterator[None]:
     """In this block torch's rendezvous polls every `pause_s` seconds instead of once a second."""
     delay, create = dynamic_rendezvous._delay, registry.get_rendezvous_handler
@@ -473,10 +484,9 @@ def quick(say: Callable[[str], None]) -> Iterator[None]:
         pause = pause_s(given.max_nodes)
         return watched(create, given, say)
 
-    dynamic_rendezvous._delay, registry.get_rendezvous_handler = shorter, watched_here
-    store, c10d_rendezvous_backend.TCPStore = c10d_rendezvous_backend.TCPStore, store_at
-    try:
+    with (
+        replaced(dynamic_rendezvous, "_delay", shorter),
+        replaced(registry, "get_rendezvous_handler", watched_here),
+        replaced(c10d_rendezvous_backend, "TCPStore", store_at),
+    ):
         yield
-    finally:
-        dynamic_rendezvous._delay, registry.get_rendezvous_handler = delay, create
-        c10d_rendezvous_backend.TCPStore = store

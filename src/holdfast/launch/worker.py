@@ -58,10 +58,15 @@ def show_failure(error: BaseException) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if path and not os.path.exists(path):  # else torch's `record` has written it
         text = "".join(traceback.format_exception(error))
-        about = {"py_callstack": text[-TRACEBACK_CHARS:], "timestamp": str(int(time.time()))}
         kind = "".join(traceback.format_exception_only(error)).strip()
-        with suppress(OSError), open(path, "w") as file:
-            json.dump({"message": {"message": kind[-500:], "extraInfo": about}}, file)
+        write_error(path, kind[-500:], text[-TRACEBACK_CHARS:])
+
+
+def write_error(path: str, kind: str, error: str) -> None:
+    """Write an error, its last line and its traceback, into the file that torch reads."""
+    about = {"py_callstack": error, "timestamp": str(int(time.time()))}
+    with suppress(OSError), open(path, "w") as file:
+        json.dump({"message": {"message": kind, "extraInfo": about}}, file)
 
 
 def _write_lines() -> None:

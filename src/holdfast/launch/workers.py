@@ -6,14 +6,12 @@ leave their recoverable function upon a `Leave`.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from string import Template
 from typing import Any
 
@@ -22,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from holdfast.base.background import ending
 from holdfast.base.errors import AgentError, need
+from holdfast.base.host import stat_fields
 from holdfast.launch.channel import (
     Beat,
     Done,
@@ -39,7 +38,7 @@ from holdfast.launch.forkserver import ForkServer, Start
 from holdfast.launch.hangs import SURE_S, RankProgress, StepPace
 from holdfast.launch.nodes import may_be_of_a_peer
 from holdfast.launch.sockets import SpareFiles, wait_readable
-from holdfast.launch.worker import STACKS
+from holdfast.launch.worker import STACKS, write_error
 
 GRACE_S = 0.25
 """Seconds before an error of a rank counts: the end of a peer may be its cause."""
@@ -282,7 +281,7 @@ class Workers(PContext):  # type: ignore[misc]
         worker = self.worker(rank)
         slot = self.slots[rank]
         if worker.left is not None:
-            self._write_error(slot, worker.left)
+            write_error(self.error_files[slot], worker.left.kind, worker.left.error)
         return ProcessFailure(slot, worker.pid, worker.status or 1, self.error_files[slot])
 
     @property
@@ -549,16 +548,10 @@ class Workers(PContext):  # type: ignore[misc]
         first = min((left_at for _, left_at, _, _ in erred), default=now)
         for _, _, rank, worker in sorted(erred, key=lambda e: e[:3])[:1]:
             if now - first > GRACE_S and worker.left is not None:
-                self._write_error(rank, worker.left)
+                write_error(self.error_files[rank], worker.left.kind, worker.left.error)
                 yield rank, ProcessFailure(rank, worker.pid, 1, self.error_files[rank])
                 return
         yield from self._hung(now)
-
-    def _write_error(self, rank: int, left: Left) -> None:
-        about = {"py_callstack": left.error, "timestamp": str(int(time.time()))}
-        told = {"message": {"message": left.kind, "extraInfo": about}}
-        with suppress(OSError):
-            Path(self.error_files[rank]).write_text(json.dumps(told))
 
     def _hung(self, now: float) -> Iterator[tuple[int, ProcessFailure]]:
         """Yield ranks that make no progress; print their stacks, and kill the ranks to blame.
@@ -611,7 +604,4 @@ class Workers(PContext):  # type: ignore[misc]
 
 
 def _is_stopped(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith(("T", "t"))
-    except OSError:
-        return False
+    return stat_fields(pid)[:1] in ([b"T"], [b"t"])

@@ -38,16 +38,9 @@ def prove(train: Callable[[Path], object], *, ranks: int = 1, **options: Any) ->
     if ranks > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command = [*launcher, *command]
-    paths = [os.path.abspath(p) for p in sys.path]
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-    try:
-        return prove_plan(Plan([sys.executable, *command], **options))
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
+    paths = os.pathsep.join([os.path.abspath(p) for p in sys.path])
+    plan = Plan([sys.executable, *command], **options)
+    return prove_plan(plan, env={**os.environ, "PYTHONPATH": paths})
 
 
 def _call(file: str, name: str, root: str) -> None:

@@ -54,8 +54,8 @@ class Evidence:
         segment = self._segment()
         return segment.renamed if segment is not None else {}
 
-    def right(self, kind: str) -> list[Deviation]:
-        """Return what does not differ, and what other ranks have at this step."""
+    def right_params(self) -> list[Deviation]:
+        """Return the parameters that do not differ, and those that other ranks have at this step."""
         at = self.apart.step - 1
         others = [t[at] for r, t in self.others.items() if r != self.apart.rank and at < len(t)]
         same = [
@@ -63,7 +63,7 @@ class Evidence:
             if digest_of(self.apart.found, k) == i.digest
         ]  # fmt: skip
         same += [pair for tick in others for pair in tick.items.items()]
-        return [Deviation(k, i, i) for k, i in same if kind_of(k) == kind]
+        return [Deviation(k, i, i) for k, i in same if kind_of(k) == "param"]
 
     def _segment(self) -> Segment | None:
         return next((s for s in self.life.segments if s.rank == self.apart.rank), None)
@@ -138,8 +138,7 @@ def _untrained(e: Evidence) -> Finding | None:
     if any(name.split(".")[-3:-2] == ["params"] for name in e.renamed):
         why = "the optimizer steps tensors that are in no module any more"
         return _finding(e, "untrained-object", params[0], why)
-    right = _loaded_right(e, "param", params)
-    return _finding(e, right[0], params[0], right[1]) if right is not None else None
+    return _loaded_right(e, "param", params)
 
 
 def _saved_wrong(e: Evidence) -> Finding | None:
@@ -180,10 +179,6 @@ def _rank_with(e: Evidence, one: Deviation) -> int | None:
     return None
 
 
-def _shuffled(e: Evidence) -> Finding | None:
-    return _swapped(e, e.apart.of("state")) if e.apart.is_first else None
-
-
 def _weights(e: Evidence) -> Finding | None:
     params = e.apart.of("param")
     if not params or not e.apart.is_first:
@@ -198,7 +193,7 @@ def _weights(e: Evidence) -> Finding | None:
     if (
         all(d.expected is not NOTHING for d in params)
         and not _is_any_saved(e, params)
-        and _is_any_saved(e, e.right("param"))
+        and _is_any_saved(e, e.right_params())
     ):
         why = "no state that was saved has it, though it has others"
         return _finding(e, "not-in-checkpoint", one, why)
@@ -243,13 +238,15 @@ def _states(e: Evidence) -> Finding | None:
     )
 
 
-def _swapped(e: Evidence, states: Sequence[Deviation]) -> Finding | None:
+def _swapped(e: Evidence) -> Finding | None:
+    if not e.apart.is_first:
+        return None
     owner = {
         i.digest: k
         for k, i in e.apart.expected.items.items()
         if kind_of(k) == "state" and not i.text
     }
-    for one in states:
+    for one in e.apart.of("state"):
         other = owner.get(one.found.digest)
         if other is not None and other != one.key and not one.found.text:
             return _finding(
@@ -280,10 +277,10 @@ def _settings(e: Evidence) -> Finding | None:
         return _finding(e, "not-in-checkpoint" if is_by_hand else "scheduler", groups[0], why)
     schedulers = e.apart.of("scheduler")
     one = next((d for d in groups if not d.key.endswith((".lr", ".initial_lr"))), groups[0])
-    if _setting(one) not in ("lr", "initial_lr", "momentum", "betas") or not _has_scheduler(e):
-        right = _loaded_right(e, "group", [one])
-        if right is not None and right[0] == "overwritten":
-            return _finding(e, right[0], one, right[1])
+    setting = one.key.rpartition(".")[2]
+    if setting not in ("lr", "initial_lr", "momentum", "betas") or not _has_scheduler(e):
+        if (right := _loaded_right(e, "group", [one])) is not None:
+            return right
         if _is_written_since(e, one):
             why = "a state_dict had brought another value, and this was written over it"
             return _attributes(e) or _finding(e, "overwritten", one, why)
@@ -293,19 +290,14 @@ def _settings(e: Evidence) -> Finding | None:
             else "it is neither saved nor first value"
         )
         return _finding(e, "groups-reset", one, why)
-    right = _loaded_right(e, "scheduler", schedulers[:1]) if schedulers else None
-    if right is not None:
-        return _finding(e, right[0], schedulers[0], right[1])
+    if schedulers and (right := _loaded_right(e, "scheduler", schedulers[:1])) is not None:
+        return right
     loads = [x.kind for x in e.loaded.loaded if x.kind in ("group", "scheduler")]
     if "scheduler" not in loads and not schedulers:
         why = "no state_dict was loaded into a scheduler"
     elif schedulers:
         why = f"the scheduler has {_said(schedulers[0])}"
-    elif (
-        loads.index("scheduler") < len(loads) - 1 - loads[::-1].index("group")
-        if "group" in loads
-        else False
-    ):
+    elif "group" in loads[loads.index("scheduler") :]:
         why = "the scheduler was restored before the optimizer, whose state_dict then set it anew"
     else:
         why = "the scheduler was made, or restored, in another order than the optimizer, and set it anew"
@@ -318,9 +310,7 @@ def _schedulers(e: Evidence) -> Finding | None:
         return None
     one = found[0]
     right = _loaded_right(e, "scheduler", [one])
-    if right is not None and right[0] == "overwritten":
-        return _finding(e, right[0], one, right[1])
-    return _finding(e, "scheduler", one, _first_or_not(e, one))
+    return right or _finding(e, "scheduler", one, _first_or_not(e, one))
 
 
 def _scaler(e: Evidence) -> Finding | None:
@@ -372,7 +362,7 @@ def _not_restored(e: Evidence, one: Deviation) -> Finding:
     if _is_saved(e, one):
         right = _loaded_right(e, "param", [one])
         if right is not None:
-            return _finding(e, "overwritten", one, right[1])
+            return replace(right, cause="overwritten")
         return _finding(e, "begun-anew", one, "it was saved, and nothing loaded it")
     where = {"average": "an average", "buffer": "a buffer"}
     thing = "a number" if one.found.text else where.get(one.kind, "an attribute")
@@ -459,7 +449,7 @@ def _replicas(e: Evidence) -> Finding | None:
 
 _ROUNDED = "its values are those rounded to 16 bits"
 _RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
-    _untrained, _shuffled, _saved_wrong, _weights, _states, _accumulation, _settings, _schedulers, _scaler,
+    _untrained, _swapped, _saved_wrong, _weights, _states, _accumulation, _settings, _schedulers, _scaler,
     _attributes, _batches, _generators, _replicas,
 )  # fmt: skip
 
@@ -481,22 +471,20 @@ def _are_replicas(e: Evidence, params: Sequence[Deviation]) -> bool:
     )  # fmt: skip
 
 
-def _loaded_right(
-    e: Evidence, kind: str, differences: Sequence[Deviation]
-) -> tuple[str, str] | None:
-    """Return what became of values that a state_dict did bring: cause and reason; None if none did."""
+def _loaded_right(e: Evidence, kind: str, differences: Sequence[Deviation]) -> Finding | None:
+    """Find what became of values that a state_dict did bring; None if none did."""
+    one = differences[0]
     expected = {d.expected.digest for d in differences}
     for load in e.loaded.loaded:
-        if kind != "param" and not _may_have(e, load, differences[0]):
+        if kind != "param" and not _may_have(e, load, one):
             continue
         if load.kind == kind and expected <= {i.digest for i in load.items.values()}:
             if load.owner not in e.loaded.trained and kind == "param":
                 name = e.loaded.names.get(load.owner, "another object")
-                return (
-                    "untrained-object",
-                    f"it was loaded into {name}, which the loop does not train",
-                )
-            return "overwritten", "it had been loaded, and was overwritten afterwards"
+                why = f"it was loaded into {name}, which the loop does not train"
+                return _finding(e, "untrained-object", one, why)
+            why = "it had been loaded, and was overwritten afterwards"
+            return _finding(e, "overwritten", one, why)
     return None
 
 
@@ -557,10 +545,6 @@ def _is_saved(e: Evidence, one: Deviation) -> bool:
 
 def _has_scheduler(e: Evidence) -> bool:
     return any(kind_of(k) == "scheduler" for k in e.apart.expected.items)
-
-
-def _setting(one: Deviation) -> str:
-    return one.key.rpartition(".")[2]
 
 
 def _at(batch: Batch) -> str:

@@ -77,15 +77,17 @@ class Plan:
 Said = Callable[[str], None]
 
 
-def prove(plan: Plan, say: Said = lambda _: None) -> ResumeProof:
+def prove(
+    plan: Plan, say: Said = lambda _: None, *, env: Mapping[str, str] = os.environ
+) -> ResumeProof:
     """Run a training several times, and compare; blocks until it is done, and leaves nothing behind.
 
-    `say` is told in a sentence what is being done.  Raises CannotProve for a training that saves nothing,
-    makes no step, ends early, asks for input or writes to where its other runs would; UsageError for a plan
-    that does not fit the command.
+    `say` is told in a sentence what is being done; `env`: the environment of the command.  Raises
+    CannotProve for a training that saves nothing, makes no step, ends early, asks for input or writes to
+    where its other runs would; UsageError for a plan that does not fit the command.
     """
     began = time.monotonic()
-    workspace = Workspace(plan.command, plan.state, os.environ)
+    workspace = Workspace(plan.command, plan.state, env)
     try:
         proof = _Proving(plan, workspace, say).run()
     finally:
@@ -201,9 +203,12 @@ class _Proving:
                     return None
                 self._check_end(launch.recovered, launch)
                 break
+        self._note_resumes(kill_at, lives)
+        return left
+
+    def _note_resumes(self, kill_at: Sequence[int], lives: Sequence[Life]) -> None:
         begins = [min(s.begin for s in life.segments) for life in lives[1:] if life.segments]
         self.proof.resumes.append((tuple(kill_at), tuple(begins)))
-        return left
 
     def _check_end(self, life: Life, launch: Trial, ranks: Collection[int] | None = None) -> None:
         """Raise CannotProve for a life that ended by itself, or in which a rank made no step."""
@@ -283,12 +288,7 @@ class _Proving:
         finding = finding or self._apart(life, saves, notes, own)
         self.proof.finding = finding
         if finding is not None:
-            self.proof.resumes.append(
-                (
-                    tuple(kill_at),
-                    tuple(min(s.begin for s in one.segments) for one in lives[1:] if one.segments),
-                )
-            )
+            self._note_resumes(kill_at, lives)
         return finding is None
 
     def _apart(

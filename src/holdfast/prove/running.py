@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -57,14 +58,14 @@ class CannotProve(HoldfastError):
         self.cause = cause
 
 
+@dataclass
 class _Rank:
     """One attempt of one process."""
 
-    def __init__(self, channel: socket.socket, segment: Segment) -> None:
-        self.channel = channel
-        self.segment = segment
-        self.is_held = False
-        self.made_last = False
+    channel: socket.socket
+    segment: Segment
+    is_held: bool = False
+    made_last: bool = False
 
     @property
     def made(self) -> int:
@@ -147,14 +148,12 @@ class Trial:
     def _listen(
         self, selector: Any, listener: socket.socket, process: subprocess.Popen[bytes]
     ) -> None:
-        incoming: dict[socket.socket, Incoming] = {}
         self._heard = time.monotonic()
         while not self._is_done():
             for key, _ in selector.select(_LOOK_S):
                 if key.fileobj is listener:
                     channel, _ = listener.accept()
-                    incoming[channel] = Incoming(channel)
-                    selector.register(channel, selectors.EVENT_READ, incoming[channel])
+                    selector.register(channel, selectors.EVENT_READ, Incoming(channel))
                     continue
                 messages = key.data.read()
                 if messages is None:

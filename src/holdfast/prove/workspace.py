@@ -32,7 +32,6 @@ class Folder:
     path: Path
     command: list[str]
     env: dict[str, str]
-    temporary: Path
 
     @property
     def cwd(self) -> Path:
@@ -73,7 +72,8 @@ class Workspace:
         words = self.command if len(command) != 1 else words_of(command[0])
         for text in [*state, *_roots(words)]:
             self._add(text)
-        self.path = Path(tempfile.mkdtemp(prefix="holdfast-prove-", dir=_writable(self.home)))
+        place = self.home if os.access(self.home, os.W_OK) else None
+        self.path = Path(tempfile.mkdtemp(prefix="holdfast-prove-", dir=place))
         self.temporary = Path(tempfile.mkdtemp(prefix="hp-"))
         self._runs = 0
 
@@ -122,9 +122,8 @@ class Workspace:
         return self._folder(path, command)
 
     def remove(self) -> None:
-        """Delete everything that runs have written."""
+        """Delete everything that runs have written, but for sockets and temporary files."""
         shutil.rmtree(self.path, ignore_errors=True)
-        self.remove_temporary()
 
     def remove_temporary(self) -> None:
         """Delete sockets and temporary files."""
@@ -150,7 +149,7 @@ class Workspace:
             "PWD": str(path / "cwd"),
             "HOLDFAST_MEMORY_DIR": str(memory / f"{self.temporary.name}-{path.name}"),
         }
-        return Folder(path, words, env, temporary)
+        return Folder(path, words, env)
 
     def _link(self, real: Path, shadow: Path, without: Sequence[Path]) -> None:
         """Link the entries of a folder; one on the way to any of `without` is made, and filled alike."""
@@ -195,7 +194,3 @@ def check_program(words: Sequence[str]) -> None:
     elif "=" in name:
         hint = "env sets variables: env A=1 python ..."
     raise UsageError(text, hint=hint)
-
-
-def _writable(home: Path) -> Path | None:
-    return home if os.access(home, os.W_OK) else None

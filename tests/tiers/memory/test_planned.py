@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 import holdfast
-from holdfast.cli.work.plan import found_for
+from holdfast.cli.plan import found_for
 from holdfast.core.checkpoint.reshaping import Reshape
 from holdfast.layout import Mesh
 from holdfast.policy.redundancy import Protection

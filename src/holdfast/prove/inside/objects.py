@@ -46,7 +46,6 @@ class Objects:
     def __init__(self) -> None:
         self.names: dict[int, str] = {}
         """By `id`, of what was found."""
-        self.optimizers: dict[str, Optimizer] = {}
         self.parameters: dict[int, str] = {}
         self.trained: set[int] = set()
         """`id` of optimizers that step, of their modules and of the schedulers."""
@@ -91,16 +90,11 @@ class Objects:
             name = f"{name}{known + 1}"
         self.names[id(optimizer)] = name
         self._found[id(optimizer)] = optimizer
-        self._name_parameters(optimizer)
+        self._name_parameters()
         return name
 
-    def _name_parameters(self, optimizer: Optimizer) -> None:
+    def _name_parameters(self) -> None:
         named = {self.names[id(o)]: o for o in self._found.values() if isinstance(o, Optimizer)}
-        stepping = self.names[id(optimizer)]
-        self.optimizers = {
-            **{n: o for n, o in self.optimizers.items() if n in named},
-            stepping: optimizer,
-        }
         owned = {id(p) for o in named.values() for g in o.param_groups for p in g["params"]}
         roots = [m for m in self._found.values() if isinstance(m, nn.Module)]
         below = {id(child) for m in roots for child in m.modules() if child is not m}
@@ -142,7 +136,7 @@ class Objects:
                 yield f"scaler {name}", value, None
             elif _is_generator(value):
                 yield f"generator {name}", value, None
-            elif _is_average(value, shapes) and not self._is_trainers(value):
+            elif _is_average(value, shapes) and not _is_trainers(value):
                 kind = "copies" if isinstance(value, dict) else "average"
                 yield from _tensors_of(value, name, kind, known)
                 yield from _attributes(value, name, kind, set())
@@ -168,11 +162,6 @@ class Objects:
             *(id(t) for m in modules for t in (*m.parameters(), *m.buffers())),
             *(id(t) for s in states if isinstance(s, dict) for t in s.values()),
         }
-
-    def _is_trainers(self, value: Any) -> bool:
-        """Whether an object holds an optimizer, as what runs a loop does."""
-        held = vars(value).values() if hasattr(value, "__dict__") else value.values()
-        return any(isinstance(v, Optimizer) for v in held)
 
 
 def _of_frames(frame: FrameType | None) -> Iterator[tuple[str, Any, bool]]:
@@ -256,6 +245,12 @@ def _is_average(value: Any, shapes: set[tuple[int, ...]]) -> bool:
         if any(isinstance(t, Tensor) and t.dim() and tuple(t.shape) in shapes for t in some):
             return True
     return False
+
+
+def _is_trainers(value: Any) -> bool:
+    """Whether an object holds an optimizer, as what runs a loop does."""
+    held = vars(value).values() if hasattr(value, "__dict__") else value.values()
+    return any(isinstance(v, Optimizer) for v in held)
 
 
 def _of_module(

@@ -7,10 +7,10 @@ from dataclasses import asdict
 from typing import Any
 
 from holdfast.base.errors import UsageError
+from holdfast.cli.inspect import fold
+from holdfast.cli.plan import coordinates
 from holdfast.cli.screen import TableRow, heading, say, table
 from holdfast.cli.words import and_more, dim, many, shape_text, size
-from holdfast.cli.work.inspect import fold
-from holdfast.cli.work.plan import coordinates
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.format.manifest import MODEL_STATES, TensorEntry
 from holdfast.core.layout.view import View
