@@ -209,7 +209,7 @@ def test_copy_and_convert_of_a_step_that_is_deleted_leave_nothing(
     for step in (1, 2):
         save(root, step)
     monkeypatch.setattr(transfer, "COPY_PART_BYTES", 256 << 10)
-    meanwhile(monkeypatch, transfer, "_manifest", lambda: delete(root, 1))
+    meanwhile(monkeypatch, transfer, "manifest_with_bytes", lambda: delete(root, 1))
     with pytest.raises(NotFound):
         transfer.transfer(open_store(str(root)), open_store(str(other)), 1)
     assert not [p for p in other.rglob("*") if p.is_file()]
