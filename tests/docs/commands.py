@@ -112,6 +112,7 @@ def _run(command: Command, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> tuple
             check_installed(Path(environment["PIP_TARGET"]))
         return done.returncode, done.stdout
     monkeypatch.setattr(sys, "argv", words)  # in this process: half a second less for each
+    monkeypatch.setenv("PATH", _path())
     capfd.readouterr()
     with pytest.raises(SystemExit) as ended:
         main()
