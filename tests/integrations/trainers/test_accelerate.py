@@ -155,7 +155,7 @@ def test_data_that_may_be_others_are_told(ranks: Ranks, tmp_path: Path) -> None:
     options, _ = run_of(tmp_path, "run", **given)
     before = len(ranks.log.read_text())
     ranks.finish(options, 2)
-    assert "may have other data there than the uninterrupted one" in ranks.log.read_text()[before:]
+    assert "may get other data than the uninterrupted run" in ranks.log.read_text()[before:]
 
 
 @pytest.mark.soak
