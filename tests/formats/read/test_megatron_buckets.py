@@ -118,6 +118,16 @@ def test_buckets_end_to_end(tmp_path: Path, masters: Tensors) -> None:
     is_read(tmp_path, masters)
 
 
+def test_a_bucket_that_is_not_contiguous_is_refused(tmp_path: Path, masters: Tensors) -> None:
+    """Megatron writes none.  Its elements would be read from between the others."""
+    found, _ = buckets(masters, list(SHAPES))
+    strided = found | {"exp_avg": torch.stack([found["exp_avg"], found["exp_avg"] + 1], 1)[:, 0]}
+    state = {"buckets_coalesced": True, 0: {(torch.bfloat16, torch.float32): strided}}
+    write(tmp_path, half(masters), {f"{KEY}.param_state/shard_0_1": state})
+    with pytest.raises(FormatError, match=r"'.*param_state\.0\.exp_avg': strides \(2,\)"):
+        holdfast.open(tmp_path)
+
+
 def test_a_weight_that_is_not_trained(tmp_path: Path, masters: Tensors) -> None:
     frozen = "decoder.layers.0.mlp.linear_fc1.weight"
     found, _ = buckets(masters, [name for name in SHAPES if name != frozen])

@@ -30,7 +30,7 @@ from holdfast.core.layout.fragment import flat_fragments
 from holdfast.core.store import Store
 from holdfast.formats.read.dcp import Contents, section_tree
 from holdfast.formats.read.foreign import Foreign, StoredPart
-from holdfast.formats.read.megatron.other_state import known
+from holdfast.formats.read.megatron.other_state import check_contiguous, known
 from holdfast.formats.read.sections import FilePlace, row_major_place
 from holdfast.formats.read.torchfile import TensorRef
 
@@ -177,8 +177,9 @@ def _coalesced(store: Store, rank: Rank, state: Any) -> Iterator[tuple[int, Buck
             one = Bucket(rank, int(number), f"{title}.{number}", first[0] if first else "")
             for name, ref in tensors.items():
                 if isinstance(ref, TensorRef) and len(ref.shape) == 1:
-                    tensor = ref.foreign(f"{title}.{number}.{name}", name)
-                    one.states[name] = FlatTensor(store, tensor)
+                    full = f"{title}.{number}.{name}"
+                    check_contiguous(ref, full)
+                    one.states[name] = FlatTensor(store, ref.foreign(full, name))
             yield int(number), one
 
 

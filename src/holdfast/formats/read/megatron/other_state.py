@@ -115,13 +115,18 @@ class ExtrasValues:
 
     def _tensor(self, t: TensorRef, name: str) -> Any:
         size = prod(t.shape) * DTYPES[t.dtype].bytes
-        if not t.contiguous:
-            raise FormatError(f"{name!r}: strides {t.strides}", key=t.path)
+        check_contiguous(t, name)
         if size > _INLINE_BYTES:
             self.tensors.append(t.foreign(name, "tensor"))
             return {"$at": name}
         data = read_range(self._store, t.path, t.offset, size) if size else b""
         return extras.inlined(t.dtype, t.shape, bytes(data))
+
+
+def check_contiguous(t: TensorRef, name: str) -> None:
+    """FormatError for a tensor that is not read as row-major elements."""
+    if not t.contiguous:
+        raise FormatError(f"{name!r}: strides {t.strides}", key=t.path)
 
 
 # -- optimizers -----------------------------------------------------------------------------------
