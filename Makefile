@@ -15,8 +15,8 @@ unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes: they need
 
 help:
 	@echo "make demo    train, kill, resume on other layouts; shows a table and demo-out/loss.png"
-	@echo "make test    every promise once, but for trainers: ten minutes on two cores"
-	@echo "make soak    the rest: an hour, with packages of others (torchao, bitsandbytes, peft, ...)"
+	@echo "make test    every promise once, but for trainers: a quarter of an hour on two cores"
+	@echo "make soak    the rest: hours, with packages of others (torchao, bitsandbytes, peft, ...)"
 	@echo "make unit    the fast tests only (a minute or two)"
 	@echo "make gpu     on a machine with a GPU, with its own torch: what holds there, in ten minutes"
 	@echo "make check   ruff, mypy, architecture, the site without warnings and dead links"
