@@ -18,12 +18,14 @@ import importlib
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
 
 from holdfast.base.torch_version import refuse_older
 from holdfast.base.version import __version__
 
+TYPE_CHECKING = False  # as in typing, which takes longer to import than all that is here
 if TYPE_CHECKING:
+    from typing import Any
+
     from holdfast import extend, integrations, testing
     from holdfast.base import errors, events
     from holdfast.base.errors import HoldfastError, HoldfastWarning, silence
