@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from make_charts import BLUE, GREEN, GREY, ORANGE, plt, save
 
-from holdfast.codec import stripes
-from holdfast.layout import Cut, Mesh, Placement, Sharding, Table
+from holdfast.core.codec import stripes
+from holdfast.core.layout import Cut, Mesh, Sharding
+from holdfast.core.layout.pieces import Placement, Table
 from holdfast.policy.wasted import Costs, Frequencies, Rates, wasted
 
 COLOURS = (BLUE, ORANGE, GREEN, "#b0578d")

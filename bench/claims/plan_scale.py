@@ -155,7 +155,7 @@ def measure(rounds: int, steps: bool) -> dict[str, Any]:
     from holdfast.core.checkpoint.rows import group_rows, needs, plan_rows
     from holdfast.core.format.image import plan_image
     from holdfast.core.format.manifest import decode_manifest, encode_manifest
-    from holdfast.layout import Placement
+    from holdfast.core.layout.pieces import Placement
 
     manifest = make_manifest(steps)
     data = encode_manifest(manifest)

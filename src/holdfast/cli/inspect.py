@@ -25,7 +25,7 @@ from holdfast.core.checkpoint.statistics import TensorStatistics, tensor_statist
 from holdfast.core.format.extras import decode
 from holdfast.core.format.manifest import MODEL_STATES, Manifest, TensorEntry, to_sharding
 from holdfast.formats.looking import open as open_checkpoint
-from holdfast.formats.read.foreign import file_key
+from holdfast.formats.read.folder import file_key
 
 _COLUMNS = ("name", ">", "shape", "dtype", "sharding", ">size")
 

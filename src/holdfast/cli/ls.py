@@ -23,7 +23,7 @@ from holdfast.core.layout import Mesh
 from holdfast.core.store import Store
 from holdfast.formats.read.below import below
 from holdfast.formats.read.detect import detect, near_path, open_as, steps_as
-from holdfast.formats.read.foreign import file_key
+from holdfast.formats.read.folder import file_key
 from holdfast.tiers.records.log import leading
 
 FOREIGN_COLUMNS = (">step", ">size", "format", ">tensors", ">files", "state")
@@ -155,7 +155,7 @@ def _look(url: str, name: str, step: int) -> dict[str, Any]:
 def _in_memory(url: str) -> dict[str, Any]:
     """Return the snapshots of a root that the agent of this node holds, if one runs, and why they are not
     known.  Starts none."""
-    from holdfast.tiers.memory.node.segment import SOCKET, home
+    from holdfast.tiers.memory.node.home import SOCKET, home
 
     rows: list[dict[str, Any]] = []
     if not (home() / SOCKET).exists():

@@ -28,8 +28,9 @@ from holdfast.core.checkpoint.formatting import cut_short
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.format.dtypes import DTYPES
 from holdfast.core.format.manifest import FileEntry, Manifest, TensorEntry, to_sharding
-from holdfast.core.layout import Box, Placement, Sharding, chunk, parts_of, whole
-from holdfast.formats.read.foreign import file_key
+from holdfast.core.layout import Box, Sharding, chunk, parts_of, whole
+from holdfast.core.layout.pieces import Placement
+from holdfast.formats.read.folder import file_key
 from holdfast.formats.read.sections import FilePlace, Sections
 
 

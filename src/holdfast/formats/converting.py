@@ -68,8 +68,7 @@ from holdfast.core.store.directories import (
 from holdfast.core.store.oserrors import translated
 from holdfast.formats.looking import open as open_checkpoint
 from holdfast.formats.read.detect import split_format
-from holdfast.formats.read.folder import MARK, ListedFolder, OneFile, last_name
-from holdfast.formats.read.foreign import file_key
+from holdfast.formats.read.folder import MARK, ListedFolder, OneFile, file_key, last_name
 from holdfast.formats.read.sections import Sections
 from holdfast.formats.write.begun import BEGUN, BLOCKS, BegunFiles
 from holdfast.formats.write.bucket import CONVERSION_PREFIX, BucketTarget, bucket_for

@@ -55,7 +55,8 @@ from holdfast.core.format.manifest import (
     readable,
 )
 from holdfast.core.group.passed_values import hand, handed, take_away
-from holdfast.core.layout import Box, Pieces, whole
+from holdfast.core.layout import Box, whole
+from holdfast.core.layout.pieces import Pieces
 from holdfast.core.store import Store, open_store
 from holdfast.live.roots import sweep_host
 from holdfast.live.saving.image_assembly import Gathered

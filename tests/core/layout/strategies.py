@@ -7,7 +7,8 @@ from math import prod
 import numpy as np
 from hypothesis import strategies as st
 
-from holdfast.layout import Box, Cut, Mesh, Sharding, Table
+from holdfast.core.layout.pieces import Table
+from holdfast.layout import Box, Cut, Mesh, Sharding
 
 Row = tuple[str, tuple[int, ...], int, Sharding]
 

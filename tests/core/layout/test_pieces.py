@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 import holdfast.core.layout.pieces as pieces_module
 from core.layout.strategies import boxes_in, held_by, layouts
-from holdfast.layout import Box, Cut, Mesh, Placement, Sharding, Table
+from holdfast.core.layout.pieces import Placement, Table
+from holdfast.layout import Box, Cut, Mesh, Sharding
 
 MODERATE = settings(max_examples=60, deadline=None)
 

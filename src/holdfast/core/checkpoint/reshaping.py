@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from holdfast.base.errors import UsageError
 from holdfast.core.format.manifest import Manifest
-from holdfast.core.layout import Cut, Mesh, Sharding, Table, part_of, parts_of
-from holdfast.core.layout.pieces import Ints
+from holdfast.core.layout import Cut, Mesh, Sharding, part_of, parts_of
+from holdfast.core.layout.pieces import Ints, Table
 
 _SHARDED = (
     "dp", "fsdp", "shard", "dp_shard", "dp_shard_cp", "data", "zero", "edp", "world", "rank",

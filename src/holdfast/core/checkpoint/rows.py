@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from holdfast.base.errors import Corrupt
 from holdfast.core.format.manifest import FileEntry, Manifest
-from holdfast.core.layout import Box, Located, Stored, flat_range, row_major
+from holdfast.core.layout import Box, Stored, flat_range, row_major
 from holdfast.core.layout.box import moved
-from holdfast.core.layout.pieces import padded
+from holdfast.core.layout.pieces import Located, padded
 
 _row_major = lru_cache(4096)(row_major)
 """Cached: there are few shapes and many rows."""

@@ -36,7 +36,7 @@ from holdfast.core.codec.table import DigestTable
 from holdfast.core.format.extras import MADE_OF, decode, referred
 from holdfast.core.format.image import Image, plan_image
 from holdfast.core.format.manifest import AttachedFile, FileEntry, Manifest
-from holdfast.core.layout import Placement
+from holdfast.core.layout.pieces import Placement
 from holdfast.core.store import Store, read_range
 
 _BLOCK_CHUNKS = 32

@@ -13,10 +13,14 @@ Manifests, and the notes of a root, are JSON objects that end with a digest of t
 from __future__ import annotations
 
 import re
+from collections.abc import MutableSequence
+from typing import TYPE_CHECKING
 
-import numpy as np
 import xxhash
-from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 ALGORITHM = "xxh3_64"
 CHUNK_BYTES = 256 << 10
@@ -26,8 +30,6 @@ MAX_TABLE_BYTES = 1 << 28
 SEAL_BYTES = 64
 """Most bytes of a seal, with whitespace."""
 _SEAL = re.compile(rb',"digest":"([0-9a-f]{16})"\}\s*\Z')
-
-Digests = NDArray[np.uint64]
 
 
 def digest(data: bytes | bytearray | memoryview) -> int:
@@ -45,7 +47,11 @@ def num_chunks(data_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
     return -(-data_bytes // chunk_bytes)
 
 
-def digest_chunks(data: memoryview, into: Digests, chunk_bytes: int = CHUNK_BYTES) -> None:
+def digest_chunks(
+    data: memoryview,
+    into: NDArray[np.uint64] | MutableSequence[int],
+    chunk_bytes: int = CHUNK_BYTES,
+) -> None:
     """Write the digest of each chunk of `data`, which begins at a chunk, to `into`."""
     for i in range(num_chunks(len(data), chunk_bytes)):
         into[i] = xxhash.xxh3_64_intdigest(data[i * chunk_bytes : (i + 1) * chunk_bytes])

@@ -14,11 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from holdfast.base.errors import Corrupt
 from holdfast.core.codec.digest import (
     CHUNK_BYTES,
-    Digests,
     digest,
     digest_chunks,
     hexdigest,
@@ -30,7 +30,7 @@ from holdfast.core.codec.digest import (
 class DigestTable:
     """The digests of bytes 0..`end` of a file, in chunks of `chunk_bytes`."""
 
-    digests: Digests
+    digests: NDArray[np.uint64]
     end: int
     chunk_bytes: int = CHUNK_BYTES
 
@@ -84,7 +84,9 @@ class DigestTable:
         return [first + int(i) for i in np.flatnonzero(differs)]
 
 
-def first_difference(data: memoryview, expected: Digests, chunk_bytes: int) -> int | None:
+def first_difference(
+    data: memoryview, expected: NDArray[np.uint64], chunk_bytes: int
+) -> int | None:
     """Index of the first chunk whose digest is not the expected one, None if all agree."""
     for i, want in enumerate(expected.tolist()):
         if digest(data[i * chunk_bytes : (i + 1) * chunk_bytes]) != want:

@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.base.errors import FormatError, UsageError
+from holdfast.base.errors import FormatError
+from holdfast.core.format.unsaved import Unsaved, no_text
 
 MAX_EXTRAS_DEPTH = 100
 _LARGE = 1 << 63
@@ -47,19 +48,6 @@ _EXACT = frozenset([str, int, float, complex, bool, bytes, type(None)])
 
 _Json = Any
 _OnTensor = Callable[[Any, str], _Json]
-
-
-class Unsaved(UsageError):
-    """A value that cannot be saved; `path`: its place inside the outer value."""
-
-    def __init__(self, path: str, why: str, hint: str | None = None) -> None:
-        self.path, self.why = path.encode(errors="backslashreplace").decode(), why
-        super().__init__(f"{self.path.strip() or 'value'}: {why}", hint=hint)
-
-    def within(self, key: str) -> UsageError:
-        """Return the error with `key` of the state in front of its path."""
-        dot = "" if self.path[:1] in ("", " ") else "."
-        return UsageError(f"{key}{dot}{self.path}: {self.why}", hint=self.hint)
 
 
 def _refuse(value: Any, path: str) -> _Json:
@@ -136,15 +124,6 @@ def _text(value: str, path: str) -> str:
     except UnicodeEncodeError as error:
         raise no_text(error, path) from None
     return str.__str__(value)
-
-
-def no_text(error: UnicodeEncodeError, path: str = "") -> Unsaved:
-    part = error.object[max(error.start - 20, 0) : error.start + 20]
-    return Unsaved(
-        path,
-        f"a text with half of a surrogate pair ({part!a}) cannot be saved",
-        "if it is a file's name, save os.fsencode(name), which is bytes",
-    )
 
 
 def _are_small_ints(values: Any) -> bool:

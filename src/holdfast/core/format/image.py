@@ -16,12 +16,16 @@ import json
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from holdfast.base.errors import FormatError
 from holdfast.core.codec.digest import CHUNK_BYTES, num_chunks
 from holdfast.core.format.dtypes import dtype_of
 from holdfast.core.format.manifest import MAX_EXTRAS_BYTES, TensorEntry
-from holdfast.core.layout import Box, Pieces
+from holdfast.core.layout import Box
+
+if TYPE_CHECKING:
+    from holdfast.core.layout.pieces import Pieces
 
 ALIGN = 4096
 _EXTRAS_NAME = "holdfast.extras"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -21,8 +21,11 @@ from holdfast.base.gc_pause import uncollected
 from holdfast.base.wire import decode_json
 from holdfast.core.codec.digest import SEAL_BYTES, hexdigest, with_seal, without_seal
 from holdfast.core.format.dtypes import DTYPES
-from holdfast.core.format.extras import Unsaved, no_text
-from holdfast.core.layout import Box, Cut, Mesh, Placement, Sharding, Table
+from holdfast.core.format.unsaved import Unsaved, no_text
+from holdfast.core.layout import Box, Cut, Mesh, Sharding
+
+if TYPE_CHECKING:
+    from holdfast.core.layout.pieces import Placement
 
 FORMAT_VERSION = 1
 _MAX_BYTES = MAX_EXTRAS_BYTES = 1 << 30
@@ -161,6 +164,8 @@ class Manifest(
 
     @cached_property
     def placement(self) -> Placement:
+        from holdfast.core.layout.pieces import Placement, Table
+
         table = Table.build(
             [t.name for t in self.tensors],
             [t.shape for t in self.tensors],

@@ -3,7 +3,6 @@
 from holdfast.core.layout.box import Box, flat_range, num_corners, row_major, tiles, whole
 from holdfast.core.layout.fragment import Fragment, Stored
 from holdfast.core.layout.mesh import Axis, Mesh, common_mesh
-from holdfast.core.layout.pieces import Located, Pieces, Placement, Table
 from holdfast.core.layout.sharding import Cut, Sharding, chunk, part_of, parts_of
 
 __all__ = [
@@ -11,13 +10,9 @@ __all__ = [
     "Box",
     "Cut",
     "Fragment",
-    "Located",
     "Mesh",
-    "Pieces",
-    "Placement",
     "Sharding",
     "Stored",
-    "Table",
     "chunk",
     "common_mesh",
     "flat_range",

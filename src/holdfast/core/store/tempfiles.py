@@ -30,8 +30,6 @@ import secrets
 from collections.abc import Callable
 from contextlib import suppress
 
-import numpy as np
-
 from holdfast.base.host import host_id
 from holdfast.core.store.contract import BLOCK_BYTES
 from holdfast.core.store.directories import (
@@ -249,6 +247,8 @@ class TempFile:
 
 def is_aligned(view: memoryview) -> bool:
     """True if memory starts at a multiple of `BLOCK_BYTES`."""
+    import numpy as np
+
     return np.frombuffer(view, np.uint8).ctypes.data % BLOCK_BYTES == 0
 
 

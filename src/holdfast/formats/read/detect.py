@@ -7,23 +7,20 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.base.errors import FormatError, NotFound, UsageError
 from holdfast.base.suggest import did_you_mean
 from holdfast.base.wire import decode_json
 from holdfast.core.checkpoint.lone import LoneStep, root_at
 from holdfast.core.checkpoint.names import STEP, step_numbers
-from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.store import SCHEMES, LocalStore, Store, read_range, split_prefix
 from holdfast.core.store.oserrors import obstacle
-from holdfast.formats.read.dcp import is_dcp, open_dcp
-from holdfast.formats.read.deepspeed.tags import is_deepspeed, may_be_deepspeed
 from holdfast.formats.read.folder import MARK, ListedFolder, OneFile, open_place, top
-from holdfast.formats.read.huggingface import holds_safetensors, is_huggingface, open_huggingface
-from holdfast.formats.read.megatron.opening import is_megatron, open_megatron, steps_of_megatron
-from holdfast.formats.read.torchfiles import holds_torch, is_torch
 from holdfast.formats.read.unpickle import understood
+
+if TYPE_CHECKING:
+    from holdfast.core.checkpoint.opened import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +54,24 @@ _NAMES_A_STEP = b'{"holdfast":'
 _MOST_NAME_BYTES = 1 << 20
 
 SOURCE_FORMATS = {
-    "megatron": Format(is_megatron, open_megatron, steps_of_megatron),
-    "dcp": Format(is_dcp, open_dcp),
+    "megatron": Format(
+        _of("megatron.opening", "is_megatron"),
+        _of("megatron.opening", "open_megatron"),
+        _of("megatron.opening", "steps_of_megatron"),
+    ),
+    "dcp": Format(_of("dcp", "is_dcp"), _of("dcp", "open_dcp")),
     "deepspeed": Format(
-        is_deepspeed,
+        _of("deepspeed.tags", "is_deepspeed"),
         _of("deepspeed.opening", "open_deepspeed"),
         _of("deepspeed.opening", "steps_deepspeed"),
-        may_be_deepspeed,
+        _of("deepspeed.tags", "may_be_deepspeed"),
     ),
     "huggingface": Format(
-        is_huggingface, open_huggingface, lambda _: [0], holds_safetensors, of_files=True
+        _of("huggingface", "is_huggingface"),
+        _of("huggingface", "open_huggingface"),
+        lambda _: [0],
+        _of("huggingface", "holds_safetensors"),
+        of_files=True,
     ),
     "torch_checkpointing": Format(
         # import the reader only if its marker file exists
@@ -77,7 +82,12 @@ SOURCE_FORMATS = {
         _of("torch_checkpointing", "open_torch_checkpointing"),
         if_named=_of("torch_checkpointing", "may_be_torch_checkpointing"),
     ),
-    "torch": Format(is_torch, _of("torchsave", "open_torch"), if_named=holds_torch, of_files=True),
+    "torch": Format(
+        _of("torchfiles", "is_torch"),
+        _of("torchsave", "open_torch"),
+        if_named=_of("torchfiles", "holds_torch"),
+        of_files=True,
+    ),
 }
 """Foreign formats by prefix, in the order of detection."""
 
@@ -104,15 +114,13 @@ def detect(url: str | os.PathLike[str]) -> str | None:
         if not _may_be(prefix, store):
             raise NotFound(f"no {prefix} checkpoint in {store.url}", hint=_instead(path, store))
         return prefix
-    if not isinstance(store, (LocalStore, OneFile)) and step_numbers(store):
-        return None  # one request instead of several per format
+    if not isinstance(store, OneFile) and step_numbers(store):
+        return None
     found = next((name for name in SOURCE_FORMATS if _is(name, store)), None)
-    if isinstance(store, OneFile):
-        if found is None:
-            what = f"{store.url} is a file of no format that holdfast knows"
-            raise NotFound(what, hint=near_path(path))
-        return found
-    return None if found is None or step_numbers(store) else found
+    if isinstance(store, OneFile) and found is None:
+        what = f"{store.url} is a file of no format that holdfast knows"
+        raise NotFound(what, hint=near_path(path))
+    return found
 
 
 def _refuse_name_of_step(store: OneFile, folder: str) -> None:

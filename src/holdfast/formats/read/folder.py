@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 
+from holdfast.core.format.manifest import FileEntry
 from holdfast.core.store import LocalStore, Reader, Store, get_small, open_store
 from holdfast.core.store.contract import Entry, check_prefix, is_key, not_found, reads_of, size_at
 from holdfast.core.store.oserrors import translated
@@ -145,3 +146,8 @@ def top(store: Store) -> list[str]:
         return []
     with translated("list", "", store.root), os.scandir(store.root) as scan:
         return sorted(e.name for e in scan if e.is_file() and is_key(e.name))
+
+
+def file_key(section: FileEntry) -> str:
+    """The real file of a part of a foreign checkpoint."""
+    return section.path.rpartition(":")[0]

@@ -34,19 +34,9 @@ from holdfast.core.format.manifest import (
     ShardingEntry,
     TensorEntry,
 )
-from holdfast.core.layout import (
-    Box,
-    Fragment,
-    Located,
-    Mesh,
-    Placement,
-    Stored,
-    Table,
-    num_corners,
-    tiles,
-)
+from holdfast.core.layout import Box, Fragment, Mesh, Stored, num_corners, tiles
 from holdfast.core.layout.box import is_inside
-from holdfast.core.layout.pieces import padded
+from holdfast.core.layout.pieces import Located, Placement, Table, padded
 from holdfast.core.store import Store
 from holdfast.formats.read.sections import ArchiveRange, Locator, Section, Sections
 
@@ -132,11 +122,6 @@ class _Held:
     file: int
     box: Box
     stored: Stored | None
-
-
-def file_key(section: FileEntry) -> str:
-    """The real file of a part of a foreign checkpoint."""
-    return section.path.rpartition(":")[0]
 
 
 def foreign(

@@ -19,7 +19,7 @@ from holdfast.core.checkpoint.diffing import compare_checkpoints
 from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.checkpoint.reading import threads_here
 from holdfast.core.checkpoint.verifying import Findings, Progress, Report
-from holdfast.formats.read.foreign import file_key
+from holdfast.formats.read.folder import file_key
 from holdfast.formats.read.sections import Sections
 from holdfast.formats.read.torchfile import (
     ArchiveMember,

@@ -17,7 +17,8 @@ from holdfast.core.codec.digest import ALGORITHM, CHUNK_BYTES, hexdigest
 from holdfast.core.format.image import ALIGN, Image, plan_image
 from holdfast.core.format.manifest import FORMAT_VERSION, Manifest
 from holdfast.core.group import Group
-from holdfast.core.layout import Mesh, Placement
+from holdfast.core.layout import Mesh
+from holdfast.core.layout.pieces import Placement
 from holdfast.live.saving.messages import ReadyToSave, Verdict, check_kinds, digests, sort_extras
 from holdfast.live.state.agreed import Agreement, merge_descriptions
 from holdfast.live.state.named import Collected

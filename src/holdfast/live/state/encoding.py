@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from holdfast.base.errors import UsageError
 from holdfast.core.codec.digest import hexdigest
 from holdfast.core.format import extras
+from holdfast.core.format.unsaved import Unsaved
 from holdfast.live.ragged import is_ragged
 from holdfast.live.state.devices import wait_for_writers
 from holdfast.live.state.loaded import loaded_states
@@ -84,7 +85,7 @@ def encode_extra(
         value = tuple(value)
     try:
         tree = extras.encode(value, on_other, utf8=True)
-    except extras.Unsaved as error:
+    except Unsaved as error:
         raise error.within(key) from None
     for path, leaf, into in sorted(objects, key=itemgetter(0)):
         name = f"{key}.{path}" if path else key
@@ -106,7 +107,7 @@ def add_order(live: Collected, name: str, loader: Any, saved: Any, rule: str | N
 def _named(live: Collected, name: str, leaf: torch.Tensor, path: str) -> dict[str, str]:
     """Add a tensor of a user's own dict or list, and refer to it."""
     if not path:  # its name would be that of the value itself
-        raise extras.Unsaved(" key", "a tensor under an empty text cannot be saved", "name it")
+        raise Unsaved(" key", "a tensor under an empty text cannot be saved", "name it")
     live.add(name, "tensor", leaf, steady=False)
     return {"$at": name}
 

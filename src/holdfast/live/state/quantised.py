@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from holdfast.base.errors import FormatError, need
-from holdfast.core.format.extras import Unsaved
+from holdfast.core.format.unsaved import Unsaved
 from holdfast.live.state.placed import dtype_name
 
 # -- torch's own -------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from holdfast.base.text import first_of, listed
 from holdfast.base.wire import WireError, decode_msgpack, rank_errors
 from holdfast.core.codec.digest import digest
 from holdfast.core.group import Group
-from holdfast.core.layout import Placement
+from holdfast.core.layout.pieces import Placement
 from holdfast.live.state.agreed import Class, Sample, SampleRow
 from holdfast.live.state.arrays import raw_array
 from holdfast.live.state.devices import devices_of, on, wait_for

@@ -16,6 +16,7 @@ import torch
 
 from holdfast.base.errors import HoldfastError
 from holdfast.core.format import extras
+from holdfast.core.format.unsaved import Unsaved
 from holdfast.live.state.modules import module_tensors
 from holdfast.live.state.recognising import State, stages
 from holdfast.live.state.rng import Rng
@@ -85,6 +86,6 @@ def _size(value: Any) -> int:
 def _among(tensors: list[torch.Tensor], leaf: Any) -> int:
     """Add a tensor to the others; return its number.  `Unsaved` if it is something else."""
     if not isinstance(leaf, torch.Tensor):
-        raise extras.Unsaved("", "an object")
+        raise Unsaved("", "an object")
     tensors.append(leaf)
     return len(tensors)

@@ -24,8 +24,8 @@ from holdfast.tiers.memory.node import messages as w
 from holdfast.tiers.memory.node.client import Client
 from holdfast.tiers.memory.node.effects import FREED
 from holdfast.tiers.memory.node.fetch import Peer
+from holdfast.tiers.memory.node.home import last_agent
 from holdfast.tiers.memory.node.inventory import ELSEWHERE_S, ELSEWHERE_THREADS, elsewhere
-from holdfast.tiers.memory.node.segment import last_agent
 from holdfast.tiers.memory.options import Memory
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -26,7 +26,6 @@ from holdfast.core.checkpoint.names import (
     run_of_log,
     step_prefix,
 )
-from holdfast.core.checkpoint.opened import Checkpoint
 from holdfast.core.checkpoint.recorded import parse_segment, segments
 from holdfast.core.checkpoint.reserved_space import missing_bytes
 from holdfast.core.format.checking import check
@@ -46,6 +45,9 @@ from holdfast.tiers.records.segment import (
 )
 from holdfast.tiers.records.space import by_age, newest_of
 from holdfast.tiers.records.writer_registry import ended
+
+if TYPE_CHECKING:
+    from holdfast.core.checkpoint.opened import Checkpoint
 
 
 class LogSegment(msgspec.Struct, frozen=True):
@@ -409,6 +411,8 @@ class Log:
             step_prefix(step.step) + _path(step, rank): (segment, record)
             for rank, (segment, record) in step.records.items()
         }
+        from holdfast.core.checkpoint.opened import Checkpoint
+
         return Checkpoint(LogStore(store or self.store, places), manifest)
 
     def plan(self, step: RecordedStep) -> SegmentPlan:

@@ -12,7 +12,8 @@ import torch
 
 from holdfast.core.format.image import Image, plan_image
 from holdfast.core.format.manifest import TensorEntry
-from holdfast.core.layout import Box, Pieces
+from holdfast.core.layout import Box
+from holdfast.core.layout.pieces import Pieces
 from holdfast.live.saving.planning import new_plan
 from holdfast.live.state.agreed import Agreement
 from holdfast.live.state.arrays import raw_array

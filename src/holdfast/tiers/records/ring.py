@@ -9,8 +9,6 @@ from contextlib import suppress
 from io import FileIO
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 if TYPE_CHECKING:
     from holdfast.live.state.devices import LockedPages
 
@@ -55,6 +53,8 @@ class Ring:
         """
         madvise = ctypes.CDLL(None, use_errno=True).madvise
         with suppress(ValueError, BufferError):  # closed meanwhile
+            import numpy as np
+
             start = np.frombuffer(self._map, np.uint8).ctypes.data
             for at in range(0, len(self._map), POPULATED_BYTES):
                 size = min(POPULATED_BYTES, len(self._map) - at)

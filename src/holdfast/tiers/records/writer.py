@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import select
 import socket
+import struct
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from holdfast.base.background import weigh_session, yield_to_training
 from holdfast.base.errors import Exists, OutOfSpace
@@ -52,10 +52,11 @@ class SegmentWriter:
     def digested(self, put: w.Put) -> w.Put:
         """Add the digests of its chunks to the image in a slot; return the record with their digest."""
         view, record = self.ring.slot(put.slot), put.record
-        digests = np.empty(num_chunks(record.table, CHUNK_BYTES), "<u8")
+        digests = [0] * num_chunks(record.table, CHUNK_BYTES)
         digest_chunks(view[: record.table], digests)
-        view[record.table : record.bytes] = digests.tobytes()
-        done = msgspec.structs.replace(record, digest=hexdigest(digests.tobytes()))
+        table = struct.pack(f"<{len(digests)}Q", *digests)
+        view[record.table : record.bytes] = table
+        done = msgspec.structs.replace(record, digest=hexdigest(table))
         return msgspec.structs.replace(put, record=done)
 
     def write(self, batch: list[w.Put]) -> tuple[int, float]:

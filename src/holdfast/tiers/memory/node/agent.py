@@ -37,22 +37,21 @@ from holdfast.core.format.manifest import decode_manifest
 from holdfast.tiers.memory.node import effects as e
 from holdfast.tiers.memory.node import messages as w
 from holdfast.tiers.memory.node import state_machine
+from holdfast.tiers.memory.node.home import (
+    SOCKET,
+    AgentNote,
+    home,
+    last_agent,
+    make_home,
+    note_agent,
+)
 from holdfast.tiers.memory.node.jobs import Job
 from holdfast.tiers.memory.node.messages import Slot
 from holdfast.tiers.memory.node.persist import commit_late, persist
 from holdfast.tiers.memory.node.protect import Encoding, protect
 from holdfast.tiers.memory.node.remains import dead_trainers, held_alone
 from holdfast.tiers.memory.node.requests import Requests
-from holdfast.tiers.memory.node.segment import (
-    SOCKET,
-    AgentNote,
-    Segments,
-    home,
-    job_note,
-    last_agent,
-    make_home,
-    note_agent,
-)
+from holdfast.tiers.memory.node.segment import Segments, job_note
 from holdfast.tiers.memory.node.servers import local_app, peer_app
 from holdfast.tiers.memory.node.throttle import Throttle
 from holdfast.tiers.memory.node.tls import serving

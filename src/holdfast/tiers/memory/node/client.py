@@ -23,7 +23,7 @@ from holdfast.base.host import process_state
 from holdfast.base.wire import decode_error, decode_msgpack
 from holdfast.core.store.oserrors import translated
 from holdfast.tiers.memory.node import messages as w
-from holdfast.tiers.memory.node.segment import SOCKET, check_home, home, last_agent, make_home
+from holdfast.tiers.memory.node.home import SOCKET, check_home, home, last_agent, make_home
 
 START_S = 60.0
 """Seconds for which a new agent is waited for: on a busy node it may take half a minute to begin."""

@@ -30,19 +30,16 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from holdfast.base.errors import Corrupt, UnsupportedVersion, UsageError
+from holdfast.base.errors import Corrupt, UnsupportedVersion
 from holdfast.base.wire import decode_json
 from holdfast.core.codec.digest import digest_chunks, hexdigest, num_chunks
 from holdfast.core.codec.table import DigestTable
+from holdfast.tiers.memory.node.home import ANEW, make_home, replace_file
 from holdfast.tiers.memory.node.jobs import Job
 from holdfast.tiers.memory.node.messages import VERSION, Card, Slot
 
 _MANIFEST = re.compile(r"manifest-(\d{10,})-([0-9A-Za-z-]+)")
 _NAME = re.compile(r"[a-z]+-\d{5,}-\d+")
-_ANEW = os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-SOCKET = "agent.sock"
-MOST_SOCKET_BYTES = 107
-"""Most bytes of a Unix socket's path, on Linux."""
 
 
 class JobNote(msgspec.Struct, frozen=True):
@@ -61,76 +58,8 @@ def job_note(job: Job) -> JobNote:
     return JobNote(job.root, job.run, job.trainers, job.claim, job.flush_s, job.bytes_per_s)
 
 
-class AgentNote(msgspec.Struct, frozen=True):
-    """`agent.json`: the agent that is here, or was here last."""
-
-    pid: int = 0
-    started: str = ""
-    address: str = ""
-    ended: str = ""
-    """How it ended; empty while it runs, and if it had no time to say so."""
-    before: tuple[int, str] = (0, "")
-    """Process and end of the agent before it."""
-
-
-def last_agent(root: Path) -> AgentNote:
-    """Return what is noted of the last agent that was here; process 0 if none was."""
-    try:
-        return decode_json((root / "agent.json").read_bytes(), AgentNote)
-    except (OSError, msgspec.DecodeError):
-        return AgentNote()
-
-
-def note_agent(root: Path, note: AgentNote) -> None:
-    """Write `agent.json`, in one piece; OSError."""
-    _replace(root / "agent.json", msgspec.json.encode(note))
-
-
-def _replace(path: Path, data: bytes, at: int | None = None) -> None:
-    """Replace a file in one piece; `at`: its time of change, in nanoseconds."""
-    temp = path.with_name(f".{path.name}.new")
-    fd = os.open(temp, os.O_WRONLY | _ANEW, 0o600)
-    with open(fd, "wb") as file:
-        file.write(data)
-    if at is not None:
-        os.utime(temp, ns=(at, at))
-    os.replace(temp, path)
-
-
 class _Version(msgspec.Struct):
     version: int = VERSION
-
-
-def check_home(root: Path) -> None:
-    """UsageError unless a directory is this user's alone: anybody may make one in /dev/shm."""
-    seen = root.lstat()
-    if not stat.S_ISDIR(seen.st_mode) or seen.st_uid != os.getuid() or seen.st_mode & 0o077:
-        raise UsageError(
-            f"{root} is not a directory of this user alone (mode {stat.filemode(seen.st_mode)}, user "
-            f"{seen.st_uid})",
-            hint="remove it, or set HOLDFAST_MEMORY_DIR to another place in memory",
-        )
-
-
-def make_home(root: Path) -> None:
-    """Make a directory of this user alone, unless it is there.  UsageError if something else is."""
-    with suppress(FileExistsError):
-        root.mkdir(mode=0o700, parents=True)
-    check_home(root)
-
-
-def home() -> Path:
-    """Return the directory of this user's agent on this node: HOLDFAST_MEMORY_DIR, or a folder of
-    /dev/shm.  UsageError if its path is too long for a socket in it."""
-    given = os.environ.get("HOLDFAST_MEMORY_DIR")
-    found = Path(given).absolute() if given else Path(f"/dev/shm/holdfast-{os.getuid()}")
-    size, most = len(os.fsencode(found)), MOST_SOCKET_BYTES - len(f"/{SOCKET}")
-    if size > most:
-        raise UsageError(
-            f"HOLDFAST_MEMORY_DIR={found} has {size} bytes; with its socket's name it may have {most}",
-            hint="a shorter path, in /dev/shm",
-        )
-    return found
 
 
 class Segments:
@@ -160,7 +89,7 @@ class Segments:
         that were removed are deleted first, to make room."""
         self.delete_removed()
         (self.jobs / job).mkdir(mode=0o700, exist_ok=True)
-        fd = os.open(self.path(job, name), os.O_RDWR | _ANEW, 0o600)
+        fd = os.open(self.path(job, name), os.O_RDWR | ANEW, 0o600)
         try:
             os.posix_fallocate(fd, 0, capacity)
         finally:
@@ -205,7 +134,7 @@ class Segments:
     def _put(self, job: str, name: str, data: bytes, at: int | None = None) -> None:
         path = self.path(job, name)
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        _replace(path, data, at)
+        replace_file(path, data, at)
 
     def manifests(self, job: str) -> list[tuple[int, str, Path]]:
         """(step, attempt, file) of every committed snapshot, in the order of their commits."""
