@@ -365,7 +365,7 @@ def test_a_spare_serves_however_the_script_has_set_torch(is_broken: bool, tmp_pa
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert "rank 2 in 1" in ran.stdout
     assert "a spare (process" not in ran.stderr
-    assert ("the first step of a spare will be slow" in ran.stderr) is is_broken
+    assert ("the first step of this spare will be slow" in ran.stderr) is is_broken
 
 
 ENDING = """
