@@ -6,6 +6,7 @@ import importlib
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -114,13 +115,15 @@ def detect(url: str | os.PathLike[str]) -> str | None:
         if not _may_be(prefix, store):
             raise NotFound(f"no {prefix} checkpoint in {store.url}", hint=_instead(path, store))
         return prefix
-    if not isinstance(store, OneFile) and step_numbers(store):
-        return None
+    if not isinstance(store, (LocalStore, OneFile)) and step_numbers(store):
+        return None  # one request instead of several per format
     found = next((name for name in SOURCE_FORMATS if _is(name, store)), None)
-    if isinstance(store, OneFile) and found is None:
-        what = f"{store.url} is a file of no format that holdfast knows"
-        raise NotFound(what, hint=near_path(path))
-    return found
+    if isinstance(store, OneFile):
+        if found is None:
+            what = f"{store.url} is a file of no format that holdfast knows"
+            raise NotFound(what, hint=near_path(path))
+        return found
+    return None if found is None or step_numbers(store) else found
 
 
 def _refuse_name_of_step(store: OneFile, folder: str) -> None:
@@ -143,12 +146,20 @@ def _refuse_name_of_step(store: OneFile, folder: str) -> None:
 
 
 def _has_own_steps(path: str) -> bool:
-    """True for the folder of a step by itself, and if a bucket's folder has holdfast's steps; lists only
-    `steps/`, as a root may be large."""
+    """True for the folder of a step by itself, and for a root with steps; of a root, which may be large,
+    only `steps/` is listed, and of a local one no further than to its first step."""
     store = root_at(path)
     if isinstance(store, LoneStep):
         return True
-    return not isinstance(store, LocalStore) and bool(step_numbers(store))
+    if not isinstance(store, LocalStore):
+        return bool(step_numbers(store))
+    steps = os.path.join(store.root, "steps")
+    with suppress(OSError), os.scandir(steps) as found:
+        return any(
+            re.fullmatch(STEP, one.name) and os.path.isfile(f"{one.path}/manifest.json")
+            for one in found
+        )
+    return False
 
 
 def _is(name: str, store: Store) -> bool:
