@@ -61,10 +61,33 @@ def test_an_older_torch_is_refused_in_a_sentence(
 
 
 @pytest.mark.parametrize(
-    "version", [".".join(map(str, OLDEST)) + ".0a0+git1", "2.10.0", "2.15.0+cpu", "3.0.0", None]
+    "version",
+    [".".join(map(str, OLDEST)) + ".0a0+git1", "2.10.0", "2.15.0+cpu", "3.0.0", None]
+    + ["0+untagged.12.gabc", "2rc1.3", "2", "nightly", ""],
 )
 def test_others_are_not(tmp_path: Path, version: str | None) -> None:
     assert imported(tmp_path, version) == f"imported {holdfast.__version__}"
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("__version__ = '2.7.0'  # x\n", "2.7.0"),
+        ('__version__ = "2.7.0"\n', "2.7.0"),
+        ("__version__ = ''\n", None),
+        ("__version__ = found()\n__version__ = '2.7.1'\n", "2.7.1"),
+        ("__version__: str = '2.7.0'\n", None),
+    ],
+)
+def test_only_a_version_in_quotes_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, version: str | None
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("")
+    (tmp_path / "torch/version.py").write_text(text)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert installed() == version
 
 
 def test_what_is_installed_is_read_without_importing_it() -> None:

@@ -26,6 +26,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
             "errors",
             "gc_pause",
             "host",
+            "memory_address",
             "memory_limit",
             "suggest",
             "text",
@@ -246,6 +247,23 @@ def test_only_wire_decodes_into_classes() -> None:
 
 NUMPY_FREE = ("holdfast.cli.ls", "holdfast.tiers.records.writer", "holdfast.core.store")
 """Numpy would take half the time in which these begin: `holdfast ls`, and the writer of records."""
+
+
+def test_a_write_needs_no_numpy_either(tmp_path: Path) -> None:
+    """Nor does the alignment of its memory, which a direct write asks for."""
+    code = (
+        "import sys\n"
+        "from holdfast.core.store import open_store\n"
+        "file = open_store(sys.argv[1]).create('a', 8192)\n"
+        "file.write(0, memoryview(b'x' * 8192))\n"
+        "file.finish()\n"
+        "assert 'numpy' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "a").read_bytes() == b"x" * 8192
 
 
 @pytest.mark.parametrize(("modules", "package"), [(TORCH_FREE, "torch"), (NUMPY_FREE, "numpy")])

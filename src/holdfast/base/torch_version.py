@@ -12,7 +12,7 @@ import sys
 
 OLDEST = (2, 6)
 """The oldest version that the tests pass with (`make versions`); `pyproject.toml` says it, too."""
-_SAYS = "__version__ = "
+_DIGITS = "0123456789"
 
 
 def refuse_older() -> None:
@@ -21,8 +21,9 @@ def refuse_older() -> None:
     Without torch, or with one that does not say its version, nothing happens.
     """
     version = installed() or ""
-    numbers = tuple(map(_leading_number, version.split(".")[:2]))
-    if len(numbers) < 2 or -1 in numbers or numbers >= OLDEST:
+    major, _, rest = version.partition(".")
+    minor = rest[: len(rest) - len(rest.lstrip(_DIGITS))]
+    if not (major.isdecimal() and minor) or (int(major), int(minor)) >= OLDEST:
         return
     from holdfast.base.errors import UsageError
 
@@ -39,18 +40,20 @@ def installed() -> str | None:
         version = getattr(sys.modules["torch"], "__version__", None)
         return version and str(version)
     finders = (one for one in sys.meta_path if hasattr(one, "find_spec"))
-    spec = next(filter(None, (one.find_spec("torch", None) for one in finders)), None)
+    spec = next(filter(None, (one.find_spec("torch", None, None) for one in finders)), None)
     for folder in (spec and spec.submodule_search_locations) or ():
         try:
             with open(os.path.join(folder, "version.py")) as file:
-                lines = [line for line in file if line.startswith(_SAYS)]
+                return next(filter(None, map(_stated, file)), None)
         except OSError:
             continue
-        return lines[0][len(_SAYS) :].strip().strip("'\"") if lines else None
     return None
 
 
-def _leading_number(text: str) -> int:
-    """The number with which a text begins; -1 if it begins with none."""
-    digits = text[: len(text) - len(text.lstrip("0123456789"))]
-    return int(digits or -1)
+def _stated(line: str) -> str | None:
+    """The version in a line `__version__ = "VERSION"`; None for any other line."""
+    name, _, value = line.partition(" = ")
+    quote = value[:1]
+    if name != "__version__" or quote not in ("'", '"'):
+        return None
+    return value[1:].partition(quote)[0] or None

@@ -31,6 +31,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from holdfast.base.host import host_id
+from holdfast.base.memory_address import memory_address
 from holdfast.core.store.contract import BLOCK_BYTES
 from holdfast.core.store.directories import (
     fsync_directories,
@@ -247,9 +248,7 @@ class TempFile:
 
 def is_aligned(view: memoryview) -> bool:
     """True if memory starts at a multiple of `BLOCK_BYTES`."""
-    import numpy as np
-
-    return np.frombuffer(view, np.uint8).ctypes.data % BLOCK_BYTES == 0
+    return memory_address(view) % BLOCK_BYTES == 0
 
 
 def _whole_blocks(num_bytes: int) -> int:

@@ -9,6 +9,8 @@ from contextlib import suppress
 from io import FileIO
 from typing import TYPE_CHECKING
 
+from holdfast.base.memory_address import memory_address
+
 if TYPE_CHECKING:
     from holdfast.live.state.devices import LockedPages
 
@@ -53,9 +55,7 @@ class Ring:
         """
         madvise = ctypes.CDLL(None, use_errno=True).madvise
         with suppress(ValueError, BufferError):  # closed meanwhile
-            import numpy as np
-
-            start = np.frombuffer(self._map, np.uint8).ctypes.data
+            start = memory_address(self._map)
             for at in range(0, len(self._map), POPULATED_BYTES):
                 size = min(POPULATED_BYTES, len(self._map) - at)
                 where = ctypes.c_void_p(start + at)
