@@ -8,6 +8,7 @@ import pkgutil
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -26,6 +27,11 @@ OURS = {
     "session/steering.py": {"_load", "_stall"},
 }
 """Names that are holdfast's own, used outside of the class that has them, or ends of names in files."""
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def is_private(name: str) -> bool:
@@ -81,7 +87,8 @@ def of_others(tree: ast.AST) -> set[str]:
     inside, own, found = members(tree), own_names(tree), set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
-            inherited = ast.unparse(node.value) == "super()"
+            of = node.value
+            inherited = isinstance(of, ast.Call) and ast.unparse(of) == "super()"
             if inherited or node.attr not in inside:
                 found.add(node.attr)
     texts = {text for text in said(tree) if "." in text or text not in own}
@@ -99,7 +106,7 @@ def used() -> dict[str, set[str]]:
         key = path.relative_to(SRC).as_posix()
         if key.startswith("formats/"):
             continue
-        names = of_others(ast.parse(path.read_text())) - OURS.get(key, set())
+        names = of_others(parsed(path)) - OURS.get(key, set())
         found[key] = {name for name in names if not name.startswith("_holdfast")}
     return found
 
@@ -108,7 +115,7 @@ def asked_for() -> set[str]:
     """The names that the code asks `need` for, also by way of a constant or a variable."""
     found: set[str] = set()
     for path in SRC.rglob("*.py"):
-        tree = ast.parse(path.read_text())
+        tree = parsed(path)
         values: dict[str, set[str]] = {}
         for node in ast.walk(tree):
             if isinstance(node, ast.Assign):
@@ -117,16 +124,17 @@ def asked_for() -> set[str]:
                 ):
                     values.setdefault(name, set()).update(texts(node.value))
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in (
-                "need",
-                "errors.need",
-                "_of",
-            ):
+            if isinstance(node, ast.Call) and _called(node) in ("need", "_of"):
                 for one in node.args[1:]:
                     found |= texts(one)
                     names = (n.id for n in ast.walk(one) if isinstance(n, ast.Name))
                     found.update(*(values.get(name, ()) for name in names))
     return found
+
+
+def _called(node: ast.Call) -> str:
+    """The last name of what is called: `need` of `errors.need(...)`."""
+    return getattr(node.func, "attr", getattr(node.func, "id", ""))
 
 
 def overridden() -> set[tuple[str, str]]:

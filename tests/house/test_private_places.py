@@ -17,7 +17,7 @@ import pytest
 
 from holdfast import errors
 from holdfast.launch.registries import REGISTRIES
-from house.private_names import SRC, asked_for, is_private, of_others, said, used
+from house.private_names import SRC, asked_for, is_private, of_others, parsed, said, used
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs"))
@@ -59,7 +59,7 @@ def test_the_table_has_each_private_name_that_the_code_uses() -> None:
 def test_the_code_uses_each_place_of_the_table() -> None:
     names = {
         path.relative_to(SRC).as_posix(): {
-            part for text in said(ast.parse(path.read_text())) for part in text.split(".")
+            part for text in said(parsed(path)) for part in text.split(".")
         }
         for path in SRC.rglob("*.py")
     }
