@@ -557,7 +557,7 @@ def await_all(pids: dict[tuple[Case, int], int], folder: Path) -> None:
 def stop_agent(node: Path) -> None:
     """What the ranks of a case had started."""
     client = Client(node, deadline_s=BOUND_S)
-    if client.is_there():
+    if client.look() != "nobody":
         client.ask(messages.Stop(free=True))
 
 

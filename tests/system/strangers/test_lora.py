@@ -11,9 +11,8 @@ from torch import nn
 
 import holdfast
 from holdfast import Checkpointer, Delta, Every, HoldfastWarning
-from holdfast.tiers.memory.node import messages as w
-from holdfast.tiers.memory.node.client import Client
 from system.distributed.launch import launch
+from tiers.memory.agents import stop
 
 pytestmark = pytest.mark.soak
 RECORDS = {"every": Every(durable=4, delta=1), "delta": Delta(batch=1)}
@@ -95,6 +94,4 @@ def test_on_two_ranks(tmp_path: Path, layout: str) -> None:
     try:
         launch("system.strangers.lora_ranks", 2, tmp_path, layout, forked=False).check()
     finally:
-        node = Client(tmp_path / "node", deadline_s=30.0)
-        if node.is_there():
-            node.ask(w.Stop(free=True))
+        stop(tmp_path / "node")

@@ -46,6 +46,16 @@ def kill(root: Path) -> None:
     await_gone(pid)
 
 
+def stop(root: Path, *, free: bool = True) -> None:
+    """End the agent if one runs, however slow a busy machine makes its answers."""
+    client = Client(root, deadline_s=120.0)
+    if client.look() == "nobody":
+        return
+    pid = pid_of(root)
+    client.ask(w.Stop(free=free))
+    await_gone(pid)
+
+
 def trainers(root: Path) -> list[int]:
     """The processes of the one job there."""
     (note,) = root.glob("jobs/*/job.json")
@@ -68,8 +78,7 @@ def agent(root: Path, budget: int = 1 << 30, *, tls: bool = False) -> Iterator[C
     try:
         yield client
     finally:
-        if client.is_there():
-            client.ask(w.Stop())
+        stop(root, free=False)
         await_gone(pid_of(root))
 
 

@@ -7,10 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from holdfast.tiers.memory.node import messages as w
-from holdfast.tiers.memory.node.client import Client
 from holdfast.tiers.records.writer_registry import WriterEntry
-from tiers.memory.agents import await_gone, pid_of
+from tiers.memory.agents import stop
 from tiers.memory.zygote import Lives
 
 WRITERS_S = 120.0
@@ -29,14 +27,8 @@ def lives(zygote: Lives, tmp_path: Path) -> Iterator[Lives]:
     """Agents and writers are gone before the next test."""
     zygote.place = tmp_path
     yield zygote
-    stopped = []
     for node in tmp_path.glob("node*"):
-        client = Client(node, deadline_s=120.0)
-        if client.is_there():
-            client.ask(w.Stop(free=True))
-            stopped.append(pid_of(node))
-    for pid in stopped:
-        await_gone(pid)
+        stop(node)
     until = time.monotonic() + WRITERS_S
     while any(is_at_work(mark) for mark in tmp_path.glob("root/log/*/*.writing")):
         assert time.monotonic() < until  # writers end by themselves

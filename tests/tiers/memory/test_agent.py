@@ -664,7 +664,7 @@ def test_it_survives_its_starter(root: Path) -> None:
     assert starter.stdout is not None and starter.stdout.readline() == b"up\n"
     os.killpg(starter.pid, signal.SIGKILL)
     starter.wait()
-    assert Client(root).is_there() and not is_gone(pid_of(root))
+    assert Client(root).look() == "there" and not is_gone(pid_of(root))
     Client(root).ask(w.Stop(free=True))
     await_gone(pid_of(root))
 

@@ -154,7 +154,7 @@ def test_one_that_a_training_has_started_stays_when_it_is_told_to(tmp_path: Path
         assert status == 0 and "0 B of 5.00 MB in use" in said
         status, said = agent(tmp_path, "run")
         assert status == 2 and f"has an agent already, process {pid}" in said
-        assert pid_of(tmp_path) == pid and client.is_there()
+        assert pid_of(tmp_path) == pid and client.look() == "there"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import holdfast
 from holdfast.errors import HoldfastWarning
 from holdfast.tiers.memory.node import messages as w
 from holdfast.tiers.memory.node.client import Client
-from tiers.memory.agents import await_gone, pid_of
+from tiers.memory.agents import stop
 
 pytestmark = pytest.mark.slow
 
@@ -26,11 +26,7 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     place = tmp_path / "node"
     monkeypatch.setenv("HOLDFAST_MEMORY_DIR", str(place))
     yield place
-    client = Client(place)
-    if client.is_there():
-        pid = pid_of(place)
-        client.ask(w.Stop(free=True))
-        await_gone(pid)
+    stop(place)
 
 
 def job(root: Path, size: int, budget: str | None = None) -> holdfast.Checkpointer:

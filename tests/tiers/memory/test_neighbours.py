@@ -16,7 +16,7 @@ import pytest
 import zygote
 from holdfast.tiers.memory.node import messages as w
 from holdfast.tiers.memory.node.client import Client
-from tiers.memory.agents import await_gone, kill, pid_of
+from tiers.memory.agents import await_gone, kill, pid_of, stop
 from tiers.memory.test_agent_verb import agent, job_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -63,10 +63,7 @@ class Neighbour:
 def node(tmp_path: Path) -> Iterator[Path]:
     found = tmp_path / "node"
     yield found
-    client = Client(found, deadline_s=30.0)
-    if client.is_there():
-        client.ask(w.Stop(free=True))
-        await_gone(pid_of(found))
+    stop(found)
 
 
 @pytest.fixture

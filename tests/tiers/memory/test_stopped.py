@@ -14,11 +14,9 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from holdfast.tiers.memory.node import messages as w
-from holdfast.tiers.memory.node.client import Client
 from system.nodes import elastic_train
 from system.nodes.story import Life, lives_in
-from tiers.memory.agents import await_gone, pid_of
+from tiers.memory.agents import stop
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.soak]
 RANKS = 2
@@ -86,10 +84,7 @@ def starts(tmp_path: Path) -> Iterator[Starts]:
     yield found
     if found.process is not None and found.process.poll() is None:
         found.process.kill()
-    client = Client(tmp_path / "node", deadline_s=30.0)
-    if client.is_there():
-        client.ask(w.Stop(free=True))
-        await_gone(pid_of(tmp_path / "node"))
+    stop(tmp_path / "node")
 
 
 def test_the_next_start_reads_from_memory(starts: Starts) -> None:

@@ -178,10 +178,6 @@ class Client:
             return "nobody"
         return "there"
 
-    def is_there(self) -> bool:
-        """True if an agent answers."""
-        return self.look() == "there"
-
     def ask_again(self) -> None:
         """Forget that an agent was silent."""
         self._silent_s = self._again_at = 0.0
