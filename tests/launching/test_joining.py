@@ -27,7 +27,7 @@ LAUNCHER = """
 import os, sys
 from holdfast.launch import command
 if "UNSAVED_S" in os.environ:
-    from holdfast.launch import agent
+    from holdfast.launch import elastic_agent
     elastic_agent.UNSAVED_S = float(os.environ["UNSAVED_S"])
 sys.exit(command.main(sys.argv[1:]))
 """
