@@ -249,6 +249,21 @@ NUMPY_FREE = ("holdfast.cli.ls", "holdfast.tiers.records.writer", "holdfast.core
 """Numpy would take half the time in which these begin: `holdfast ls`, and the writer of records."""
 
 
+@pytest.mark.parametrize(("modules", "package"), [(TORCH_FREE, "torch"), (NUMPY_FREE, "numpy")])
+def test_what_is_not_imported(modules: tuple[str, ...], package: str) -> None:
+    """In one fresh interpreter, one after the other."""
+    code = (
+        "import importlib, sys\n"
+        "for name in sys.argv[2:]:\n"
+        "    importlib.import_module(name)\n"
+        "    assert sys.argv[1] not in sys.modules, name"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, package, *modules], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_write_needs_no_numpy_either(tmp_path: Path) -> None:
     """Nor does the alignment of its memory, which a direct write asks for."""
     code = (
@@ -264,21 +279,6 @@ def test_a_write_needs_no_numpy_either(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "a").read_bytes() == b"x" * 8192
-
-
-@pytest.mark.parametrize(("modules", "package"), [(TORCH_FREE, "torch"), (NUMPY_FREE, "numpy")])
-def test_what_is_not_imported(modules: tuple[str, ...], package: str) -> None:
-    """In one fresh interpreter, one after the other."""
-    code = (
-        "import importlib, sys\n"
-        "for name in sys.argv[2:]:\n"
-        "    importlib.import_module(name)\n"
-        "    assert sys.argv[1] not in sys.modules, name"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, package, *modules], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_there_is_one_of_each() -> None:

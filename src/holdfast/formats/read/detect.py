@@ -115,8 +115,6 @@ def detect(url: str | os.PathLike[str]) -> str | None:
         if not _may_be(prefix, store):
             raise NotFound(f"no {prefix} checkpoint in {store.url}", hint=_instead(path, store))
         return prefix
-    if not isinstance(store, (LocalStore, OneFile)) and step_numbers(store):
-        return None  # one request instead of several per format
     found = next((name for name in SOURCE_FORMATS if _is(name, store)), None)
     if isinstance(store, OneFile):
         if found is None:
