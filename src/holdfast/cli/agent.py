@@ -44,9 +44,7 @@ def run(action: str, *, job: str, host: str, budget: str, free: bool, tls: bool)
         _start(client, host, limit, tls)
     if action == "clean":
         return _clean(client, job)
-    if (found := client.look()) != "there":
-        if found == "silent":
-            raise client.silence()
+    if not _is_there(client):
         return _nobody(client)
     if action == "stop":
         return _stop(client, free)
@@ -62,6 +60,14 @@ def _check_options(action: str, given: dict[str, object]) -> None:
         if value and name not in OPTIONS_OF.get(action, ()):
             hint = "`--help` says which action has it"
             raise UsageError(f"`holdfast agent {action}` has no {name}", hint=hint)
+
+
+def _is_there(client: Client) -> bool:
+    """Whether an agent answers.  AgentUnreachable if one is silent at two looks: busy nodes are slow."""
+    found = client.look()
+    if found == "silent" and (found := client.look()) == "silent":
+        raise client.silence()
+    return found == "there"
 
 
 def _start(client: Client, host: str, budget: int, tls: bool) -> None:
@@ -139,10 +145,7 @@ def _left(client: Client) -> int:
 def _clean(client: Client, job: str) -> Result:
     """Free the memory of dead jobs, by the agent if there is one."""
     freed: list[str] = []
-    found = client.look()
-    if found == "silent":
-        raise client.silence()
-    if found == "there":
+    if _is_there(client):
         freed = client.ask(w.Clean(job), list[str])
     elif _left(client):
         freed = free_remains(client.root, job)
