@@ -246,7 +246,7 @@ def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
     with pytest.raises(holdfast.errors.UsageError, match="no project_dir"):
         attach(accelerate.Accelerator(cpu=True))
     accelerator = attach(accelerate.Accelerator(cpu=True), tmp_path / "run")
-    with pytest.raises(holdfast.errors.UsageError, match="no number of a step"):
+    with pytest.raises(holdfast.errors.UsageError, match="does not end with a step's number"):
         accelerator.save_state("checkpoint")
     accelerator.end_training()
 
