@@ -573,7 +573,11 @@ class _Saving:
         return {**rest, "state_dict": self.lightning_module_state_dict()}
 
     def _has_steps(self) -> bool:
-        has_steps = self._is_first and bool(steps(self._root))
+        """A dry run makes no root; nor need there be one."""
+        has_steps = False
+        if self._is_first:
+            with suppress(errors.NotFound):
+                has_steps = bool(steps(self._root))
         return bool(self.broadcast(has_steps))  # type: ignore[attr-defined]
 
     def _take_over(self, step: int, states: dict[str, Any], newer: dict[str, Any]) -> None:

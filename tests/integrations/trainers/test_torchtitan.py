@@ -131,6 +131,9 @@ def test_each_option(tmp_path: Path, ranks: Ranks) -> None:
     other = settings(tmp_path / "other", initial_load_path=root, steps=1)
     first = value(ranks.printed(other.text()), "BEGIN").split()
     assert first[1:3] == ["0", "True"]
+    only = settings(tmp_path / "only", initial_load_path=root, load_only=True, steps=1)
+    assert value(ranks.printed(only.text()), "BEGIN").split() == ["BEGIN", *first[1:]]
+    assert not (tmp_path / "only").exists()  # nor need there have been a folder
     again = settings(tmp_path / "again", initial_load_path=root, initial_load_model_only=False)
     again.steps = 8
     assert value(ranks.printed(again.text()), "BEGIN").split()[1] == "8"
