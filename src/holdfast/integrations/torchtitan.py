@@ -107,7 +107,8 @@ class HoldfastCheckpointManager(CheckpointManager):
         found = self.ckpt.find() if self.ckpt is not None and wanted is None else None
         newest = wanted
         if wanted is None and self._loads_part:
-            newest = max(_steps_of(self.folder), default=None)
+            with suppress(errors.NotFound):  # no folder yet: a first run with `load_only`
+                newest = max(steps(self.folder), default=None)
         elif found is not None:
             newest = found.step
         if newest is None:
@@ -159,7 +160,7 @@ class HoldfastCheckpointManager(CheckpointManager):
     def _has(self, step: int) -> bool:
         """True if holdfast has the step in a place that `_load` reads.  Collective."""
         if self.ckpt is None or self._loads_part:
-            return step in _steps_of(self.folder)
+            return step in steps(self.folder)
         try:
             return self.ckpt.find(step) is not None
         except (errors.NotFound, errors.NotRecoverable):
@@ -179,7 +180,7 @@ class HoldfastCheckpointManager(CheckpointManager):
         path = self.initial_load_path
         if path is None or self.initial_load_in_hf or self._find_load_step() != -1:
             return bool(super()._load())
-        if not _steps_of(path) or self._is_of_weights(path):
+        if not steps(path) or self._is_of_weights(path):
             return bool(super()._load())
         if self.initial_load_model_only:
             load(path, {MODEL: self._live[MODEL]})
@@ -273,14 +274,6 @@ class HoldfastCheckpointManager(CheckpointManager):
         super()._close()
         if self.ckpt is not None:
             self.ckpt.__exit__(*sys.exc_info())
-
-
-def _steps_of(folder: str) -> list[int]:
-    """Return the steps of a folder; none where there is no folder, as in a first run with `load_only`."""
-    try:
-        return steps(folder)
-    except errors.NotFound:
-        return []
 
 
 def _warn_on_first_rank(text: str, hint: str) -> None:
