@@ -247,7 +247,7 @@ def costs_of(event: Event, request_s: float | None = None) -> Iterator[tuple[str
             fixed_s = min(given["fixed_s"], request_s or given["fixed_s"])
             yield "record", (given["seconds"] - fixed_s) / given["records"]
             yield "batch", fixed_s
-        case "restore.load":
+        case "restore.load" if given["tier"] in ("durable", "memory"):
             yield f"{given['tier']}_load", took
         case "log.headers" if given["files"]:
             yield "open", took / given["files"]

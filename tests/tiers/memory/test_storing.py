@@ -2,6 +2,7 @@
 
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -34,10 +35,9 @@ class Run:
         self.ckpt = holdfast.Checkpointer(
             root,
             {"x": {"t": torch.arange(IMAGE_BYTES // 8)}},
-            every=holdfast.Every(memory=1),
+            **{"every": holdfast.Every(memory=1), **options},
             memory=holdfast.Memory("none"),
             deadline_s=120,
-            **options,
         )
         self.events: list[holdfast.events.Event] = []
 
@@ -301,3 +301,15 @@ def test_a_save_that_is_interrupted_is_over(tmp_path: Path, node: Client, has_me
             assert "snapshot.committed" in seen
         ckpt.step(100)
     assert holdfast.steps(tmp_path / "root") == [1, 100]
+
+
+def test_a_tuned_run_learns_from_every_snapshot(run: Callable[..., Run]) -> None:
+    """Also from those that go on to storage: their events say how long they took, as all do."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", holdfast.HoldfastWarning)
+        one = run(every=holdfast.Auto())
+        for step in (1, 2):
+            one.ckpt.save(step).wait(120)
+        one.ckpt.wait()
+    found = [e.fields["seconds"] for e in one.events if e.name == "snapshot.committed"]
+    assert len(found) == 2 and min(found) > 0

@@ -164,6 +164,17 @@ def test_a_root_that_is_gone_is_restored_from_behind(monkeypatch) -> None:
     assert homes.told == []
 
 
+def test_a_tuned_run_is_restored_from_behind(monkeypatch) -> None:
+    """What that took is no cost of the root's."""
+    homes = Homes()
+    with homes.run(monkeypatch, every=holdfast.Auto()) as run:
+        run.save_and_upload(3)
+    homes.root = store_like()
+    with homes.run(monkeypatch, every=holdfast.Auto()) as run:
+        assert run.ckpt.restore().tier == "upload"
+    assert homes.told == []
+
+
 def test_the_root_comes_first_where_both_have_the_newest(monkeypatch) -> None:
     homes = Homes()
     with homes.run(monkeypatch) as run:

@@ -321,7 +321,7 @@ class MemoryTier(Tier):
         self._commit(op, decision)
         if op.request.durable:
             self.progress.keep(op.step, op.took_s, op.save.image_bytes)
-            emit("snapshot.committed", step=op.step)
+            emit("snapshot.committed", step=op.step, seconds=round(op.took_s, 3))
             self._storing.begin(op, file, decision.manifest)
         op.release()
         if not op.request.durable:
