@@ -233,6 +233,22 @@ if hasattr(torch.optim, "Muon"):
     OPTIMIZERS["muon"] = lambda p: torch.optim.Muon([x for x in p if x.ndim == 2], lr=0.02)
 
 
+def test_a_rate_that_has_become_a_tensor_stays_that_tensor(root: Path) -> None:
+    """A scheduler or a captured graph may hold it.  What is replayed has the recorded number."""
+    at_the_end = recorded(root, lambda: Run(OPTIMIZERS["adamw-loop"]))
+    forget(root, 2 * BASE)
+    run = Run(OPTIMIZERS["adamw-tensor-lr"])
+    held = run.optim.param_groups[0]["lr"]
+    with checkpointer(root, run) as ckpt:
+        assert ckpt.restore() == STEPS
+    assert run.optim.param_groups[0]["lr"] is held
+    assert held.item() == pytest.approx(0.01 * 0.8**STEPS)
+    found = run.everything()
+    for key in ("groups", "sched"):  # which have tensors for numbers
+        del found[key], at_the_end[key]
+    check_equal(found, at_the_end)
+
+
 @pytest.mark.soak_except("momentum", "adamw", "rmsprop")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer(root: Path, name: str) -> None:

@@ -57,7 +57,7 @@ from holdfast.live.restore.compare import judge_together
 from holdfast.live.restore.decoding import decode_value
 from holdfast.live.restore.former_names import are_former
 from holdfast.live.restore.mismatches import Problems
-from holdfast.live.restore.param_groups import put_groups
+from holdfast.live.restore.param_groups import fill_in_place, in_kind_of, put_groups
 from holdfast.live.restore.targets import RestoreOptions, is_known, target_of
 from holdfast.live.saving.merging import merge_extras
 from holdfast.live.sources import Sources
@@ -175,7 +175,8 @@ class Replay:
         memory = [RecordContents(self.optimizers), RecordContents(self.optimizers)]
         pending: dict[str, torch.Tensor] = {}
         last: RecordedStep | None = None
-        with Worker("holdfast-replay") as ahead, span("replay") as fields:
+        held = _tensors_held(self.optimizers)
+        with Worker("holdfast-replay") as ahead, held, span("replay") as fields:
             reading = ahead.submit(self._read, steps[0], memory[0])
             for number, step in enumerate(steps):
                 contents, other = memory[number % 2], memory[(number + 1) % 2]
@@ -491,6 +492,21 @@ class Replay:
         read_together(checkpoint.images, plan.wants, self.group if self.group.size > 1 else None)
         with raise_on_all(self.group, step.step):
             plan.put()
+
+
+@contextmanager
+def _tensors_held(optimizers: list[NamedOptimizer]) -> Iterator[None]:
+    """A block at whose end hyper-parameters that were tensors are these tensors again, with the new values:
+    a script or a captured graph may hold them.  Steps are replayed with values of the recorded type."""
+    groups = [group for one in optimizers for group in one.optimizer.param_groups]
+    tensors = [(g, k, v) for g in groups for k, v in g.items() if isinstance(v, torch.Tensor)]
+    try:
+        yield
+    finally:
+        filled: dict[int, torch.Tensor] = {}
+        for group, name, tensor in tensors:
+            if fill_in_place(tensor, in_kind_of(tensor, group[name]), filled):
+                group[name] = tensor
 
 
 @contextmanager
