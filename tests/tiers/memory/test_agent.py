@@ -24,6 +24,7 @@ import msgspec
 import pytest
 
 import holdfast
+from core.store.test_local import mounted
 from holdfast.base.host import start_time
 from holdfast.base.threads import in_threads
 from holdfast.core.codec.stripes import copy
@@ -145,6 +146,24 @@ def test_what_it_holds_outlives_it(root: Path) -> None:
         assert image(client, lease) == before and before.startswith(DATA)
         report = client.ask(w.Status(), w.AgentReport)
         assert [j.steps for j in report.jobs] == [(7,)]
+
+
+def test_what_it_holds_is_given_where_memory_is_full(tmp_path: Path) -> None:
+    """Others may have filled /dev/shm when an agent that was killed is started again."""
+    with mounted(tmp_path / "shm", "size=16m"), agent(tmp_path / "shm/node") as client:
+        hello(client)
+        lease = put(client, "0001-000001", DATA, step=7)
+        kill(client.root)
+        with (
+            suppress(OSError),
+            open(tmp_path / "shm/others", "wb", buffering=0) as file,
+        ):
+            while file.write(bytes(4096)):
+                pass
+        client.start("127.0.0.1")
+        assert [i.attempt for i in client.ask(w.Ask(JOB), w.Held).images] == ["0001-000001"]
+        assert image(client, lease).startswith(DATA)
+        assert pid_of(client.root)
 
 
 def test_the_newest_is_known_after_the_clock_was_set_back(root: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from contextlib import suppress
@@ -72,8 +73,15 @@ def last_agent(root: Path) -> AgentNote:
 
 
 def note_agent(root: Path, note: AgentNote) -> None:
-    """Write `agent.json`, in one piece; OSError."""
-    replace_file(root / "agent.json", msgspec.json.encode(note))
+    """Write `agent.json`, in one piece; in a full /dev/shm in the place of the one before.  OSError."""
+    path, data = root / "agent.json", msgspec.json.encode(note)
+    try:
+        replace_file(path, data)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        path.unlink(missing_ok=True)
+        replace_file(path, data)
 
 
 def replace_file(path: Path, data: bytes, at: int | None = None) -> None:
