@@ -17,6 +17,7 @@ import torch
 import holdfast
 from holdfast.checkpoint import notes
 from holdfast.cli.main import run
+from holdfast.core.checkpoint.names import manifest_key
 from holdfast.core.checkpoint.pruning import delete_step, prunable, prune
 from holdfast.errors import Corrupt, FormatError, HoldfastError, NotFound, StoreError, UsageError
 from holdfast.live.saving.steps import RootSteps
@@ -544,3 +545,11 @@ def test_pin_takes_an_address_and_words(tmp_path, capsys: pytest.CaptureFixture[
     assert notes.read_notes(LocalStore(url)).live_labels == {"good": 2, "last": 4, "again": 2}
     assert run(["pin", url, "god", "x"]) == 1
     assert "labels there: 'again' (step 2), 'good' (step 2)" in capsys.readouterr().err
+
+
+def test_a_step_that_another_process_has_deleted_is_none_to_delete(root: Store) -> None:
+    saved(root, [1, 2, 3, 4])
+    due = prunable(root, holdfast.Keep(last=1))
+    root.delete(manifest_key(2))
+    assert [delete_step(root, step) for step in due] == [True, False, True]
+    assert holdfast.steps(root.url) == [4]

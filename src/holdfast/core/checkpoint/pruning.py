@@ -222,8 +222,8 @@ def delete_step(
     `lock` is held from reading the manifest to deleting it, so that no newer or newly pinned step is
     deleted. Only files that the manifest names are deleted: another rank may be saving this step again.
 
-    Return False, and delete nothing, if the step is pinned, has a newer format (its files are unknown), or
-    the beginning of its manifest is damaged.
+    Return False, and delete nothing, if the step is pinned, is gone, has a newer format (its files are
+    unknown), or the beginning of its manifest is damaged.
     """
     manifest, key, prefix = None, manifest_key(step), step_prefix(step)
     with lock or nullcontext():
@@ -231,7 +231,7 @@ def delete_step(
             return False
         try:
             manifest = read_manifest(store, step)
-        except UnsupportedVersion:
+        except (NotFound, UnsupportedVersion):
             return False
         except FormatError:
             saved = read_head(store, step, key)
