@@ -38,6 +38,7 @@ from holdfast.live.restore_into_state import restore
 from holdfast.live.roots import open_shared, patience_s
 from holdfast.live.saving.exactness import BIT_EXACT, REPLICA
 from holdfast.live.state.recognising import State
+from holdfast.live.state.rng import Rng, is_of_rng
 
 
 def located(address: str, step: int | str | None, group: Group) -> tuple[str, int | None]:
@@ -95,7 +96,9 @@ def load_from(
 
         with raise_on_all(group, step or 0), opening(patience_s(group)):
             foreign = open_as(found, url, step)
-        restore(foreign, state, group, options)
+        fitting = _without_others_generators(foreign, state)
+        restore(foreign, fitting, group, options)
+        state.update(fitting)  # plain values are set in the dict that was restored
         return foreign.step
     store = as_root(open_shared(url, group))
     if group.size > 1:
@@ -106,6 +109,20 @@ def load_from(
         return load_newest(store, url, group, state, options, verify=verify)
     load_step(store, group, step, state, options, verify=verify)
     return step
+
+
+def _without_others_generators(foreign: Checkpoint, state: State) -> State:
+    """Return the state without an `Rng` under whose key the files have something else.  Warns."""
+    found, extras = dict(state), foreign.manifest.extras
+    for key in [key for key, value in state.items() if isinstance(value, Rng)]:
+        is_there = any(n == key or n.startswith(f"{key}.") for n in (*extras, *foreign.names()))
+        if is_there and not is_of_rng(extras.get(key)):
+            warn_user(
+                f"{foreign.store.url}: what is under {key!r} was not written by holdfast, so it is not "
+                "put back: random numbers are fresh"
+            )
+            del found[key]
+    return found
 
 
 def load_newest(

@@ -10,6 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from holdfast.base.errors import FormatError, NotFound, UsageError
 from holdfast.base.suggest import did_you_mean
 from holdfast.base.wire import decode_json
@@ -131,7 +133,13 @@ def _refuse_name_of_step(store: OneFile, folder: str) -> None:
         return
     if read_range(store, key, 0, num_bytes) != _NAMES_A_STEP:
         return
-    said = decode_json(store.get(key), dict[str, Any])
+    try:
+        said = decode_json(store.get(key), dict[str, Any])
+    except msgspec.DecodeError as error:
+        what = (
+            f"{store.url} begins like a path of Lightning's or a manifest, and is damaged: {error}"
+        )
+        raise FormatError(what, key=key) from None
     root, step = said.get("root"), said.get("step")
     if not isinstance(root, str):
         return  # the manifest of a step, which begins alike

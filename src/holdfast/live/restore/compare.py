@@ -294,10 +294,11 @@ def _unexpected(
 def _beside_states(
     checkpoint: Checkpoint, live: Prepared, options: RestoreOptions
 ) -> list[Mismatch]:
-    """Values of optimizers that `dcp.save` wrote deeper in a state, or beside states and groups: no live
-    optimizer has a place for them."""
+    """Values of optimizers deeper in a state, or beside states and groups, in files that torch wrote: no
+    live optimizer has a place for them."""
     saved = checkpoint.manifest.extras
-    if options.only is not None or DCP_NAMES not in saved:
+    is_torchs = checkpoint.format in ("dcp", "torch") or DCP_NAMES in saved
+    if options.only is not None or not is_torchs:
         return []
     trees = {key: saved.get(key) for key in live.keys}
     begins = tuple(f"{k}." for k, t in trees.items() if isinstance(t, dict) and "$optimizer" in t)

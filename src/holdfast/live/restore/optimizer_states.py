@@ -29,8 +29,9 @@ from holdfast.live.restore.nested import with_live
 from holdfast.live.restore.param_groups import fill_in_place, optimizer_body, plain_states
 from holdfast.live.restore.targets import RestoreOptions, counts_stay, empty_in
 from holdfast.live.sources import Master
+from holdfast.live.state.gradient_copies import is_torchs
 from holdfast.live.state.named import Prepared
-from holdfast.live.state.optimizer_wrappers import params_of, stepping
+from holdfast.live.state.optimizer_wrappers import ELEMENTWISE, params_of, stepping
 from holdfast.live.state.optimizers import (
     LiveOptimizer,
     add_state,
@@ -343,7 +344,19 @@ def put_plain_states(
                     found = on_mesh_of(p, found)
                 if tensor.device.type != "cpu":
                     found = on_device_of(tensor, found, group)
+                if type(found) in (int, float) and state in _NUMBERS and _takes_tensors(inner):
+                    device = torch.device("cpu") if counts_stay(group) else tensor.device
+                    found = torch.tensor(float(found), dtype=torch.float32, device=device)
                 inner.state[tensor][state] = found
+
+
+_NUMBERS = ("step", "mu_product", "eta", "mu")
+"""States that were plain numbers up to torch 1.11, and in other libraries' copies of these optimizers."""
+
+
+def _takes_tensors(optimizer: Optimizer) -> bool:
+    """True for an optimizer of torch's that reads these states as tensors; SparseAdam does not."""
+    return is_torchs(optimizer) and type(stepping(optimizer)).__name__ in ELEMENTWISE
 
 
 # -- states beside a sharded parameter, of another shape ----------------------------------------

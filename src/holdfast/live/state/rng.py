@@ -48,7 +48,7 @@ class Rng:
         return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if not isinstance(state, dict) or not {"python", "numpy", "torch"} <= state.keys():
+        if not is_of_rng(state):
             raise unfit("Rng.load_state_dict", "state", state, "what state_dict() of an Rng gave")
         self.restored = state
         random.setstate(state["python"])
@@ -69,6 +69,11 @@ class Rng:
                 )
             for device, its in zip(devices, states):
                 torch.get_device_module(kind).set_rng_state(its, device)
+
+
+def is_of_rng(state: Any) -> bool:
+    """True for what `state_dict()` of an Rng gave, or for its extra."""
+    return isinstance(state, dict) and {"python", "numpy", "torch"} <= state.keys()
 
 
 def _current(*, is_used: bool) -> list[torch.device]:
