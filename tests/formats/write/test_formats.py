@@ -351,3 +351,59 @@ def test_tensors_are_not_written_as_their_names(tmp_path: Path) -> None:
             holdfast.convert(tmp_path / f"{name}.pt", tmp_path / "d", to="dcp")
     with pytest.raises(UsageError, match="param_groups"):
         holdfast.convert(tmp_path / "lr.pt", tmp_path / "d", to="deepspeed")
+
+
+class Tied(nn.Module):
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.wte, self.lm_head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+        if tied:
+            self.lm_head.weight = self.wte.weight
+
+
+@pytest.mark.parametrize("momentum", [0.5, 0.0])
+@pytest.mark.parametrize(("tied", "other"), [(False, True), (True, False), (True, True)])
+def test_dcp_lists_each_parameter_of_an_optimizer_once(
+    tied: bool, other: bool, momentum: float, tmp_path: Path
+) -> None:
+    """Of a tied one the first name, as torch does; ties of another module of the state do not matter.
+    Without any states it cannot be known whose the parameters are: then none is left out."""
+    model, teacher = Tied(tied=tied), Tied(tied=other)
+    optim = torch.optim.SGD(model.parameters(), lr=0.5, momentum=momentum)
+    model.lm_head(model.wte(torch.tensor([1, 2]))).sum().backward()
+    optim.step()
+    state = {"model": model, "teacher": teacher, "optim": optim}
+    holdfast.save(tmp_path / "r", state, step=1)
+    holdfast.convert(tmp_path / "r", tmp_path / "d", to="dcp")
+    dcp_to_torch_save(tmp_path / "d", tmp_path / "one.pt")
+    found = torch.load(tmp_path / "one.pt", weights_only=False)["optim"]
+    own = get_state_dict(model, optim)[1]
+    names = own["param_groups"][0]["params"]
+    if not momentum and not other:
+        names = ["wte.weight", "lm_head.weight"]
+    assert found["param_groups"][0]["params"] == names
+    assert found.get("state", {}).keys() == own["state"].keys()
+
+
+class Average:
+    """Weights that are kept as a `state_dict` within the object's own."""
+
+    def __init__(self, fill: float) -> None:
+        self.module, self.decay = nn.Linear(200, 200), fill
+        nn.init.constant_(self.module.weight, fill)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"decay": self.decay, "shadow": self.module.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.decay = state["decay"]
+        self.module.load_state_dict(state["shadow"])
+
+
+def test_a_state_dict_within_an_objects_own_loads_in_dcp(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "r", {"ema": (saved := Average(0.25))}, step=1)
+    holdfast.convert(tmp_path / "r", tmp_path / "d", to="dcp")
+    found = {"ema": Average(0.5).state_dict()}
+    dcp.load(found, checkpoint_id=tmp_path / "d")
+    assert found["ema"]["decay"] == 0.25
+    assert torch.equal(found["ema"]["shadow"]["weight"], saved.module.weight)

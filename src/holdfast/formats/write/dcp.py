@@ -7,7 +7,7 @@ flattens nested dicts.  Large tensors are stored in chunks of rows, so that rank
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -79,13 +79,11 @@ def plan_dcp(source: Checkpoint, options: WriteOptions) -> Planned:
     for number, t in enumerate(source.manifest.tensors):
         by_name[t.name] = list(_chunks(files, number, t))
         entries.tensor(paths[t.name], t.dtype, t.shape, by_name[t.name])
-    tied = set()
     for alias, name in source.manifest.aliases.items():
         t = source.manifest.tensors[source.index(name)]
         if len(paths[alias]) == 2:  # weights under each name, optimizer states only under the first
-            tied.add(alias.partition(".")[2])
             entries.tensor(paths[alias], t.dtype, t.shape, by_name[name])
-    for path, value in _values(extras, tied):
+    for path, value in _values(extras, paths, source.manifest.aliases):
         if isinstance(value, np.ndarray):
             tensor = for_torch(value)
             chunk = _Chunk((0,) * value.ndim, value.shape, *files.add(tensor))
@@ -114,7 +112,13 @@ def _chunks(files: _Files, number: int, t: TensorEntry) -> Iterator[_Chunk]:
 def _paths(source: Checkpoint, extras: dict[str, Any]) -> dict[str, _Path]:
     """Return the path of each tensor or alias, by name, in the dict of dicts that DCP flattens."""
     optimizers = {k for k, v in extras.items() if isinstance(v, dict) and "$optimizer" in v}
-    inside = {name: path for key, v in extras.items() for name, path in _referred(v, (key,))}
+    inside = {
+        str(name): path
+        for key, tree in extras.items()
+        if key not in optimizers
+        for path, name in _flat((key,), decode(tree, _with_names))
+        if isinstance(name, _TensorName)
+    }
     states = {t.name: t.state for t in source.manifest.tensors}
     found: dict[str, _Path] = {}
     for name in source.names():
@@ -129,30 +133,36 @@ def _paths(source: Checkpoint, extras: dict[str, Any]) -> dict[str, _Path]:
     return found
 
 
-def _referred(tree: Any, path: _Path) -> Iterator[tuple[str, _Path]]:
-    """Yield each tensor name that an object's state refers to, with its path."""
-    if isinstance(tree, dict):
-        if len(tree) == 1 and isinstance(tree.get("$at"), str):
-            yield tree["$at"], path
-        elif set(tree) == {"$object"}:
-            yield from _referred(tree["$object"], path)
-        else:
-            for k, v in tree.items():
-                yield from _referred(v, (*path, k))
+def _tied(paths: dict[str, _Path], aliases: Collection[str], key: str, body: Any) -> set[str]:
+    """Return the further names of tied parameters in an optimizer, which torch's optimizers do not list.
 
-
-def _values(extras: dict[str, Any], tied: set[str]) -> Iterator[tuple[_Path, Any]]:
-    """Flatten extras as DCP does: nested dicts, and lists of dicts, are split; other values stay whole.
-
-    `tied`: aliases of tied parameters, which torch's optimizers do not list.
+    Their states are those under the first name; of one without states, every module tells that has it.
     """
+    states: dict[Any, list[str]] = {}
+    weights: dict[Any, list[str]] = {}
+    for name, path in paths.items():
+        if path[:2] == (key, "state"):
+            states.setdefault(path[2], []).append(name)
+        elif len(path) == 2:
+            weights.setdefault(path[1], []).append(name)
+            weights[name] = [name]  # as modules are told apart that share a name
+    params = {param for group in body["groups"] for param in group["params"]}
+    names = {param: states.get(param) or weights.get(param) for param in params}
+    return {p for p, given in names.items() if given and all(n in aliases for n in given)}
+
+
+def _values(
+    extras: dict[str, Any], paths: dict[str, _Path], aliases: Collection[str]
+) -> Iterator[tuple[_Path, Any]]:
+    """Flatten extras as DCP does: nested dicts, and lists of dicts, are split; other values stay whole."""
     for key, tree in extras.items():
         if isinstance(tree, dict) and "$optimizer" in tree:
-            yield from _optimizer(key, tree["$optimizer"], tied)
+            body = tree["$optimizer"]
+            yield from _optimizer(key, body, _tied(paths, aliases, key, body))
         else:
-            referred = {path for _, path in _referred(tree, (key,))}
-            pairs = _flat((key,), decode(tree, _with_names))
-            yield from ((path, _proper(path, v)) for path, v in pairs if path not in referred)
+            for path, value in _flat((key,), decode(tree, _with_names)):
+                if not isinstance(value, _TensorName):  # that is written as a tensor
+                    yield path, _proper(path, value)
 
 
 def _optimizer(key: str, body: Any, tied: set[str]) -> Iterator[tuple[_Path, Any]]:
