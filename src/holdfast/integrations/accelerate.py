@@ -43,6 +43,7 @@ from holdfast.extend import (
     decode,
     gradients_text,
     notices_of,
+    path_of,
     put_order,
     samplers_of,
     step_of,
@@ -116,7 +117,7 @@ class _Attached:
     def __init__(
         self, accelerator: Any, root: str | os.PathLike[str], options: dict[str, Any]
     ) -> None:
-        self.accelerator, self.root = accelerator, os.fspath(root)
+        self.accelerator, self.root = accelerator, path_of(root, "attach", "root")
         self.last_step = 0
         self.has_told_of_loaders = False
         self.draws = LoaderDraws(accelerator)

@@ -396,12 +396,10 @@ class _Saving:
         own.value, root = rest, self._root_of(path)
         state = self._state(own, weights_only=weights_only)
         save(root, state, step=step, **self._single_save_options(root))
-        if self._is_first:
-            pointer = {"step": step, "weights_only": weights_only}
-            before = read_pointer(path)
-            write_pointer(path, {"root": root, **pointer})
-            if before is not None and before["root"] != root:
-                unpin_path(before["root"], path)
+        pointer = {"root": root, "step": step, "weights_only": weights_only}
+        failed = _why_not_pointed(path, pointer) if self._is_first else ""
+        if failed := self.broadcast(failed):  # type: ignore[attr-defined]
+            raise errors.StoreError(f"{path} does not name step {step}, which is saved: {failed}")
 
     def _single_save_options(self, root: str) -> dict[str, Any]:
         """Return the options of a single save into a root of its own; warn once that it is not uploaded.
@@ -721,6 +719,18 @@ class _Nothing(dict[str, Any]):
 
     def __bool__(self) -> bool:
         return False
+
+
+def _why_not_pointed(path: str, pointer: Pointer) -> str:
+    """Let a path name a step; return why that failed, else "".  On rank 0, which tells the others."""
+    try:
+        before = read_pointer(path)
+        write_pointer(path, pointer)
+        if before is not None and before["root"] != pointer["root"]:
+            unpin_path(before["root"], path)
+    except Exception as error:
+        return str(error) or repr(error)
+    return ""
 
 
 def _restore_rng(ckpt: Checkpointer) -> None:

@@ -7,6 +7,8 @@ RestOfRank   the parts of `Rest` that differ between ranks
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,9 +168,11 @@ class Home:
                 self.rest.value = None
             self.at = step, self.strategy.writes()
         is_first = self.strategy.is_global_zero
-        if is_first and not get_filesystem(path).exists(path):
-            coming = {**pointer, **claimed_by(self.root), "is_coming": True}
-            write_pointer(path, coming)  # before the pin, so that a restart knows of it
+        if is_first:
+            with _told(f"{path} does not name step {step} until that is saved"):
+                if not get_filesystem(path).exists(path):
+                    coming = {**pointer, **claimed_by(self.root), "is_coming": True}
+                    write_pointer(path, coming)  # before the pin, so that a restart knows of it
         try:
             notes_of(self.ckpt).pin(step, f"{label_start(path)}{step}")
         except errors.NotFound:
@@ -204,9 +208,12 @@ class Home:
                 self._to_remove.append(path)
             else:
                 self._is_good = save.error is None
-                self._point(path, pointer)
+                with _told(f"{path} is not brought up to date after the save of step {save.step}"):
+                    self._point(path, pointer)
             while self._to_remove and self._is_good:
-                self._remove(self._to_remove.pop(0))
+                path = self._to_remove.pop(0)
+                with _told(f"{path} is not removed"):
+                    self._remove(path)
 
     def _point(self, path: str, pointer: Pointer) -> None:
         if self._is_good:
@@ -234,6 +241,16 @@ class Home:
             self.ckpt.__exit__(*error)
         finally:
             self.settle()
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """A block that reads and writes pointers.  Warns if that fails: it runs on rank 0 alone, and an
+    exception there would leave the others waiting."""
+    try:
+        yield
+    except Exception as error:
+        errors.warn_user(f"{what}: {error}")
 
 
 def _plain(callbacks: Any) -> Any:

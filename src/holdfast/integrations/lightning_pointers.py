@@ -52,9 +52,15 @@ def newest_native(folders: Iterable[Any]) -> tuple[str, int]:
             files = get_filesystem(folder)
             for path in files.ls(folder, detail=False) if files.isdir(folder) else ():
                 at = re.search(r"step=(\d+)", os.path.basename(path))
-                if at and str(path).endswith(".ckpt") and read_pointer(path) is None:
+                if at and str(path).endswith(".ckpt") and _is_native(path):
                     found.append((str(path), int(at[1])))
     return max(found, key=lambda one: one[1])
+
+
+def _is_native(path: Any) -> bool:
+    with suppress(errors.FormatError):  # a damaged pointer
+        return read_pointer(path) is None
+    return False
 
 
 def read_pointer(path: Any) -> Pointer | None:
@@ -85,21 +91,26 @@ def settle_left(folder: Any) -> None:
     files = get_filesystem(folder or "")
     for found in files.ls(folder, detail=False) if folder and files.isdir(folder) else ():
         path = f"{folder}/{os.path.basename(found)}"
-        pointer = None if os.path.islink(path) else read_pointer(path)
-        if pointer is None or not pointer.pop("is_coming", False):
+        if os.path.islink(path):
             continue
-        step = pointer["step"]
         try:
-            saved = saved_in(pointer["root"], step)
-            if saved is None or (saved.is_proved and saved.run != pointer.get("run", saved.run)):
-                unpin_path(pointer["root"], path)
-                remove_pointer(path)
-            elif saved.is_proved:
-                label = f"{label_start(path)}{step}"
-                give_label(pointer["root"], label, step)  # the run may have been killed before
-                write_pointer(path, {**pointer, "run": saved.run})
-        except errors.HoldfastError as error:
-            errors.warn_user(f"{path} names step {step}, which cannot be looked up now: {error}")
+            pointer = read_pointer(path)
+            if pointer is not None and pointer.pop("is_coming", False):
+                _settle(path, pointer)
+        except (errors.HoldfastError, OSError) as error:
+            errors.warn_user(f"{path}: the step that it names cannot be looked up now: {error}")
+
+
+def _settle(path: str, pointer: Pointer) -> None:
+    step = pointer["step"]
+    saved = saved_in(pointer["root"], step)
+    if saved is None or (saved.is_proved and saved.run != pointer.get("run", saved.run)):
+        unpin_path(pointer["root"], path)
+        remove_pointer(path)
+    elif saved.is_proved:
+        label = f"{label_start(path)}{step}"
+        give_label(pointer["root"], label, step)  # the run may have been killed before
+        write_pointer(path, {**pointer, "run": saved.run})
 
 
 def is_last(path: str) -> bool:

@@ -25,8 +25,8 @@ import re
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from glob import escape
 from pathlib import Path
@@ -45,6 +45,7 @@ from holdfast.extend import (
     gradients_text,
     notes_of,
     notices_of,
+    path_of,
     step_of,
     tell_other_data,
     unfit,
@@ -95,6 +96,10 @@ class _Holdfast(_Mixin):
     def __init__(self, *args: Any, holdfast: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """The Trainer's arguments, and `holdfast`: a dict of `root` and options of a Checkpointer, such as
         `memory`, `delta`, `keep`."""
+        if not isinstance(holdfast, Mapping | None):
+            what = "a dict of `root` and options of a Checkpointer"
+            hint = 'holdfast={"root": "runs/gpt"}'
+            raise unfit("HoldfastTrainer", "holdfast", holdfast, what, hint=hint)
         super().__init__(*args, **kwargs)
         self._holdfast = _HoldfastRun(self.args.output_dir, dict(holdfast or {}))
         if self.args.enable_jit_checkpoint:
@@ -328,7 +333,7 @@ class _Holdfast(_Mixin):
             checkpointer.restore(run.found)
             run.is_restored = True
             if (best := self._holdfast_best_step()) is not None:
-                with suppress(errors.NotFound):  # it is gone; the end of the training reports that
+                with _told(checkpointer, f"the label 'best' names no step {best}"):
                     notes_of(checkpointer).pin(best, "best")  # the run may have ended before it did
         return prepared
 
@@ -447,10 +452,11 @@ class _Holdfast(_Mixin):
             tell_of_generated(self, step, notices_of(checkpointer).once)
         if _exchanges_weights(self.optimizer):
             wait_for_copies()
-        with suppress(errors.NotFound):  # the save was left out, with a warning
-            if must_save and metrics:
+        if must_save and metrics:
+            with _told(checkpointer, f"metrics of step {step} are not kept"):
                 notes_of(checkpointer).measure(step, metrics)
-            if must_save and self.state.best_global_step == step:
+        if must_save and self.state.best_global_step == step:
+            with _told(checkpointer, f"the label 'best' names no step {step}"):
                 notes_of(checkpointer).pin(step, "best")
 
     def _holdfast_tell_of_gradients(self, step: int) -> None:
@@ -489,6 +495,18 @@ class _Holdfast(_Mixin):
             return super()._finalize_training(*args, **kwargs)
         finally:
             self.args.save_total_limit = limit
+
+
+@contextmanager
+def _told(checkpointer: Checkpointer, what: str) -> Iterator[None]:
+    """A block that labels or measures a step.  Reports a failure as that of a save is reported, with the
+    text that this was not done; nothing for a step that does not exist, which has been reported."""
+    try:
+        yield
+    except errors.NotFound:
+        pass
+    except (errors.StoreError, errors.FormatError) as error:
+        notices_of(checkpointer).complain(error, f"{what}: {error}")
 
 
 @contextmanager
@@ -536,7 +554,8 @@ class _HoldfastRun:
     subclasses."""
 
     def __init__(self, output_dir: str, options: dict[str, Any]) -> None:
-        self.root = os.fspath(options.pop("root", None) or os.path.join(output_dir, "holdfast"))
+        root = options.pop("root", None) or os.path.join(output_dir, "holdfast")
+        self.root = path_of(root, "HoldfastTrainer", "root")
         self.options = options
         self.checkpointer: Any = None
         self.found: Any = None

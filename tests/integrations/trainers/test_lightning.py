@@ -1056,3 +1056,24 @@ def test_a_path_that_should_name_a_step_and_does_not(tmp_path: Path, text: str) 
     (tmp_path / "a.ckpt").write_text(text)
     with pytest.raises(FormatError, match=r"a.ckpt' should name a step and does not"):
         read_pointer(tmp_path / "a.ckpt")
+
+
+def test_paths_that_cannot_be_written_do_not_end_the_fit(tmp_path: Path, ranks: Ranks) -> None:
+    """The steps are saved, and rank 0, which alone writes paths, leaves nobody waiting."""
+    run = settings(tmp_path, "ddp", epochs=2)
+    Path(run.paths, "last.ckpt").mkdir(parents=True)
+    found = ranks.printed(run.text(), 2)
+    assert value(found, "END").split()[1] == "24" and holdfast.steps(run.root)[-1] == 24
+    alone = settings(tmp_path, epochs=1, root=f"{tmp_path}/own")
+    with pytest.warns(holdfast.HoldfastWarning, match=r"last\.ckpt is not brought up to date"):
+        assert fitted(alone).global_step == 12
+    assert holdfast.steps(alone.root)[-1] == 12
+
+
+def test_a_damaged_path_among_others_does_not_end_a_start(tmp_path: Path) -> None:
+    run = settings(tmp_path, epochs=1)
+    fitted(run)
+    Path(run.paths, "old-step=7.ckpt").write_text('{"holdfast": 1, "ro')
+    run.ckpt_path, run.epochs = "newest", 2
+    with pytest.warns(holdfast.HoldfastWarning, match=r"old-step=7\.ckpt: the step that it names"):
+        assert fitted(run).global_step == 24

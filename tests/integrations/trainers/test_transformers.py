@@ -729,3 +729,38 @@ def test_what_cannot_be_done_is_refused() -> None:
         ours.HoldfastCallback("runs/x")
     with pytest.raises(holdfast.errors.UsageError, match="a class of transformers"):
         ours.with_holdfast(transformers.TrainerCallback)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("holdfast_is", ["runs/steps", {"root": 5}])
+def test_a_root_that_is_none_is_refused(holdfast_is: Any, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from holdfast.integrations.transformers import HoldfastTrainer
+
+    args = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+    with pytest.raises(holdfast.errors.UsageError, match=r"HoldfastTrainer\((holdfast|root)="):
+        HoldfastTrainer(Net(), args, train_dataset=Data(16), holdfast=holdfast_is)
+
+
+@pytest.mark.soak
+def test_labels_and_metrics_that_cannot_be_written_do_not_end_the_training(tmp_path: Path) -> None:
+    """Nor a resume, which labels the best step once more."""
+    transformers = pytest.importorskip("transformers")
+
+    class DamagesNotes(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 3:  # after two saves
+                notes = Path(args.output_dir, "holdfast/steps/notes.json")
+                notes.unlink()
+                notes.mkdir()
+
+    given = {
+        "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True,
+    }  # fmt: skip
+    for last in (4, 6):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            trained(tmp_path, Data(64), DamagesNotes(), max_steps=last, **given)
+        texts = [str(one.message) for one in told]
+        assert any("metrics of step" in text and "are not kept" in text for text in texts)
+        assert holdfast.steps(tmp_path / "holdfast")[-1] == last
