@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -69,6 +71,8 @@ def test_a_function_is_proved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_function_that_cannot_be_imported_is_refused() -> None:
     with pytest.raises(UsageError, match="a new process cannot import it"):
         prove(lambda root: None)
+    with pytest.raises(UsageError, match="a new process cannot import it"):
+        prove(functools.partial(train, with_generator=False))
 
 
 def test_a_script_computes_what_it_computes_without(
@@ -287,3 +291,19 @@ def test_a_proof_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
     running.wait()
     while _with(str(temporary / "hp-")):
         time.sleep(0.1)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("form", ["words", "a line"])
+def test_other_ranks_go_on_from_a_root_outside(
+    tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of each run takes the place of one that the command names by its whole path."""
+    monkeypatch.chdir(shutil.copytree(CAUSES, tmp_path / "scripts"))
+    (root := tmp_path / "outside").mkdir()
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    words += ["generator.py", "--root", str(root), "--right"]
+    command = words if form == "words" else [shlex.join(words)]
+    proof = prove_plan(Plan(command, steps=12, kill_at=8, ranks=1, state=[str(root)], seed=1))
+    assert proof.exact and proof.elsewhere_ranks == 1
+    assert not [*root.iterdir()]

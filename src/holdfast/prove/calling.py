@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from holdfast.base.arguments import shown
 from holdfast.base.errors import UsageError
 from holdfast.prove.proving import Plan
 from holdfast.prove.proving import prove as prove_plan
@@ -28,10 +29,11 @@ def prove(train: Callable[[Path], object], *, ranks: int = 1, **options: Any) ->
     Raises `CannotProve` for a training that saves nothing, makes no step, ends early or asks for input;
     UsageError for a function that cannot be imported.
     """
-    name, module = train.__qualname__, sys.modules[train.__module__]
-    if "<" in name or getattr(module, "__file__", None) is None:
+    name = getattr(train, "__qualname__", "<")  # a callable object has none
+    module = sys.modules.get(getattr(train, "__module__", ""))
+    if "<" in name or module is None or getattr(module, "__file__", None) is None:
         raise UsageError(
-            f"prove({name}): a new process cannot import it",
+            f"prove({shown(train)}): a new process cannot import it",
             hint="give a function of a module's top level",
         )
     command = ["-m", __spec__.name, str(module.__file__), name, "--root", _STATE]

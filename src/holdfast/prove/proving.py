@@ -19,6 +19,7 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 from holdfast.base.arguments import choice_of, count_of, seconds_of, share_of
 from holdfast.base.errors import UsageError
@@ -32,9 +33,9 @@ from holdfast.prove.workspace import Folder, Workspace, check_program, words_of
 SHARE = 0.05
 """Tolerance: of the way that a tensor has come since two runs parted."""
 _FEWEST, _CALL = 3, "prove"
-_RANKS = re.compile(
-    r"--(nproc[-_]per[-_]node|num[-_]processes|num[-_]gpus)(=)?(\d+)?$"
-)  # torchrun and holdfast run; accelerate; deepspeed
+_OPTION = r"--(nproc[-_]per[-_]node|num[-_]processes|num[-_]gpus)"
+"""The number of ranks, for torchrun and holdfast run, for accelerate, for deepspeed."""
+_RANKS, _RANKS_IN_LINE = re.compile(rf"{_OPTION}(=)?(\d+)?$"), re.compile(rf"({_OPTION}[= ] *)\S+")
 
 
 @dataclass(frozen=True)
@@ -328,7 +329,7 @@ class _Proving:
 
     def _elsewhere(self, left: Folder) -> None:
         plan = self.plan
-        command = words_of(plan.then) if plan.then else _for_ranks(left.command, plan.ranks or 1)
+        command = words_of(plan.then) if plan.then else _for_ranks(plan.command, plan.ranks or 1)
         folder = self.workspace.copy(left, command)
         self.say(f"elsewhere: {shlex.join(command)}")
         launch = Trial(folder, self.steps, self.steps, self.course, plan.patience_s)
@@ -385,7 +386,10 @@ def _with(command: Sequence[str], words: str) -> list[str]:
 
 
 def _for_ranks(command: Sequence[str], ranks: int) -> list[str]:
-    """A command of a launcher, for another number of ranks."""
+    """A command of a launcher, or one line for the shell, for another number of ranks."""
+    if len(command) == 1:
+        line, is_found = _RANKS_IN_LINE.subn(rf"\g<1>{ranks}", command[0])
+        return [line] if is_found else _no_ranks(ranks)
     out, is_next, is_found = [], False, False
     for word in command:
         match = _RANKS.match(word)
@@ -396,9 +400,11 @@ def _for_ranks(command: Sequence[str], ranks: int) -> list[str]:
         elif match:
             is_next = True
         out.append(word)
-    if not is_found:
-        raise UsageError(
-            f"--ranks {ranks}: the command has no --nproc-per-node, --num_processes or --num_gpus",
-            hint='--then "COMMAND" names the whole command',
-        )
-    return out
+    return out if is_found else _no_ranks(ranks)
+
+
+def _no_ranks(ranks: int) -> NoReturn:
+    raise UsageError(
+        f"--ranks {ranks}: the command has no --nproc-per-node, --num_processes or --num_gpus",
+        hint='--then "COMMAND" names the whole command',
+    )
