@@ -270,6 +270,19 @@ def test_inspect_prints_an_extra_by_its_path(tmp_path: Path) -> None:
     assert ", 97, 98, 99]" in whole and "…" not in whole and "in all" not in whole
 
 
+def test_inspect_prints_keys_that_json_lacks(tmp_path: Path) -> None:
+    """And a dict of the user's own with the keys of an optimizer's."""
+    meta = {(0, 1): 3, None: [{True: 1}], 2: 4, "a": {"b": 5}}
+    own = {"param_groups": [{"lr": 0.1}], "state": {}}
+    holdfast.save(tmp_path, {"meta": meta, "own": own}, step=1)
+    code, found = call_json("inspect", tmp_path)
+    told = {"(0, 1)": 3, "None": [{"True": 1}], "2": 4, "a": {"b": 5}}
+    assert code == 0 and found["extras"]["meta"] == told
+    assert call_json("inspect", tmp_path, "meta")[1] == {"path": "meta", "value": told}
+    code, out, err = call("inspect", tmp_path)
+    assert code == 0 and "lr: 0.1" in out and not err
+
+
 # -- verify ---------------------------------------------------------------------------------------
 
 
@@ -537,6 +550,7 @@ def test_plan_by_rules_that_do_not_fit(root: Path, tmp_path: Path) -> None:
         (("--rules", "lama", "--mesh", "tp=2"), "did you mean 'llama'?"),
         (("--rules", "mixtral", "--mesh", "tp=2"), "experts has no value"),
         (("--rules", "gpt2", "--mesh", "tp=2", "--rank", 2), "rank 2 is not in 0..1"),
+        (("--rules", "gpt2", "--mesh", "tp=2", "--nodes", 2), "give one"),
         (("--rules", "gpt2", "--mesh", "tp=2", "--let", "x"), "--let x: not a variable"),
         (("--mesh", "tp=2", "--let", "x=1"), "it needs --rules FILE"),
     ):

@@ -102,7 +102,9 @@ def test_wrong_usage(root: Path, tmp_path: Path) -> None:
     code, _, err = call("copy", f"{root}@10", tmp_path / "other", "--all")
     assert code == 2 and "--all means every step" in err
     code, _, err = call("copy", root, f"dcp:{tmp_path}/other")
-    assert code == 2 and "names a dcp checkpoint" in err
+    assert code == 2 and "names a dcp checkpoint" in err and "convert --to dcp" in err
+    code, _, err = call("copy", root, f"megatron:{tmp_path}/other")
+    assert code == 2 and "names a megatron checkpoint" in err and "convert" not in err
     code, _, err = call("copy", tmp_path / "runn", tmp_path / "other")
     assert code == 1 and "did you mean 'run'" in err
     (tmp_path / "weights.pt").write_bytes(b"PK")

@@ -785,6 +785,7 @@ def test_what_cannot_be_is_refused(
     for option in ("--spares=1", "--nproc-min=1"):
         assert "a spare has them before" in said(option, str(SCRIPT), "--seed=${local_rank}")
     assert "--preload no_such" in said("--preload", "no_such", str(SCRIPT))
+    assert "--preload '': ValueError" in said("--preload", "", str(SCRIPT))
     monkeypatch.setenv("PYTHON_EXEC", "/usr/bin/pypy")
     assert "PYTHON_EXEC=/usr/bin/pypy" in said(str(SCRIPT))
 

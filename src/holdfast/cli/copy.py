@@ -15,6 +15,7 @@ from holdfast.base.errors import (
 )
 from holdfast.cli.options import own_root
 from holdfast.cli.screen import Result, progress, say
+from holdfast.cli.verbs import FORMATS
 from holdfast.cli.words import bad, dim, good, many, size
 from holdfast.core.checkpoint.names import committed, read_manifest
 from holdfast.core.checkpoint.notes import carry, read_notes
@@ -92,7 +93,8 @@ def _both(source: str, target: str, every: bool) -> tuple[Store, Store, list[int
     prefix, path = split_format(target)
     if prefix:
         what = f"{target} names a {prefix} checkpoint; copy keeps holdfast's own format"
-        raise UsageError(what, hint=f"give the path {path!r}, or `holdfast convert --to {prefix}`")
+        other = f", or `holdfast convert --to {prefix}`" if prefix in FORMATS.split(", ") else ""
+        raise UsageError(what, hint=f"give the path {path!r}{other}")
     into = open_store(target)
     if into.url == store.url:
         raise UsageError(f"{target} is where the steps are already", hint="give another root")

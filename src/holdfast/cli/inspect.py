@@ -351,10 +351,13 @@ def value_text(value: Any, width: int | None) -> str:
     if width is None:
         return full_value(value)
     if isinstance(value, dict) and value.keys() == {"param_groups", "state"}:
-        groups = [
-            {k: v for k, v in g.items() if k != "params"} | {"params": len(g["params"])}
-            for g in value["param_groups"]
-        ]
+        try:
+            groups = [
+                {k: v for k, v in g.items() if k != "params"} | {"params": len(g["params"])}
+                for g in value["param_groups"]
+            ]
+        except (AttributeError, KeyError, TypeError):  # no optimizer's
+            return format_value(value, width)
         text = ", ".join(", ".join(f"{k} {v}" for k, v in _first(g)) for g in groups)
         return cut_short(f"{many(len(groups), 'group')}: {text}", width)
     return format_value(value, width)

@@ -39,6 +39,8 @@ def run(
 ) -> Result:
     """See `holdfast.cli.verbs`."""
     if rules is not None:
+        if nodes is not None:
+            raise UsageError("--nodes asks for snapshots in memory, --rules for files: give one")
         return _by_rules(target, parse_mesh(mesh), rules, let or [], rank, show_all)
     if let:
         raise UsageError("--let gives values to variables of rules: it needs --rules FILE")

@@ -45,14 +45,25 @@ def deliver(result: Result, as_json: bool) -> int:
         found = result.data()
         try:
             data = msgspec.json.encode(found, enc_hook=_plain)
-        except UnicodeEncodeError:  # a name in the checkpoint has half of a surrogate pair
-            plain = msgspec.to_builtins(found, enc_hook=_plain, str_keys=True)
+        except (
+            TypeError,
+            UnicodeEncodeError,
+        ):  # a key that JSON lacks, or half of a surrogate pair
+            plain = msgspec.to_builtins(_with_text_keys(found), enc_hook=_plain, str_keys=True)
             data = msgspec.json.encode(_in_utf8(plain))
         text = msgspec.json.format(data, indent=2).decode()
         print("".join(c if c.isprintable() or c == "\n" else _in_json(c) for c in text), flush=True)
     else:
         result.show()
     return result.exit_code
+
+
+def _with_text_keys(tree: Any) -> Any:
+    """Return the tree with a text for each key that is neither a text nor a number, such as a tuple."""
+    if isinstance(tree, dict):
+        pairs = ((k, _with_text_keys(value)) for k, value in tree.items())
+        return {k if type(k) in (str, int, float) else repr(k): value for k, value in pairs}
+    return [*map(_with_text_keys, tree)] if isinstance(tree, (list, tuple)) else tree
 
 
 def _in_utf8(tree: Any) -> Any:

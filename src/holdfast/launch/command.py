@@ -370,6 +370,8 @@ def _server(given: argparse.Namespace) -> ForkServer:
             importlib.import_module(name)
         except ImportError as error:
             raise UsageError(f"--preload {name}: {error}") from error
+        except Exception as error:  # of the module itself, or of what is no name of one
+            raise UsageError(f"--preload {name!r}: {type(error).__name__}: {error}") from error
     gc.collect()
     gc.freeze()  # else the garbage collector of each worker would copy the shared memory
     handled = getattr(given, "signals_to_handle", "")  # older torch has no such option
