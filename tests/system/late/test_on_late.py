@@ -18,6 +18,7 @@ import pytest
 TESTS = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(1800),  # of many tests, each of which has its own and says where it hangs
     pytest.mark.skipif(shutil.which("g++") is None, reason="late is built with g++"),
 ]
 TIERS = "system/gpu/test_tiers.py"
