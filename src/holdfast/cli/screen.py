@@ -45,10 +45,7 @@ def deliver(result: Result, as_json: bool) -> int:
         found = result.data()
         try:
             data = msgspec.json.encode(found, enc_hook=_plain)
-        except (
-            TypeError,
-            UnicodeEncodeError,
-        ):  # a key that JSON lacks, or half of a surrogate pair
+        except (TypeError, UnicodeEncodeError):  # a key, or half a surrogate pair, that JSON lacks
             plain = msgspec.to_builtins(_with_text_keys(found), enc_hook=_plain, str_keys=True)
             data = msgspec.json.encode(_in_utf8(plain))
         text = msgspec.json.format(data, indent=2).decode()

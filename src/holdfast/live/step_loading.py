@@ -96,9 +96,20 @@ def load_from(
 
         with raise_on_all(group, step or 0), opening(patience_s(group)):
             foreign = open_as(found, url, step)
-        fitting = _without_others_generators(foreign, state)
-        restore(foreign, fitting, group, options)
-        state.update(fitting)  # plain values are set in the dict that was restored
+        others = _others_generators(foreign, state, options)
+        if not others:
+            restore(foreign, state, group, options)
+            return foreign.step
+        if group.rank == 0:
+            warn_user(
+                f"{foreign.store.url}: what is under {others[0]!r} was not written by holdfast, so it is "
+                "not put back: random numbers are fresh"
+            )
+        fitting = {key: value for key, value in state.items() if key not in others}
+        try:
+            restore(foreign, fitting, group, options)
+        finally:
+            state.update(fitting)  # plain values are set in the dict that was restored
         return foreign.step
     store = as_root(open_shared(url, group))
     if group.size > 1:
@@ -111,18 +122,17 @@ def load_from(
     return step
 
 
-def _without_others_generators(foreign: Checkpoint, state: State) -> State:
-    """Return the state without an `Rng` under whose key the files have something else.  Warns."""
-    found, extras = dict(state), foreign.manifest.extras
-    for key in [key for key, value in state.items() if isinstance(value, Rng)]:
-        is_there = any(n == key or n.startswith(f"{key}.") for n in (*extras, *foreign.names()))
-        if is_there and not is_of_rng(extras.get(key)):
-            warn_user(
-                f"{foreign.store.url}: what is under {key!r} was not written by holdfast, so it is not "
-                "put back: random numbers are fresh"
-            )
-            del found[key]
-    return found
+def _others_generators(foreign: Checkpoint, state: State, options: RestoreOptions) -> list[str]:
+    """Return the keys of each `Rng` that is to be restored, and for which the files have something else."""
+    extras = foreign.manifest.extras
+    keys = [key for key, value in state.items() if isinstance(value, Rng) and options.wanted(key)]
+    names = [*extras, *foreign.names()] if keys else []
+    return [
+        key
+        for key in keys
+        if any(n == key or n.startswith(f"{key}.") for n in names)
+        and not is_of_rng(extras.get(key))
+    ]
 
 
 def load_newest(

@@ -19,7 +19,6 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn
 
 from holdfast.base.arguments import choice_of, count_of, seconds_of, share_of
 from holdfast.base.errors import UsageError
@@ -35,7 +34,8 @@ SHARE = 0.05
 _FEWEST, _CALL = 3, "prove"
 _OPTION = r"--(nproc[-_]per[-_]node|num[-_]processes|num[-_]gpus)"
 """The number of ranks, for torchrun and holdfast run, for accelerate, for deepspeed."""
-_RANKS, _RANKS_IN_LINE = re.compile(rf"{_OPTION}(=)?(\d+)?$"), re.compile(rf"({_OPTION}[= ] *)\S+")
+_RANKS = re.compile(rf"{_OPTION}(=)?(\d+)?$")
+_RANKS_IN_LINE = re.compile(rf"({_OPTION}[= ] *)[^\s'\"]+")
 
 
 @dataclass(frozen=True)
@@ -388,8 +388,20 @@ def _with(command: Sequence[str], words: str) -> list[str]:
 def _for_ranks(command: Sequence[str], ranks: int) -> list[str]:
     """A command of a launcher, or one line for the shell, for another number of ranks."""
     if len(command) == 1:
-        line, is_found = _RANKS_IN_LINE.subn(rf"\g<1>{ranks}", command[0])
-        return [line] if is_found else _no_ranks(ranks)
+        line, found = _RANKS_IN_LINE.subn(rf"\g<1>{ranks}", command[0])
+        out, is_found = [line], found > 0
+    else:
+        out, is_found = _words_for_ranks(command, ranks)
+    if not is_found:
+        raise UsageError(
+            f"--ranks {ranks}: the command has no --nproc-per-node, --num_processes or --num_gpus",
+            hint='--then "COMMAND" names the whole command',
+        )
+    return out
+
+
+def _words_for_ranks(command: Sequence[str], ranks: int) -> tuple[list[str], bool]:
+    """The words for another number of ranks, and whether any of them is the number."""
     out, is_next, is_found = [], False, False
     for word in command:
         match = _RANKS.match(word)
@@ -400,11 +412,4 @@ def _for_ranks(command: Sequence[str], ranks: int) -> list[str]:
         elif match:
             is_next = True
         out.append(word)
-    return out if is_found else _no_ranks(ranks)
-
-
-def _no_ranks(ranks: int) -> NoReturn:
-    raise UsageError(
-        f"--ranks {ranks}: the command has no --nproc-per-node, --num_processes or --num_gpus",
-        hint='--then "COMMAND" names the whole command',
-    )
+    return out, is_found

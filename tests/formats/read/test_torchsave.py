@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+import warnings
 import zipfile
 from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass
@@ -836,11 +837,14 @@ def test_what_lies_beside_states_and_groups_is_told(tmp_path: Path) -> None:
     old = net()
     optimizer = torch.optim.AdamW(old.parameters())
     train(old, optimizer)
-    own = optimizer.state_dict() | {"loss_scale": 64.0, "window": torch.ones(3)}
+    more = {f"x{i}": i for i in range(8)}
+    own = optimizer.state_dict() | {"loss_scale": 64.0, "window": torch.ones(3), **more}
     saved = {"model": old.state_dict(), "optim": own}
     checkpoint = checkpoint_of(tmp_path, saved)
     assert checkpoint.extras["optim.loss_scale"] == 64.0
     assert checkpoint.read("optim.window").tolist() == [1.0] * 3
+    told = [name for name in checkpoint.extras if name.startswith("optim.x")]
+    assert told == [f"optim.{name}" for name in more]  # on every rank, whatever its hashes
     live = net(1)
     state = {"model": live, "optim": torch.optim.AdamW(live.parameters())}
     with pytest.raises(StateMismatch, match=r"optim\.loss_scale"):
@@ -908,4 +912,7 @@ def test_generators_that_others_have_saved_are_not_put_back(tmp_path: Path, form
     with holdfast.Checkpointer(tmp_path / "root", state) as ckpt, told:
         assert ckpt.restore(source=str(tmp_path / "x.pt")).found
     assert state["epoch"] == 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", HoldfastWarning)
+        holdfast.load(tmp_path / "x.pt", {"model": live, "rng": holdfast.Rng()}, only="model.*")
     assert all(torch.equal(p, q) for p, q in zip(live.parameters(), old.parameters()))

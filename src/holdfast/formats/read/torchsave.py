@@ -260,9 +260,10 @@ class _FileContents:
             for i, group in enumerate(value["param_groups"])
         ]
         self.extras[key] = {"$optimizer": {"groups": groups, "state": rest}}
-        for name in value.keys() - {"state", "param_groups"}:  # such as fairseq's loss_scale
-            full = f"{key}.{name}"
-            self.extras[full] = self._encoded(full, value[name])
+        for name, item in value.items():  # in the file's order, which is that of all ranks
+            if name not in ("state", "param_groups"):  # such as fairseq's loss_scale
+                full = f"{key}.{name}"
+                self.extras[full] = self._encoded(full, item)
 
     def _names(self, value: dict[str, Any]) -> Callable[[Any], str]:
         """Return the function that names an optimizer's parameter, given its number or name."""

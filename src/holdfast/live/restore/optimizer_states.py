@@ -346,7 +346,9 @@ def put_plain_states(
                     found = on_device_of(tensor, found, group)
                 if type(found) in (int, float) and state in _NUMBERS and _takes_tensors(inner):
                     device = torch.device("cpu") if counts_stay(group) else tensor.device
-                    found = torch.tensor(float(found), dtype=torch.float32, device=device)
+                    is_double = torch.get_default_dtype() == torch.float64  # as torch's own load
+                    dtype = torch.float64 if is_double else torch.float32
+                    found = torch.tensor(float(found), dtype=dtype, device=device)
                 inner.state[tensor][state] = found
 
 
