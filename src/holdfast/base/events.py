@@ -9,11 +9,12 @@ function to receive events; without subscribers an event costs almost nothing.  
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +39,9 @@ class Event:
 
 
 _sinks: list[Sink] = []
-_lock = threading.Lock()
+"""Changed in single steps, without a lock: the collector ends subscriptions on whatever thread it runs."""
+_counting = threading.RLock()
+"""Held while a counter changes.  The collector may interrupt that with a finalizer that counts, too."""
 counters: Counter[str] = Counter()
 last_step = 0
 """The step passed to the last call of `Checkpointer.step`, for the launcher that watches this process."""
@@ -47,13 +50,11 @@ last_step = 0
 def subscribe(sink: Sink) -> Callable[[], None]:
     """Call `sink(event)` for every event from now on; returns a function that ends it."""
     function_of(sink, "subscribe", "sink", "that takes an Event", 1)
-    with _lock:
-        _sinks.append(sink)
+    _sinks.append(sink)
 
     def cancel() -> None:
-        with _lock:
-            if sink in _sinks:
-                _sinks.remove(sink)
+        with suppress(ValueError):  # it was ended before
+            _sinks.remove(sink)
 
     return cancel
 
@@ -71,7 +72,7 @@ def listen(sink: Sink) -> Iterator[None]:
 
 def count(name: str, amount: int = 1) -> None:
     """Add to a counter; thread-safe."""
-    with _lock:
+    with _counting:
         counters[name] += amount
 
 
@@ -101,3 +102,12 @@ def _deliver(event: Event) -> None:
             sink(event)
         except Exception as error:  # a failing subscriber must not break the save
             warn_user(f"event sink {sink!r} failed: {error!r}")
+
+
+def _forget() -> None:
+    """A forked child has none of its parent's threads, one of which may be counting."""
+    global _counting
+    _counting = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forget)

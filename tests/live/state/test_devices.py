@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from holdfast.core.format import extras
 from holdfast.live.collecting import collect
 from holdfast.live.restore import optimizer_states
 from holdfast.live.restore.optimizer_states import put_plain_states
-from holdfast.live.state import own_loading
+from holdfast.live.state import devices, own_loading
 from holdfast.live.state.customised import OwnEntries
 from holdfast.live.state.encoding import outline_tensor
 from holdfast.live.state.optimizers import LiveOptimizer, ParamNames
@@ -108,3 +109,30 @@ def test_metrics_keep_their_device(device: str, monkeypatch: pytest.MonkeyPatch)
         own_loading.put_own("sums", own, entries)
         assert {t.device.type for t in (sums.total, *sums.seen)} == {device}
         assert len(sums.seen) == 1
+
+
+class SlowLocks:
+    """Page-locks of which each waits until it may go on."""
+
+    def __init__(self) -> None:
+        self.may_lock, self.was_unlocked = threading.Event(), threading.Event()
+
+    def lock(self, address: int, size: int) -> str:
+        self.may_lock.wait()
+        return ""
+
+    def unlock(self, address: int) -> None:
+        self.was_unlocked.set()
+
+
+def test_memory_is_unlocked_where_only_the_thread_that_locks_it_still_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The owner has let go of it before it was locked: a device would go on to write to freed memory."""
+    locks = SlowLocks()
+    monkeypatch.setitem(devices.page_locks, "cpu", locks)
+    locked = devices.lock_pages(memoryview(bytearray(4096)), [torch.device("cpu")])
+    assert locked is not None
+    del locked
+    locks.may_lock.set()
+    assert locks.was_unlocked.wait(60)

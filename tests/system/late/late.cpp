@@ -107,6 +107,14 @@ void wait_until(double at_s, std::string kind) {
   waits.push_back({std::move(kind), this_thread(), held});
 }
 
+// Until something is so.  It is looked at every second, too: a loaded glibc before 2.41 may lose a wake-up
+// (https://sourceware.org/bugzilla/show_bug.cgi?id=25847).
+template <class Reached>
+void until(std::condition_variable& changed, std::unique_lock<std::mutex>& lock, Reached reached) {
+  while (!changed.wait_for(lock, std::chrono::seconds(1), reached)) {
+  }
+}
+
 struct Flag {
   std::mutex mutex;
   std::condition_variable changed;
@@ -119,7 +127,7 @@ struct Flag {
   }
   void wait() {
     std::unique_lock<std::mutex> lock(mutex);
-    changed.wait(lock, [&] { return is_set; });
+    until(changed, lock, [&] { return is_set; });
   }
   bool query() {
     Lock lock(mutex);
@@ -164,9 +172,9 @@ struct Queue {  // a stream
   }
   double sync() {
     std::unique_lock<std::mutex> lock(mutex);
-    uint64_t until = given;
+    const uint64_t all = given;
     double at = at_s;
-    changed.wait(lock, [&] { return done >= until; });
+    until(changed, lock, [&] { return done >= all; });
     if (!error.empty()) {
       auto text = std::move(error);
       error.clear();
@@ -183,7 +191,7 @@ struct Queue {  // a stream
       std::function<void()> task;
       {
         std::unique_lock<std::mutex> lock(mutex);
-        changed.wait(lock, [&] { return !tasks.empty(); });
+        until(changed, lock, [&] { return !tasks.empty(); });
         task = std::move(tasks.front());
         tasks.pop_front();
       }

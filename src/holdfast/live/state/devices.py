@@ -334,7 +334,8 @@ class LockedPages:
 
     def wait(self) -> None:
         """Block until it is locked, or cannot be."""
-        self._thread.join()
+        if threading.current_thread() is not self._thread:  # else nobody but it has this
+            self._thread.join()
 
     def undo(self) -> None:
         """Unlock it, before the memory goes."""
