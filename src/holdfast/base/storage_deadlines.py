@@ -42,7 +42,7 @@ class StorageCall:
     """A call of storage: its description and start time, whether it has returned (`is_over`), and whether
     its caller has stopped waiting (`is_left`)."""
 
-    __slots__ = ("is_left", "is_over", "limit_s", "patience", "place", "since", "what")
+    __slots__ = ("is_left", "is_over", "limit_s", "patience", "pid", "place", "since", "what")
 
     def __init__(self, what: str, place: str, patience: Patience) -> None:
         self.what = what
@@ -50,6 +50,7 @@ class StorageCall:
         self.patience = patience
         self.limit_s = patience.limit_s
         self.since = time.monotonic()
+        self.pid = os.getpid()
         self.is_over = False
         self.is_left = False
 
@@ -148,7 +149,7 @@ class Patience:
         """Do `call`, a clean-up that nobody waits for.  While abandoned operations have not returned, the
         last of their threads does it instead, and this method returns at once."""
         with _lock:
-            if self._stuck:
+            if self._awaited():
                 self._untidy.append(call)
                 return
         self.run(call, what, place)
@@ -172,7 +173,7 @@ class Patience:
                 return []
             self._stuck.remove(operation)
             untidy: list[Callable[[], object]] = []
-            if not self._stuck:
+            if not self._awaited():
                 untidy, self._untidy = self._untidy, untidy
             return untidy
 
@@ -184,8 +185,13 @@ class Patience:
 
     def _check(self) -> None:
         """Deadline while an abandoned operation has not returned."""
-        for operation in self._stuck[:1]:
+        for operation in self._awaited()[:1]:
             raise operation.given_up()
+
+    def _awaited(self) -> list[StorageCall]:
+        """Abandoned operations that have not returned and will: a forked child has none of its parent's
+        threads."""
+        return [one for one in self._stuck if one.pid == os.getpid()]
 
 
 def _do(operation: StorageCall, call: Callable[[], _R], undo: Callable[[Any], object] | None) -> _R:
@@ -289,11 +295,15 @@ class ThreadWatch:
     def _give_up(self, late: StorageCall) -> None:
         if not late.patience._leave(late):
             return
+        self.leave()
+        raise late.given_up()
+
+    def leave(self) -> None:
+        """Abandon all threads."""
         self.is_over = True
         for operation in self._under_way():
             if not operation.is_left:
                 operation.patience._leave(operation, always=True)
-        raise late.given_up()
 
     def _under_way(self) -> list[StorageCall]:
         operations = (_under_way.get(member) for member in tuple(self._members))

@@ -27,6 +27,8 @@ _T = TypeVar("_T")
 EXIT_S = 60.0
 """Seconds that work in progress may continue when Python ends."""
 _LOOK_S = 0.5
+STOP_S = 5.0
+"""Seconds that a caller who is interrupted waits for threads that are still at work for it."""
 
 _unfinished: dict[Future[Any], threading.Thread] = {}
 """Work that Python waits for when it ends, with the thread of its worker; there is one end of Python."""
@@ -100,15 +102,20 @@ def _forget_one(future: Future[Any]) -> None:
 def in_threads(work: Callable[[Any], None], items: list[Any], threads: int) -> None:
     """Call `work` for every item from several threads; the first error stops the rest.
 
-    Deadline if storage does not answer one of the threads; that thread is abandoned.
+    Deadline if storage does not answer one of the threads; that thread is abandoned.  Whatever else is
+    raised, an interrupt included, no thread is at work any more, or is abandoned after `STOP_S` seconds.
     """
     if threads == 1 or len(items) < 2:
         for item in items:
             work(item)
         return
     crew = _Crew(work, items)
-    crew.start(min(threads, len(items)))
-    crew.wait()
+    try:
+        crew.start(min(threads, len(items)))
+        crew.wait()
+    except BaseException:
+        crew.stop()
+        raise
 
 
 class _Crew:
@@ -117,6 +124,7 @@ class _Crew:
     def __init__(self, work: Callable[[Any], None], items: list[Any]) -> None:
         self._work = work
         self._todo = iter(items)
+        self._members: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._stop = False
         self._error: BaseException | None = None
@@ -128,6 +136,7 @@ class _Crew:
         has_begun = False
         for _ in range(size):
             member = threading.Thread(target=self._drain, name="holdfast-io", daemon=True)
+            self._members.append(member)
             with self._lock:
                 self._left += 1
             try:
@@ -148,6 +157,16 @@ class _Crew:
             self._watch.check()
         if self._error is not None:
             raise self._error
+
+    def stop(self) -> None:
+        """Have each thread end after what it is at, and wait for that: it may write to the caller's memory.
+        One that storage does not answer is abandoned."""
+        self._stop, until = True, time.monotonic() + STOP_S
+        for member in self._members:
+            while member.is_alive() and not self._watch.is_over:
+                if time.monotonic() > until:
+                    self._watch.leave()
+                member.join(0.01)
 
     def _drain(self) -> None:
         try:

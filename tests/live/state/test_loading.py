@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import torch
 from torch import nn
 
 import holdfast
+from holdfast.base.threads import in_threads
+from holdfast.core.checkpoint import reading
 from holdfast.errors import Corrupt, NotRecoverable, StateMismatch
 from holdfast.live import restore_into_state
 
@@ -311,6 +315,41 @@ def test_a_load_that_is_interrupted_leaves_nan(
     with pytest.raises(KeyboardInterrupt):
         holdfast.load(tmp_path, {"model": net})
     assert net.weight.isnan().all()
+
+
+def test_nothing_is_written_over_the_nan_of_an_interrupted_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The threads that read have ended by then."""
+    state = {"x": {f"w{n}": torch.zeros(1_000_000) for n in range(16)}}
+    holdfast.save(tmp_path, {"x": {name: torch.ones(1_000_000) for name in state["x"]}}, step=1)
+    heard, placed = threading.Event(), list[int]()
+
+    def handler(*_: Any) -> None:
+        heard.set()
+        raise KeyboardInterrupt
+
+    def interrupted(work: Any, items: Any, threads: int) -> None:
+        def one(item: Any) -> None:
+            if len(placed) == 2:
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+                assert heard.wait(60)
+            placed.append(1)
+            work(item)
+
+        in_threads(one, items, 2)
+
+    monkeypatch.setattr(reading, "in_threads", interrupted)
+    old = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            holdfast.load(tmp_path, state)
+    finally:
+        signal.signal(signal.SIGUSR1, old)
+    num_placed = len(placed)
+    assert all(tensor.isnan().all() for tensor in state["x"].values())
+    assert not [t for t in threading.enumerate() if t.name == "holdfast-io"]
+    assert len(placed) == num_placed >= 3
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2])
