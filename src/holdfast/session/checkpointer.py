@@ -49,7 +49,7 @@ from holdfast.live.state.window import rest, resting
 from holdfast.live.tier import Asked, Tier
 from holdfast.live.training_checks import Noticing
 from holdfast.session.beginning import Beginning
-from holdfast.session.ending import Ending, Saves
+from holdfast.session.ending import LINGER_S, Ending, Saves
 from holdfast.session.tiers import ROOT, Homes, Switch, Switched, Tiers
 
 if TYPE_CHECKING:
@@ -649,7 +649,8 @@ class Checkpointer:
         self._ending.close()
         try:
             with ExitStack() as last:
-                last.callback(self._tiers.group.close)
+                # after an error the others may be in a collective that only this rank's end will end
+                last.callback(self._tiers.group.close, *[] if error is None else [LINGER_S])
                 last.callback(self._tiers.release)
                 last.callback(self._noticing.close)
                 if self._stop is not None:

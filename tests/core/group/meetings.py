@@ -22,11 +22,12 @@ from torch import nn
 import holdfast
 import zygote
 from holdfast.base.wire import encode_error
-from holdfast.core.group import exchange, meet
+from holdfast.core.group import board, exchange, meet
 from holdfast.core.group.listening import TAKES_LISTENER
 from holdfast.core.group.meeting import meeting_of_job, meeting_over
 from holdfast.core.group.message_auth import Seal
 from holdfast.errors import Deadline, HoldfastError, HoldfastWarning, OutOfSpace, UsageError
+from holdfast.session import checkpointer
 from holdfast.tiers.memory.node import messages
 from holdfast.tiers.memory.node.client import Client
 from system.distributed.cases import Case, run_all
@@ -126,6 +127,20 @@ def ranks_at_different_calls_hear_so_at_once(root: Path) -> None:
         assert ckpt.restore() == 1
 
 
+def a_rank_0_that_leaves_by_an_error_waits_for_nobody_for_long(root: Path) -> None:
+    """Another rank may be in a collective, which only that error's way out of the process ends."""
+    with pytest.MonkeyPatch.context() as patch, suppress(KeyError):
+        patch.setattr(checkpointer, "LINGER_S", 0.1)
+        patch.setattr(board, "_LEAVE_S", 1e6)
+        with holdfast.Checkpointer(root, state_of(), deadline_s=1e6):
+            if dist.get_rank() == 0:
+                raise KeyError
+            dist.barrier()
+    if dist.get_rank() == 0:
+        dist.barrier()
+    holdfast.save(root, state_of(), step=1)
+
+
 def a_call_that_failed_in_the_middle_leaves_nothing_broken(root: Path) -> None:
     """One rank's collectives are of no more use; the next call makes them anew on all."""
     holdfast.save(root, state_of(), step=1)
@@ -186,11 +201,11 @@ def conversion(
 def a_process_of_one_rank_says_for_whom_it_waits_and_ends(root: Path) -> None:
     holdfast.save(root, state_of(), step=1)
     if dist.get_rank() == 0:
-        ran = conversion(root, meet_s=1.0)
+        ran = conversion(root, meet_s=5.0)
         text = ran.stderr
         assert ran.returncode == 1
-        assert "waiting, for at most 1 s: rank 1 has not called convert()" in text, text
-        assert "error: rank 1 has not called convert() within 1 s" in text, text
+        assert "waiting, for at most 5 s: rank 1 has not called convert()" in text, text
+        assert "error: rank 1 has not called convert() within 5 s" in text, text
         assert "env -u WORLD_SIZE" in text, text
     dist.barrier()
     assert not os.path.exists(f"{root}-new")
@@ -285,6 +300,7 @@ CASES: list[Case] = [
     a_rank_that_calls_alone_is_told_and_all_may_call_again,
     who_comes_late_hears_that_the_other_has_given_up,
     ranks_at_different_calls_hear_so_at_once,
+    a_rank_0_that_leaves_by_an_error_waits_for_nobody_for_long,
     a_call_that_failed_in_the_middle_leaves_nothing_broken,
     ranks_of_before_are_not_counted,
     many_calls_leave_no_keys_behind,

@@ -338,6 +338,22 @@ def test_close_ends_within_its_time(monkeypatch) -> None:
     assert [t for t in homes.told if "is not uploaded" in t and "took too long" in t]
 
 
+def test_close_waits_for_no_upload_where_a_rank_is_lost(monkeypatch) -> None:
+    """It could not be completed without that rank, and a launcher waits for the others to leave."""
+    gate = threading.Event()
+    homes = Homes(behind=Held(store_like(), gate))
+    with homes.run(monkeypatch) as run:
+        run.save(1)
+        until(lambda: homes.behind.is_held)
+        monkeypatch.setattr(run.ckpt._tiers.group, "lost", "rank 1 is lost")
+        closing = threading.Thread(target=run.ckpt.close, daemon=True)
+        closing.start()
+        closing.join(60)
+        assert not closing.is_alive()
+        gate.set()
+    assert [t for t in homes.told if "is not uploaded" in t]
+
+
 def test_errors_of_the_upload_are_never_raised(monkeypatch) -> None:
     homes = Homes(behind=Away(store_like()))
     with homes.run(monkeypatch, on_error="raise") as run:

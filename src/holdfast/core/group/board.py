@@ -323,15 +323,15 @@ class Board:
 
             self._ask(f"forget {old}", forget)
 
-    def close(self) -> None:
-        """Leave the board.  Rank 0, its host, blocks until all have left, `_LEAVE_S` at most."""
+    def close(self, limit_s: float = _LEAVE_S) -> None:
+        """Leave the board.  Rank 0, its host, blocks until all have left, `limit_s` seconds at most."""
         if self._line is None:
             return
         try:
             if self.rank == 0:
-                self.gather("bye", b"", min(self.deadline_s, _LEAVE_S))
+                self.gather("bye", b"", min(self.deadline_s, limit_s))
             else:
-                self.post(f"bye/{self.rank}", b"", min(self.deadline_s, _LEAVE_S))
+                self.post(f"bye/{self.rank}", b"", min(self.deadline_s, limit_s))
         except AgentError:
             pass  # a lost rank does not need the board
         line, self._lost, self._line = self._line, self._line.lost, None

@@ -72,7 +72,7 @@ PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
 LAST_PAUSE_S = 1.0
 """The same while `close` waits."""
 LEAST_S = 0.1
-"""Seconds that `close` gives records, however long the last step took."""
+"""Seconds that `close` gives the last step where a rank is lost, and records, however long that took."""
 UNFINISHED_S = 30.0
 """Seconds that a run which ends by an error waits for its upload."""
 COPY_S = 6 * 3600.0
@@ -202,9 +202,11 @@ class Upload(Tier, Follower):
     # -- the end ----------------------------------------------------------------------------------
 
     def close(self, limit_s: float, *, finished: bool, is_asked: bool) -> None:
-        """Wait for the newest step, after an error for `UNFINISHED_S` at most; then tell the user what is
-        not uploaded."""
-        if not (finished or is_asked):
+        """Wait for the newest step, after an error for `UNFINISHED_S` at most, and not at all if a rank is
+        lost, without which no step is uploaded; then tell the user what is not uploaded."""
+        if self.group.lost:
+            limit_s = LEAST_S
+        elif not (finished or is_asked):
             limit_s = min(limit_s, UNFINISHED_S)
         self._is_closing = True
         self._retry.cancel()
@@ -240,8 +242,9 @@ class Upload(Tier, Follower):
     # -- upload thread ----------------------------------------------------------------------------
 
     def _drain(self) -> None:
-        """Upload until nothing newer waits, or a round fails; while `close` waits, until it ends."""
-        while self._waiting.has_newer and not self._has_ended:
+        """Upload until nothing newer waits, or a round fails; while `close` waits, until it ends, or a rank
+        is lost."""
+        while self._waiting.has_newer and not (self._has_ended or self.group.lost):
             if self._round():
                 continue
             if not self._is_closing:
