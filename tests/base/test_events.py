@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -64,6 +65,18 @@ def test_a_finalizer_counts_while_an_event_is_counted(monkeypatch: pytest.Monkey
     Round(lambda: events.count("another"))
     assert emitted("one")
     assert events.counters == {"one": 1, "another": 1}
+
+
+def test_a_sink_fails_where_warnings_are_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever reports goes on: a save has to end."""
+
+    def sink(event: events.Event) -> None:
+        raise ValueError("no room")
+
+    with warnings.catch_warnings(), events.listen(sink):
+        warnings.simplefilter("error")
+        events.emit("one")
+    assert "failed: ValueError('no room')" in capsys.readouterr().err
 
 
 def child_does(work: Callable[[], bool]) -> bool:

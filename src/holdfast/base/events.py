@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.base.arguments import function_of
-from holdfast.base.errors import warn_user
+from holdfast.base.errors import HoldfastWarning, warn_user
 
 Sink = Callable[["Event"], None]
 
@@ -101,7 +102,10 @@ def _deliver(event: Event) -> None:
         try:
             sink(event)
         except Exception as error:  # a failing subscriber must not break the save
-            warn_user(f"event sink {sink!r} failed: {error!r}")
+            try:
+                warn_user(f"event sink {sink!r} failed: {error!r}")
+            except HoldfastWarning as warning:  # where warnings are errors
+                traceback.print_exception(warning)
 
 
 def _forget() -> None:

@@ -26,17 +26,18 @@ def uncollected() -> Iterator[None]:
     collector resumes when the last of them ends, if it was enabled before the first.
     """
     global _holders, _was_enabled
-    with _lock:
-        if not _holders:
-            _was_enabled = gc.isenabled()
+    is_counted = False
+    try:  # an interrupt may come at any point
+        with _lock:
+            if not _holders:
+                _was_enabled = gc.isenabled()
+            _holders, is_counted = _holders + 1, True
             gc.disable()
-        _holders += 1
-    try:
         yield
     finally:
         with _lock:
-            _holders -= 1
-            if not _holders and _was_enabled:
+            _holders -= is_counted
+            if is_counted and not _holders and _was_enabled:
                 gc.enable()
 
 

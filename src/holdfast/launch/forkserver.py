@@ -187,7 +187,7 @@ def _serve(
             packet, fds, _, _ = socket.recv_fds(launcher, _PACKET_BYTES, 2)
             if not packet:
                 _end_all(workers)
-            start = decode_json(packet, Start)
+            start, server = decode_json(packet, Start), os.getpid()
             if pid := os.fork():
                 workers.add(pid)
                 for fd in fds:
@@ -201,7 +201,7 @@ def _serve(
             for fd in (wakes, wake):
                 os.close(fd)
             launcher.close()
-            _die_with(os.getppid())
+            _die_with(server)
             return start, socket.socket(fileno=fds[0]), fds[1]
 
 

@@ -8,6 +8,7 @@ notice.
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 import weakref
@@ -134,3 +135,4 @@ def _threads() -> list[str]:
 
 
 atexit.register(_end_all)
+os.register_at_fork(after_in_child=_groups.clear)  # a forked child has none of their threads

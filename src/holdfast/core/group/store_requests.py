@@ -9,6 +9,7 @@ line.
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 import weakref
@@ -130,3 +131,4 @@ def _settle_all() -> None:
 
 
 atexit.register(_settle_all)
+os.register_at_fork(after_in_child=_lines.clear)  # a forked child has none of their threads

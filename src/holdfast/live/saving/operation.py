@@ -405,15 +405,17 @@ class SaveOperation:
             and not self.request.is_rehearsal
         ):
             error.step = self.step
-        self._on_end(self, error)
-        if error is not None:
-            kind = "prepare" if self.request.is_rehearsal else self.kind
-            emit(f"{kind}.failed", step=self.step, error=error_text(error))
-        elif not self.request.is_rehearsal:
-            self.save.seconds = took = self.took_s
-            emit(f"{self.kind}.committed", step=self.step, seconds=round(took, 3))
-        self.moment = StateView.of(Collected(), {})
-        self.save._conclude(error)
+        try:
+            self._on_end(self, error)
+            if error is not None:
+                kind = "prepare" if self.request.is_rehearsal else self.kind
+                emit(f"{kind}.failed", step=self.step, error=error_text(error))
+            elif not self.request.is_rehearsal:
+                self.save.seconds = took = self.took_s
+                emit(f"{self.kind}.committed", step=self.step, seconds=round(took, 3))
+        finally:  # whoever waits for it must hear of its end
+            self.moment = StateView.of(Collected(), {})
+            self.save._conclude(error)
 
     def _leave_out(self) -> None:
         """End the operation without a save: some rank was busy."""

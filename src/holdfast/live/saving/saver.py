@@ -104,9 +104,9 @@ class Saver:
         copied if the next step might not wait for the copy.  The rest runs in the background, where an
         operation also ends after an interrupt (Ctrl-C), so that no rank waits for it."""
         is_snapshot = not (op.request.busy or op.request.is_rehearsal)
-        if is_snapshot:
-            self.gate.look(op.step)
         try:
+            if is_snapshot:
+                self.gate.look(op.step)
             op.collect(describe_live)
             live, is_held = op.live, op.must_hold and op.error is None and not self.is_last
             if not op.request.busy:  # else the copy under way still needs its window

@@ -179,9 +179,9 @@ def resting(thread: int | None = None) -> Iterator[None]:
 
 def _come_to_rest(thread: int) -> None:
     with _moves:
-        _resting[thread] += 1
         for window in [one for one in _windows if one.thread == thread]:
             window.look_again()
+        _resting[thread] += 1
         _moves.notify_all()
 
 

@@ -26,6 +26,7 @@ from holdfast.live.saving.durable import Durable
 from holdfast.live.saving.messages import Written
 from holdfast.live.saving.operation import Replica
 from holdfast.live.saving.progress import TierProgress
+from holdfast.live.state.named import Collected
 from holdfast.live.state.recognising import State
 from holdfast.live.state.snapshot import CopyTap, PrivateBuffer
 from holdfast.live.tier import Asked, Collect, Tier
@@ -146,12 +147,22 @@ class MemoryTier(Tier):
             self.durable.steps.watch_over(op)
         if durable and self._feed is not None:
             self._feed.proof.count_durable(must_prove=asked.live)
-        for follower in self._followers:
-            follower.mark(op.number)
         with self.durable.held.by(op.kind, step):
-            save = self.saver.begin(op, self._arranged(collect))
+            save = self.saver.begin(op, self._marked(op, collect))
         (self.progress.watch_through if durable else self.progress.watch)(save)
         return save
+
+    def _marked(self, op: SaveOperation, collect: Collect) -> Collect:
+        """Return what marks this point of the training, and reads the state: an error of either is one of
+        the operation."""
+        arranged = self._arranged(collect)
+
+        def read() -> Collected:
+            for follower in self._followers:
+                follower.mark(op.number)
+            return arranged()
+
+        return read
 
     def _arranged(self, collect: Collect) -> Collect:
         """Return what reads the state in the order in which it is to be shared among ranks."""

@@ -20,6 +20,7 @@ both may take as long as a save at Python's end (`threads.EXIT_S`).
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -62,7 +63,7 @@ class RecordUpload:
         self._must_flush = False
         self._is_complete = False
         """True if the last pass has copied all files."""
-        self._cancel = before_exit(self._at_exit)
+        self._cancel, self._pid = before_exit(self._at_exit), os.getpid()
         self._worker = Worker("holdfast-upload-log")
         self._worker.submit(self._run, every_s)
 
@@ -86,6 +87,8 @@ class RecordUpload:
         ]
 
     def _at_exit(self) -> None:
+        if os.getpid() != self._pid:  # a forked child has not its parent's thread
+            return
         self._must_flush = True
         self._end.set()
 

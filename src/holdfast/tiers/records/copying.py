@@ -171,12 +171,11 @@ class GradientCopier:
         devices: list[torch.device],
         pack: tuple[Pack, int] | None,
     ) -> None:
-        copying = DeviceCopy(lent)
+        copying, moment = DeviceCopy(lent), Moment(devices)
         record.copying.append(copying)
-        if lent.way == "cloned":
-            self._cloned.append(copying)
-        moment = Moment(devices)
         try:
+            if lent.way == "cloned":
+                self._cloned.append(copying)
             self._thread.submit(_copy, record, copying, places, moment, devices, pack)
         except BaseException as error:  # else a wait for this copy would never end
             copying.fail(error)

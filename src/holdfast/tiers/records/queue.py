@@ -82,9 +82,14 @@ class WriterProcess:
             rest, fd = self._send_some(memoryview(data), fd, socket.MSG_DONTWAIT)
             if rest:
                 self._unsent = deque([(rest, fd)])
-                threading.Thread(
+                sender = threading.Thread(
                     target=self._send_rest, args=(self._unsent,), name="holdfast-send", daemon=True
-                ).start()
+                )
+                try:
+                    sender.start()
+                except RuntimeError:  # Python is ending, or the host has no more threads
+                    self._unsent = None
+                    self._send_some(rest, fd, 0)
 
     def _send_rest(self, unsent: deque[_Data]) -> None:
         """Send all unsent bytes in their order, until none are left or the writer is gone."""
