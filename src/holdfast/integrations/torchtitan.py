@@ -180,12 +180,13 @@ class HoldfastCheckpointManager(CheckpointManager):
         path = self.initial_load_path
         if path is None or self.initial_load_in_hf or self._find_load_step() != -1:
             return bool(super()._load())
-        if not steps(path) or self._is_of_weights(path):
+        root, step = _place_and_step(path)
+        if step is None and (not steps(root) or self._is_of_weights(root)):
             return bool(super()._load())
         if self.initial_load_model_only:
-            load(path, {MODEL: self._live[MODEL]})
+            load(root, {MODEL: self._live[MODEL]}, step=step)
         else:
-            self._load_part_of(path, None)
+            self._load_part_of(root, step)
         return True
 
     def _load_part_of(self, root: str, step: int | None) -> int:
@@ -279,6 +280,18 @@ class HoldfastCheckpointManager(CheckpointManager):
 def _warn_on_first_rank(text: str, hint: str) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         errors.warn_user(text, hint=hint)
+
+
+def _place_and_step(path: str) -> tuple[str, int | None]:
+    """A path, and None; or the root and the step that it names, as `runs/gpt@1000` does, if nothing lies
+    at it."""
+    root, at, step = path.rpartition("@")
+    if at and step.isdecimal():
+        try:
+            steps(path)
+        except errors.NotFound:
+            return root, int(step)
+    return path, None
 
 
 def _before_its_first_batch(iterator: Any, call: Callable[[], None]) -> Any:

@@ -131,6 +131,11 @@ def test_each_option(tmp_path: Path, ranks: Ranks) -> None:
     other = settings(tmp_path / "other", initial_load_path=root, steps=1)
     first = value(ranks.printed(other.text()), "BEGIN").split()
     assert first[1:3] == ["0", "True"]
+    earlier = settings(tmp_path / "earlier", initial_load_path=f"{root}@4", steps=1)
+    found = value(ranks.printed(earlier.text()), "BEGIN").split()
+    assert found[1:3] == ["0", "True"] and found[3:] != first[3:]
+    with pytest.raises(AssertionError, match="no step 5"):
+        ranks.printed(settings(tmp_path / "none", initial_load_path=f"{root}@5", steps=1).text())
     only = settings(tmp_path / "only", initial_load_path=root, load_only=True, steps=1)
     assert value(ranks.printed(only.text()), "BEGIN").split() == ["BEGIN", *first[1:]]
     assert not (tmp_path / "only").exists()  # nor need there have been a folder
