@@ -18,9 +18,9 @@ def test_a_process_that_runs() -> None:
 
 
 def test_a_process_that_is_gone() -> None:
-    child = subprocess.Popen([sys.executable, "-c", ""])
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     since = start_time(child.pid) or ""
-    child.wait()
+    child.communicate(b"\n")
     assert process_state(child.pid, since) == "gone"
 
 

@@ -35,7 +35,7 @@ if [[ $1 == run ]]; then exec launcher "$@"; fi
 exec {sys.executable} -c '{CLI}' "$@"
 """
 LAUNCHER = """#!/bin/bash
-test -S "$HOLDFAST_MEMORY_DIR/agent.sock" || sleep 3
+until test -S "$HOLDFAST_MEMORY_DIR/agent.sock"; do sleep 0.05; done
 holdfast agent status --json >> agents
 echo "$@" >> runs
 """

@@ -27,7 +27,7 @@ from holdfast.testing import Faulty
 from holdfast.testing.stores import raised
 
 SPAWN = multiprocessing.get_context("spawn")
-WAIT_S = 120
+WAIT_S = 300
 NUM_ROUNDS = 20
 
 

@@ -61,7 +61,7 @@ def test_a_snapshot_spreads_over_steps_and_is_not_torn(
         expected = {f"model.{k}": v.clone() for k, v in model.state_dict().items()}
         for name, p in model.named_parameters():
             expected |= {f"optim.{name}.{k}": v.clone() for k, v in optimizer.state[p].items()}
-        monkeypatch.setattr(snapshot.np, "copyto", slow(0.005))
+        monkeypatch.setattr(snapshot.np, "copyto", slow(0.05))
         began = time.perf_counter()
         save = ckpt.save(2)
         step(model, optimizer)

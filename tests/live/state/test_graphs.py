@@ -26,7 +26,7 @@ graphs.observe(Graph)
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(graphs, "CAPTURE_WAIT_S", 30.0)
+    monkeypatch.setattr(graphs, "CAPTURE_WAIT_S", 120.0)
     monkeypatch.setattr(graphs, "_has_captured", False)
     yield
     assert graphs._owner is None and not graphs._captured and not graphs._working
@@ -53,7 +53,7 @@ def test_work_waits_for_the_last_of_nested_captures() -> None:
     assert graphs.is_capturing() and not entered.wait(0.2)
     with graphs.working():  # the thread that captures is not barred
         outer.capture_end()
-    assert entered.wait(30) and not graphs.is_capturing()
+    assert entered.wait(120) and not graphs.is_capturing()
     thread.join()
 
 
@@ -63,7 +63,7 @@ def test_a_capture_begins_when_work_is_over() -> None:
     def work() -> None:
         with graphs.working(), graphs.working():
             inside.set()
-            leave.wait(30)
+            leave.wait(120)
 
     def capture() -> None:
         graph = Graph()
@@ -73,11 +73,11 @@ def test_a_capture_begins_when_work_is_over() -> None:
 
     threads = [threading.Thread(target=work), threading.Thread(target=capture)]
     threads[0].start()
-    assert inside.wait(30)
+    assert inside.wait(120)
     threads[1].start()
     assert not captured.wait(0.2)
     leave.set()
-    assert captured.wait(30)
+    assert captured.wait(120)
     for thread in threads:
         thread.join()
 
@@ -87,7 +87,7 @@ def test_a_capture_that_no_other_thread_voids_bars_none() -> None:
     graph.capture_begin(capture_error_mode="thread_local")
     assert graph.mode == "thread_local"
     thread = working(entered)
-    assert entered.wait(30)
+    assert entered.wait(120)
     thread.join()
     graph.capture_end()
 

@@ -100,14 +100,14 @@ def test_a_root_that_cannot_be_read_does_not_hold_up_another(root: Path, tmp_pat
     disk = Frozen(root)
     disk.names = ("preadv",)
 
-    def steps_of(name: Path) -> list[int]:
-        with storage_deadlines.opening(DEADLINE_S):
+    def steps_of(name: Path, limit_s: float) -> list[int]:
+        with storage_deadlines.opening(limit_s):
             return holdfast.steps(name)
 
     with disk:
-        assert isinstance(ended(lambda: steps_of(root)), Deadline)
+        assert isinstance(ended(lambda: steps_of(root, DEADLINE_S)), Deadline)
         assert disk.num_waiting == 1
-        assert steps_of(tmp_path / "other") == [3]
+        assert steps_of(tmp_path / "other", ENOUGH_S) == [3]
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def frozen_under_a_run(root: Path) -> Iterator[tuple[holdfast.Checkpointer, Froz
     )
     ckpt.save(2).wait()
     ckpt._tiers.durable.settle(ENOUGH_S)  # what is under way keeps the limit it began with
-    be_patient(ckpt._tiers.store, DEADLINE_S)
+    be_patient(ckpt._tiers.store, 5 * DEADLINE_S)
     with Frozen(root, reads=True) as disk:
         yield ckpt, disk
 
@@ -209,8 +209,9 @@ def test_close_ends_in_time_and_says_what_was_not_saved(
 ) -> None:
     monkeypatch.setattr(tiers, "RELEASE_S", 0.2)
     ckpt = holdfast.Checkpointer(root, state(), deadline_s=ENOUGH_S * 10, anew=True)
-    with Frozen(root, reads=True):
+    with Frozen(root, reads=True) as disk:
         ckpt.save(2)
+        assert eventually(lambda: disk.num_waiting)
         error = ended(lambda: ckpt.close(timeout=1.5))
     assert isinstance(error, Deadline)
     assert "when close() had waited 1.5 s" in str(error)
@@ -250,7 +251,7 @@ def test_wait_ends_in_time_with_records(root: Path) -> None:
         optimizer.step()
         ckpt.step(step)
     ckpt.wait()
-    ckpt.wait(0.0)  # nothing is under way
+    assert eventually(lambda: ended(lambda: ckpt.wait(0.0)) is None)  # nothing is under way
     delta, stuck = ckpt._tiers.get("delta"), threading.Event()
     assert delta is not None
     delta._capture._copier.then(stuck.wait)
@@ -361,11 +362,11 @@ def test_what_is_abandoned_is_closed_and_removed_when_storage_answers(
 ) -> None:
     store = LocalStore(tmp_path / "root")
     store.put("there", b"there")
-    store.patience.limit_s = 0.2
     with ExitStack() as frozen:
         disks: list[Frozen] = []
 
         def freeze() -> None:
+            store.patience.limit_s = 0.2
             disks.append(frozen.enter_context(Frozen(tmp_path / "root", reads=True)))
 
         error = ended(lambda: abandon(store, freeze))
@@ -375,6 +376,7 @@ def test_what_is_abandoned_is_closed_and_removed_when_storage_answers(
         assert eventually(lambda: not leftovers(tmp_path)), leftovers(tmp_path)
     assert eventually(lambda: not (tmp_path / "root" / "d").exists())
     assert set(LocalStore(store.root).list()) <= {"there", "b"}
+    store.patience.limit_s = ENOUGH_S
     assert store.get("there") == b"there", "it is asked again"
 
 
@@ -386,9 +388,11 @@ def test_all_that_threads_had_under_way_is_waited_for(tmp_path: Path) -> None:
     store.patience.limit_s = 0.2
     gates = [threading.Event(), threading.Event()]
     threads: dict[int, threading.Thread] = {}
+    both_ask = threading.Barrier(2)
 
     def ask(number: int) -> None:
         threads[number] = threading.current_thread()
+        both_ask.wait(ENOUGH_S)
         store.patience.run(gates[number].wait, f"ask {number} of", str(tmp_path))
 
     def refused() -> bool:
@@ -404,6 +408,7 @@ def test_all_that_threads_had_under_way_is_waited_for(tmp_path: Path) -> None:
         assert refused(), number
         gates[number].set()
         threads[number].join(ENOUGH_S)
+    store.patience.limit_s = ENOUGH_S
     assert not refused()
 
 

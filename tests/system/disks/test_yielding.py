@@ -18,7 +18,7 @@ def hangs(patience: Patience, until: threading.Event) -> threading.Thread:
     """An operation of a store that does not end before `until`."""
     thread = threading.Thread(target=lambda: patience.run(until.wait, "put", "somewhere"))
     thread.start()
-    limit = time.monotonic() + 30
+    limit = time.monotonic() + 120
     while not slowest(0.05, patience):
         assert time.monotonic() < limit
         time.sleep(0.01)

@@ -73,6 +73,9 @@ def launch(
         except subprocess.TimeoutExpired:
             status = None
             _end(started)
+        except BaseException:  # the limit of the test, or Ctrl-C
+            _end(started)
+            raise
         return Ran(status, _outputs(Path(logs)), out.read_text(errors="replace"))
 
 

@@ -289,7 +289,7 @@ class Life:
         delta = None if records is None else holdfast.Delta(**records)
         ckpt = holdfast.Checkpointer(
             s["root"], state, every=every, memory=memory, delta=delta,
-            deadline_s=s.get("deadline_s", 20),
+            deadline_s=s.get("deadline_s", 120),
             keep=holdfast.Keep(**s["keep"]) if "keep" in s else None,
             replicas=s.get("replicas", "once"),
         )  # fmt: skip

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 VALUES = torch.arange(2_300_000.0)
 """Written in two parts, of which the second has to wait."""
-SLOW = {"redundancy": "none", "bandwidth": "4MB"}
+SLOW = {"redundancy": "none", "bandwidth": "2MB"}
 
 
 @pytest.fixture

@@ -133,7 +133,7 @@ def test_a_save_that_goes_directly_spares_one_that_does_not(
     first, second = one.ckpt.save(1), one.ckpt.save(2)
     second.wait(120)
     assert one.seen("snapshot.failed") == [2]  # the agent had no room
-    one.ckpt._tiers.durable.settle(20)
+    one.ckpt._tiers.durable.settle(120)
     hold.set()
     first.wait(120)
     assert holdfast.steps(one.root) == [1, 2]

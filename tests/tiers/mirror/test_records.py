@@ -74,8 +74,10 @@ def test_a_root_that_is_lost_is_replayed_from_behind(tmp_path: Path, held: bool)
     """The steps recorded behind are reached, whether the full step before them is there yet or not."""
     place = tmp_path / "run"
     training = begin(place, 100_000, 10, 0.05, *["hold"] * held)
-    until(lambda: (recorded_behind(place) or [0])[-1] > 35)
-    lose_the_node(place, training)
+    try:
+        until(lambda: (recorded_behind(place) or [0])[-1] > 35)
+    finally:
+        lose_the_node(place, training)
     steps, full = recorded_behind(place), holdfast.steps(place / "behind")
     last = max(full)
     while last + 1 in steps:

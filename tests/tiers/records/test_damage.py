@@ -296,7 +296,7 @@ def test_a_writer_that_dies_while_it_is_waited_for(root: Path) -> None:  # noqa:
     os.kill(pid, signal.SIGSTOP)
     threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
     expected = run.everything()
-    ckpt.close(timeout=20)
+    ckpt.close(timeout=120)
     forget(root, 4)
     again = new()
     with checkpointer(root, again) as ckpt:

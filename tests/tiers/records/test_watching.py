@@ -31,7 +31,7 @@ Change = Callable[[Run], None]
 
 def unsteered(root: Path, run: Run, **options: Any) -> holdfast.Checkpointer:  # noqa: F811
     """Full saves are made only where records need one."""
-    given = {"on_error": "raise", "deadline_s": 20.0, "delta": holdfast.Delta(), **options}
+    given = {"on_error": "raise", "deadline_s": 120.0, "delta": holdfast.Delta(), **options}
     return holdfast.Checkpointer(root, run.state, every=holdfast.Every(delta=1), **given)
 
 
