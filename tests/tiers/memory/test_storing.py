@@ -4,8 +4,9 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from holdfast.core.checkpoint.notes import read_notes
 from holdfast.errors import AgentUnreachable, HoldfastWarning
 from holdfast.events import listen
 from holdfast.live.saving.durable import Durable
+from holdfast.live.state.window import Gate
 from holdfast.store import open_store
+from holdfast.tiers.memory import tier
 from holdfast.tiers.memory.node import messages as w
 from holdfast.tiers.memory.node.client import Client
 from tiers.memory.agents import agent
@@ -313,3 +316,50 @@ def test_a_tuned_run_learns_from_every_snapshot(run: Callable[..., Run]) -> None
         one.ckpt.wait()
     found = [e.fields["seconds"] for e in one.events if e.name == "snapshot.committed"]
     assert len(found) == 2 and min(found) > 0
+
+
+class Breaks:
+    """A follower of the training that cannot note its point."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+        self.twins = SimpleNamespace(go_on=lambda number: None)
+
+    def mark(self, number: int) -> None:
+        raised(self.error)
+
+
+def raised(error: BaseException | None) -> None:
+    if error is not None:
+        raise error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError()])
+@pytest.mark.parametrize("where", ["before the marks", "marks"])
+def test_a_call_that_breaks_off_before_it_has_the_state_saves_nothing(
+    tmp_path: Path, node: Client, monkeypatch: pytest.MonkeyPatch, where: str, error: BaseException
+) -> None:
+    """Nor does it count as one under way, for which later ones would be left out."""
+    seen: list[str] = []
+    ckpt = holdfast.Checkpointer(
+        tmp_path / "root",
+        {"x": {"t": torch.arange(4)}},
+        every=holdfast.Every(memory=1, durable=100),
+        memory=holdfast.Memory("none"),
+        when_busy="skip",
+    )
+    with ckpt, warnings.catch_warnings():
+        warnings.simplefilter("ignore", HoldfastWarning)  # step 2 is not saved
+        ckpt.save(1).wait(300)
+        with monkeypatch.context() as patch, suppress(type(error)):
+            if where == "marks":
+                patch.setattr(tier.MemoryTier, "_followers", [Breaks(error)])
+            else:
+                calls = iter([None, error])  # the first is that of `step` itself
+                patch.setattr(Gate, "look", lambda *_: raised(next(calls)))
+            ckpt.step(2)
+        with listen(lambda event: seen.append(event.name)):
+            for step in range(3, 90):  # the other ends in the background
+                ckpt.step(step)
+                ckpt.wait()
+        assert "snapshot.committed" in seen

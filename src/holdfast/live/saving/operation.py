@@ -243,15 +243,16 @@ class SaveOperation:
                 self.replica = self.companion.replica(self)
         except Exception as error:
             self.error = error
-        except BaseException as interrupt:
-            self.error = HoldfastError(f"interrupted by {type(interrupt).__name__}")
-            self.window.done()
-            raise
         if self.replica is not None or busy or self.request.is_rehearsal:
             self.must_hold = False
             self.window.done()
         elif self.error is None and live.aside.issuperset(live.tensors):
             self.window.done()  # all is copied
+
+    def interrupted_by(self, error: BaseException) -> None:
+        """Have the other ranks learn that this rank's call did not come to its end."""
+        self.error = self.error or HoldfastError(f"interrupted by {type(error).__name__}")
+        self.window.done()
 
     # -- agree, copy: saving thread ---------------------------------------------------------------
 

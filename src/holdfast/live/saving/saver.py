@@ -111,6 +111,9 @@ class Saver:
             live, is_held = op.live, op.must_hold and op.error is None and not self.is_last
             if not op.request.busy:  # else the copy under way still needs its window
                 self.gate.window = op.window
+        except BaseException as interrupt:
+            op.interrupted_by(interrupt)
+            raise
         finally:
             self._worker.submit(op.guarded, op.run)
         if is_snapshot and self.gate.is_bypassed:
