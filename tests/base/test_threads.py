@@ -55,7 +55,7 @@ def test_no_thread_is_at_work_after_an_interrupt(heard: threading.Event) -> None
         done.append(number)
 
     with pytest.raises(Interrupt):
-        in_threads(work, [*range(1000)], 2)
+        in_threads(work, [*range(1000)], 2, fills=True)
     assert of_crews() == before
     assert {0, 1, 2, 3} <= {*done} and len(done) < 1000
 
@@ -79,7 +79,7 @@ def test_one_that_storage_does_not_answer_is_left_behind(
 
     known = {*of_crews()}
     with pytest.raises(Interrupt):
-        in_threads(work, [*range(1000)], 2)
+        in_threads(work, [*range(1000)], 2, fills=True)
     left = [thread for thread in of_crews() if thread not in known]
     gate.set()
     for thread in left:

@@ -36,7 +36,7 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         with _lock:
-            _holders -= is_counted
+            _holders = max(_holders - is_counted, 0)  # a child that was forked inside has none
             if is_counted and not _holders and _was_enabled:
                 gc.enable()
 

@@ -295,15 +295,15 @@ class ThreadWatch:
     def _give_up(self, late: StorageCall) -> None:
         if not late.patience._leave(late):
             return
-        self.leave()
+        self.leave(always=True)
         raise late.given_up()
 
-    def leave(self) -> None:
-        """Abandon all threads."""
+    def leave(self, *, always: bool = False) -> None:
+        """Abandon all threads.  `always`: their stores refuse further operations until those return."""
         self.is_over = True
         for operation in self._under_way():
             if not operation.is_left:
-                operation.patience._leave(operation, always=True)
+                operation.patience._leave(operation, always=always)
 
     def _under_way(self) -> list[StorageCall]:
         operations = (_under_way.get(member) for member in tuple(self._members))

@@ -75,7 +75,8 @@ class Worker:
 
     def settle(self, limit_s: float | None) -> None:
         """Wait until all is done that it was given so far.  TimeoutError."""
-        if self._calls.thread in tuple(_unfinished.values()):
+        mine = [one for one, thread in tuple(_unfinished.items()) if thread is self._calls.thread]
+        if not all(one.done() for one in mine):
             result_of(self.submit(lambda: None), limit_s, TimeoutError)
 
     def shutdown(self) -> None:
@@ -99,11 +100,14 @@ def _forget_one(future: Future[Any]) -> None:
 # -- side by side ---------------------------------------------------------------------------------
 
 
-def in_threads(work: Callable[[Any], None], items: list[Any], threads: int) -> None:
-    """Call `work` for every item from several threads; the first error stops the rest.
+def in_threads(
+    work: Callable[[Any], None], items: list[Any], threads: int, *, fills: bool = False
+) -> None:
+    """Call `work` for every item from several threads; the first error, or an interrupt, stops the rest.
 
-    Deadline if storage does not answer one of the threads; that thread is abandoned.  Whatever else is
-    raised, an interrupt included, no thread is at work any more, or is abandoned after `STOP_S` seconds.
+    Deadline if storage does not answer one of the threads; that thread is abandoned.  `fills`: they write
+    into memory of the caller, so none is at work any more after an interrupt; one that needs more than
+    `STOP_S` seconds for its item is abandoned.
     """
     if threads == 1 or len(items) < 2:
         for item in items:
@@ -114,7 +118,7 @@ def in_threads(work: Callable[[Any], None], items: list[Any], threads: int) -> N
         crew.start(min(threads, len(items)))
         crew.wait()
     except BaseException:
-        crew.stop()
+        crew.stop(STOP_S if fills else 0.0)
         raise
 
 
@@ -158,13 +162,12 @@ class _Crew:
         if self._error is not None:
             raise self._error
 
-    def stop(self) -> None:
-        """Have each thread end after what it is at, and wait for that: it may write to the caller's memory.
-        One that storage does not answer is abandoned."""
-        self._stop, until = True, time.monotonic() + STOP_S
+    def stop(self, limit_s: float) -> None:
+        """Have each thread end after what it is at; abandon those that do not within `limit_s`."""
+        self._stop, until = True, time.monotonic() + limit_s
         for member in self._members:
             while member.is_alive() and not self._watch.is_over:
-                if time.monotonic() > until:
+                if time.monotonic() >= until:
                     self._watch.leave()
                 member.join(0.01)
 

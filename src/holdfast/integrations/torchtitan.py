@@ -283,12 +283,13 @@ def _warn_on_first_rank(text: str, hint: str) -> None:
 
 
 def _place_and_step(path: str) -> tuple[str, int | None]:
-    """A path, and None; or the root and the step that it names, as `runs/gpt@1000` does, if nothing lies
-    at it."""
+    """A path, and None; or the root and the step that it names, as `runs/gpt@1000` does, if no folder is
+    called so, and of a bucket, where there are no folders, if that step lies there."""
     root, at, step = path.rpartition("@")
     if at and step.isdecimal():
         try:
-            steps(path)
+            if not steps(path) and int(step) in steps(root):
+                return root, int(step)
         except errors.NotFound:
             return root, int(step)
     return path, None

@@ -650,7 +650,7 @@ class Checkpointer:
         try:
             with ExitStack() as last:
                 # after an error the others may be in a collective that only this rank's end will end
-                last.callback(self._tiers.group.close, *[] if error is None else [LINGER_S])
+                last.callback(self._tiers.group.close, None if error is None else LINGER_S)
                 last.callback(self._tiers.release)
                 last.callback(self._noticing.close)
                 if self._stop is not None:

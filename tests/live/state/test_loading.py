@@ -329,7 +329,7 @@ def test_nothing_is_written_over_the_nan_of_an_interrupted_load(
         heard.set()
         raise KeyboardInterrupt
 
-    def interrupted(work: Any, items: Any, threads: int) -> None:
+    def interrupted(work: Any, items: Any, threads: int, **options: Any) -> None:
         def one(item: Any) -> None:
             if len(placed) == 2:
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
@@ -337,7 +337,7 @@ def test_nothing_is_written_over_the_nan_of_an_interrupted_load(
             placed.append(1)
             work(item)
 
-        in_threads(one, items, 2)
+        in_threads(one, items, 2, **options)
 
     monkeypatch.setattr(reading, "in_threads", interrupted)
     old = signal.signal(signal.SIGUSR1, handler)

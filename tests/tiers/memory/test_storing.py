@@ -4,7 +4,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -340,7 +340,8 @@ def test_a_call_that_breaks_off_before_it_has_the_state_saves_nothing(
     tmp_path: Path, node: Client, monkeypatch: pytest.MonkeyPatch, where: str, error: BaseException
 ) -> None:
     """Nor does it count as one under way, for which later ones would be left out."""
-    seen: list[str] = []
+    seen: list[tuple[str, dict[str, Any]]] = []
+    raises: Any = pytest.raises(type(error))
     ckpt = holdfast.Checkpointer(
         tmp_path / "root",
         {"x": {"t": torch.arange(4)}},
@@ -351,15 +352,19 @@ def test_a_call_that_breaks_off_before_it_has_the_state_saves_nothing(
     with ckpt, warnings.catch_warnings():
         warnings.simplefilter("ignore", HoldfastWarning)  # step 2 is not saved
         ckpt.save(1).wait(300)
-        with monkeypatch.context() as patch, suppress(type(error)):
-            if where == "marks":
-                patch.setattr(tier.MemoryTier, "_followers", [Breaks(error)])
-            else:
-                calls = iter([None, error])  # the first is that of `step` itself
-                patch.setattr(Gate, "look", lambda *_: raised(next(calls)))
-            ckpt.step(2)
-        with listen(lambda event: seen.append(event.name)):
+        with listen(lambda event: seen.append((event.name, event.fields))):
+            is_told = where == "marks" and isinstance(error, Exception)  # as a save that has failed
+            with monkeypatch.context() as patch, nullcontext() if is_told else raises:
+                if where == "marks":
+                    patch.setattr(tier.MemoryTier, "_followers", [Breaks(error)])
+                else:
+                    calls = iter([None, error])  # the first is that of `step` itself
+                    patch.setattr(Gate, "look", lambda *_: raised(next(calls)))
+                ckpt.step(2)
             for step in range(3, 90):  # the other ends in the background
                 ckpt.step(step)
                 ckpt.wait()
-        assert "snapshot.committed" in seen
+        (failed,) = [fields for name, fields in seen if name == "snapshot.failed"]
+        assert failed["step"] == 2 and type(error).__name__ in failed["error"]
+        committed = [fields["step"] for name, fields in seen if name == "snapshot.committed"]
+        assert committed and 2 not in committed

@@ -351,7 +351,7 @@ def test_close_waits_for_no_upload_where_a_rank_is_lost(monkeypatch) -> None:
         closing.join(60)
         assert not closing.is_alive()
         gate.set()
-    assert [t for t in homes.told if "is not uploaded" in t]
+    assert [t for t in homes.told if "is not uploaded" in t and ": rank 1 is lost; it lies in" in t]
 
 
 def test_errors_of_the_upload_are_never_raised(monkeypatch) -> None:

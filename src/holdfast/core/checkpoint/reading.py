@@ -152,7 +152,7 @@ def run_blocks(
                 row.place(view, at)
 
     try:
-        in_threads(one, blocks, threads)
+        in_threads(one, blocks, threads, fills=True)
     finally:
         blocks_of.finish()
 

@@ -138,7 +138,7 @@ class ExchangeRounds:
             file, first, stop, slot = block
             self.files.chunks(file, first, stop, half[slot * size :])
 
-        in_threads(one, blocks, max(self.threads, self.files.store_reads.threads))
+        in_threads(one, blocks, max(self.threads, self.files.store_reads.threads), fills=True)
 
     def _place(self, window: HostWindow, number: int, size: int) -> None:
         """Copy from the windows that this rank has mapped."""
@@ -148,7 +148,7 @@ class ExchangeRounds:
             if view is not None:
                 half = self._half(view, number, size)
                 work += [(run, half) for run in runs.get(number, ())]
-        in_threads(lambda item: self._copy(item[0], item[1], size), work, self.threads)
+        in_threads(lambda item: self._copy(item[0], item[1], size), work, self.threads, fills=True)
 
     def _copy(self, run: _Run, half: memoryview, size: int) -> None:
         entry, a, b = self._span(run)

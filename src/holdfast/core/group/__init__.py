@@ -102,7 +102,7 @@ class Alone:
     def abort_waits(self) -> None:
         return
 
-    def close(self, limit_s: float = 0.0) -> None:
+    def close(self, limit_s: float | None = None) -> None:
         return
 
 

@@ -323,15 +323,17 @@ class Board:
 
             self._ask(f"forget {old}", forget)
 
-    def close(self, limit_s: float = _LEAVE_S) -> None:
-        """Leave the board.  Rank 0, its host, blocks until all have left, `limit_s` seconds at most."""
+    def close(self, limit_s: float | None = None) -> None:
+        """Leave the board.  Rank 0, its host, blocks until all have left, `limit_s` seconds at most, by
+        default `_LEAVE_S`."""
         if self._line is None:
             return
+        limit_s = min(self.deadline_s, _LEAVE_S if limit_s is None else limit_s)
         try:
             if self.rank == 0:
-                self.gather("bye", b"", min(self.deadline_s, limit_s))
+                self.gather("bye", b"", limit_s)
             else:
-                self.post(f"bye/{self.rank}", b"", min(self.deadline_s, limit_s))
+                self.post(f"bye/{self.rank}", b"", limit_s)
         except AgentError:
             pass  # a lost rank does not need the board
         line, self._lost, self._line = self._line, self._line.lost, None

@@ -147,6 +147,9 @@ class Replica(Protocol):
 class Companion(Protocol):
     """Further work of a tier with the state at the moment of a save: the rare cases of a copy."""
 
+    def mark(self, op: SaveOperation) -> None:
+        """Note the moment, on the training thread, before the state is read.  An error fails the save."""
+
     def replica(self, op: SaveOperation) -> Replica | None:
         """Return the replica to copy from; None for the live tensors.  On the training thread, at the
         call."""
@@ -230,6 +233,8 @@ class SaveOperation:
         """
         busy = self.request.busy
         try:
+            if self.companion is not None:
+                self.companion.mark(self)
             with uncollected():
                 live = describe_live()
             if not busy:
@@ -251,7 +256,9 @@ class SaveOperation:
 
     def interrupted_by(self, error: BaseException) -> None:
         """Have the other ranks learn that this rank's call did not come to its end."""
-        self.error = self.error or HoldfastError(f"interrupted by {type(error).__name__}")
+        if not isinstance(error, Exception):
+            error = HoldfastError(f"interrupted by {type(error).__name__}")
+        self.error = self.error or error
         self.window.done()
 
     # -- agree, copy: saving thread ---------------------------------------------------------------
@@ -414,6 +421,9 @@ class SaveOperation:
             elif not self.request.is_rehearsal:
                 self.save.seconds = took = self.took_s
                 emit(f"{self.kind}.committed", step=self.step, seconds=round(took, 3))
+        except BaseException as failed:
+            error = error or failed
+            raise
         finally:  # whoever waits for it must hear of its end
             self.moment = StateView.of(Collected(), {})
             self.save._conclude(error)

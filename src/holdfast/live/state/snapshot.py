@@ -219,7 +219,7 @@ def copy_at_once(into: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         few = [(_copyable(one), _copyable(source)) for one, source in few]
         torch._foreach_copy_([one for one, _ in few], [source for _, source in few])
     pieces = [piece for pair in many for piece in _pieces(*pair)]
-    in_threads(lambda piece: piece[0].copy_(piece[1]), pieces, COPY_THREADS)
+    in_threads(lambda piece: piece[0].copy_(piece[1]), pieces, COPY_THREADS, fills=True)
 
 
 def _copyable(tensor: torch.Tensor) -> torch.Tensor:

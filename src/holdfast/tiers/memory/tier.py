@@ -26,7 +26,6 @@ from holdfast.live.saving.durable import Durable
 from holdfast.live.saving.messages import Written
 from holdfast.live.saving.operation import Replica
 from holdfast.live.saving.progress import TierProgress
-from holdfast.live.state.named import Collected
 from holdfast.live.state.recognising import State
 from holdfast.live.state.snapshot import CopyTap, PrivateBuffer
 from holdfast.live.tier import Asked, Collect, Tier
@@ -148,21 +147,14 @@ class MemoryTier(Tier):
         if durable and self._feed is not None:
             self._feed.proof.count_durable(must_prove=asked.live)
         with self.durable.held.by(op.kind, step):
-            save = self.saver.begin(op, self._marked(op, collect))
+            save = self.saver.begin(op, self._arranged(collect))
         (self.progress.watch_through if durable else self.progress.watch)(save)
         return save
 
-    def _marked(self, op: SaveOperation, collect: Collect) -> Collect:
-        """Return what marks this point of the training, and reads the state: an error of either is one of
-        the operation."""
-        arranged = self._arranged(collect)
-
-        def read() -> Collected:
-            for follower in self._followers:
-                follower.mark(op.number)
-            return arranged()
-
-        return read
+    def mark(self, op: SaveOperation) -> None:
+        """Mark this point of the training for those that follow it."""
+        for follower in self._followers:
+            follower.mark(op.number)
 
     def _arranged(self, collect: Collect) -> Collect:
         """Return what reads the state in the order in which it is to be shared among ranks."""

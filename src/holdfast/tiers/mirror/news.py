@@ -78,17 +78,18 @@ class UploadNews:
                 "step before was still on its way when a newer one came (this is told once)"
             )
 
-    def left(self, step: int | None, *, notes_lag: bool) -> list[str]:
-        """Say what is not uploaded, on rank 0: the newest step that waits, or else labels and metrics."""
+    def left(self, step: int | None, lost: str, *, notes_lag: bool) -> list[str]:
+        """Say what is not uploaded, on rank 0: the newest step that waits, or else labels and metrics.
+        `lost`: why ranks can agree on nothing any more."""
         if self._rank != 0:
             return []
         if step is not None:
-            return [self._not_uploaded(step)]
+            return [self._not_uploaded(step, lost)]
         return [self._lagging()] if notes_lag else []
 
-    def _not_uploaded(self, step: int) -> str:
-        failure = self.failure
-        why = f": {failure.text}" if failure is not None else ", which took too long"
+    def _not_uploaded(self, step: int, lost: str) -> str:
+        why = lost or ("" if self.failure is None else self.failure.text)
+        why = f": {why}" if why else ", which took too long"
         return (
             f"step {step} is not uploaded to {self._store.url}{why}; it lies in {self._root.url}, "
             "and the next run with this upload= begins with it"

@@ -72,7 +72,9 @@ PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
 LAST_PAUSE_S = 1.0
 """The same while `close` waits."""
 LEAST_S = 0.1
-"""Seconds that `close` gives the last step where a rank is lost, and records, however long that took."""
+"""Seconds that `close` gives records, however long the last step took."""
+LOST_S = 5.0
+"""Seconds that `close` gives records where a rank is lost: the launcher waits for this one to leave."""
 UNFINISHED_S = 30.0
 """Seconds that a run which ends by an error waits for its upload."""
 COPY_S = 6 * 3600.0
@@ -202,12 +204,12 @@ class Upload(Tier, Follower):
     # -- the end ----------------------------------------------------------------------------------
 
     def close(self, limit_s: float, *, finished: bool, is_asked: bool) -> None:
-        """Wait for the newest step, after an error for `UNFINISHED_S` at most, and not at all if a rank is
-        lost, without which no step is uploaded; then tell the user what is not uploaded."""
-        if self.group.lost:
-            limit_s = LEAST_S
-        elif not (finished or is_asked):
+        """Wait for the newest step, after an error for `UNFINISHED_S` at most; then tell the user what is
+        not uploaded.  Without a lost rank no step is uploaded: only records are waited for then."""
+        if not (finished or is_asked):
             limit_s = min(limit_s, UNFINISHED_S)
+        if self.group.lost:
+            limit_s = min(limit_s, LOST_S)
         self._is_closing = True
         self._retry.cancel()
         self._begin()
@@ -215,7 +217,7 @@ class Upload(Tier, Follower):
             self.noted()
         until = time.monotonic() + limit_s
         with suppress(TimeoutError):
-            self._worker.settle(limit_s)
+            self._worker.settle(LEAST_S if self.group.lost else limit_s)
         self._has_ended = True
         self._worker.shutdown()
         if self._records is not None:
@@ -224,7 +226,8 @@ class Upload(Tier, Follower):
 
     def _left(self) -> list[str]:
         """Say what is not uploaded, on rank 0."""
-        return self._news.left(self._waiting.last_step(), notes_lag=self.home.notes_lag)
+        step, lost = self._waiting.last_step(), self.group.lost
+        return self._news.left(step, lost, notes_lag=self.home.notes_lag)
 
     # -- any thread -------------------------------------------------------------------------------
 

@@ -87,9 +87,10 @@ class WriterProcess:
                 )
                 try:
                     sender.start()
-                except RuntimeError:  # Python is ending, or the host has no more threads
+                except RuntimeError:  # the host has no more threads: another writer is to go on
                     self._unsent = None
-                    self._send_some(rest, fd, 0)
+                    _close([fd])
+                    self.line.shutdown(socket.SHUT_RDWR)
 
     def _send_rest(self, unsent: deque[_Data]) -> None:
         """Send all unsent bytes in their order, until none are left or the writer is gone."""
