@@ -118,7 +118,9 @@ def in_threads(
         crew.start(min(threads, len(items)))
         crew.wait()
     except BaseException:
-        crew.stop(STOP_S if fills else 0.0)
+        crew.stop()
+        if fills:
+            crew.leave_in(STOP_S)
         raise
 
 
@@ -162,9 +164,13 @@ class _Crew:
         if self._error is not None:
             raise self._error
 
-    def stop(self, limit_s: float) -> None:
-        """Have each thread end after what it is at; abandon those that do not within `limit_s`."""
-        self._stop, until = True, time.monotonic() + limit_s
+    def stop(self) -> None:
+        """Have each thread end after what it is at.  Returns at once."""
+        self._stop = True
+
+    def leave_in(self, limit_s: float) -> None:
+        """Wait for the threads to end; abandon those that do not within `limit_s`."""
+        until = time.monotonic() + limit_s
         for member in self._members:
             while member.is_alive() and not self._watch.is_over:
                 if time.monotonic() >= until:
