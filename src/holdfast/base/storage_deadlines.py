@@ -191,7 +191,7 @@ class Patience:
     def _awaited(self) -> list[StorageCall]:
         """Abandoned operations that have not returned and will: a forked child has none of its parent's
         threads."""
-        return [one for one in self._stuck if one.pid == os.getpid()]
+        return [one for one in tuple(self._stuck) if one.pid == os.getpid()]
 
 
 def _do(operation: StorageCall, call: Callable[[], _R], undo: Callable[[Any], object] | None) -> _R:

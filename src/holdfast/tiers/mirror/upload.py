@@ -205,7 +205,7 @@ class Upload(Tier, Follower):
 
     def close(self, limit_s: float, *, finished: bool, is_asked: bool) -> None:
         """Wait for the newest step, after an error for `UNFINISHED_S` at most; then tell the user what is
-        not uploaded.  Without a lost rank no step is uploaded: only records are waited for then."""
+        not uploaded.  If a rank is lost no step can be uploaded, and only records are waited for."""
         if not (finished or is_asked):
             limit_s = min(limit_s, UNFINISHED_S)
         if self.group.lost:
